@@ -1,0 +1,1 @@
+"""The torch-free core: block names, block pool, scheduler, parameters, errors."""

@@ -1,0 +1,165 @@
+"""Every error that a request can end with, in one tree.
+
+    BatonError
+    ├── InvalidRequestError        400  the client's fault; names the parameter and the limit
+    │   ├── PromptTooLongError     400
+    │   ├── UnauthorizedError      401
+    │   ├── ModelNotFoundError     404
+    │   └── PayloadTooLargeError   413
+    ├── QueueFullError             429  with an honest Retry-After
+    ├── CancelledError_            499  the client went away (never sent)
+    ├── InternalError              500
+    │   ├── NumericsError          500  NaN or Inf in the logits
+    │   └── PoisonRequestError     500  two workers died while holding it; never retried
+    ├── UnavailableError           503  no worker, or the mode asked for cannot be met
+    │   ├── WorkerLostError        503  the decode worker died in the middle of the stream
+    │   └── TransferError          503  the hand-off failed and could not be repaired
+    └── DeadlineError              504
+
+Each has a ``code`` (stable, for programs), an HTTP ``status``, and says whether the same request
+may be ``retryable``. On the wire an error is ``baton.v1.Error``; ``from_code`` turns it back.
+"""
+
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: One sentence for the user: the value, the limit, what to change.
+        param: The request field at fault, when there is one.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"  # OpenAI's `type`
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """OpenAI's error body."""
+        fields = {"message": self.message, "type": self.kind, "param": self.param}
+        return {"error": {**fields, "code": self.code}}
+
+
+class InvalidRequestError(BatonError):
+    """The request cannot be served as it stands."""
+
+    code = "invalid_request"
+    status = 400
+    kind = "invalid_request_error"
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt and answer do not fit into the context."""
+
+    code = "context_length_exceeded"
+
+
+class UnauthorizedError(InvalidRequestError):
+    """The API key is missing or unknown."""
+
+    code = "invalid_api_key"
+    status = 401
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The fleet does not serve the model that was named."""
+
+    code = "model_not_found"
+    status = 404
+
+
+class PayloadTooLargeError(InvalidRequestError):
+    """The request body is over the limit."""
+
+    code = "payload_too_large"
+    status = 413
+
+
+class QueueFullError(BatonError):
+    """The queue is full.
+
+    Args:
+        message: What is full, with the limit.
+        retry_after_s: When a place is expected, from the real drain rate.
+    """
+
+    code = "queue_full"
+    status = 429
+    kind = "rate_limit_error"
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class CancelledError_(BatonError):  # noqa: N801, N818 - the plain name is asyncio's
+    """The client disconnected, or its lease lapsed."""
+
+    code = "cancelled"
+    status = 499
+
+
+class InternalError(BatonError):
+    """A fault of ours."""
+
+
+class NumericsError(InternalError):
+    """The model produced NaN or Inf."""
+
+    code = "numerics_error"
+
+
+class PoisonRequestError(InternalError):
+    """Workers die of this request; it is not tried again."""
+
+    code = "poison_request"
+
+
+class UnavailableError(BatonError):
+    """Nothing can serve this request right now."""
+
+    code = "unavailable"
+    status = 503
+    retryable = True
+
+
+class WorkerLostError(UnavailableError):
+    """The worker that held the request is gone."""
+
+    code = "worker_lost"
+
+
+class TransferError(UnavailableError):
+    """The KV hand-off failed and could not be repaired."""
+
+    code = "transfer_failed"
+
+
+class DeadlineError(BatonError):
+    """The request's deadline passed."""
+
+    code = "deadline_exceeded"
+    status = 504
+    retryable = True
+
+
+def _tree(root: type[BatonError]) -> list[type[BatonError]]:
+    return [root, *(node for child in root.__subclasses__() for node in _tree(child))]
+
+
+def from_code(code: str, message: str) -> BatonError:
+    """The error that ``code`` names, or ``InternalError`` for a code from a newer peer."""
+    for kind in _tree(BatonError):
+        if kind.code == code and kind is not BatonError:
+            if kind is QueueFullError:
+                return QueueFullError(message, retry_after_s=1.0)
+            return kind(message)
+    return InternalError(message)

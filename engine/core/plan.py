@@ -1,0 +1,75 @@
+"""What the scheduler hands to a model runner: one step, as plain data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.core.geometry import KvGeometry
+from engine.core.params import SampledToken, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Draw one token from the last row's logits.
+
+    ``history`` is the whole token list so far (prompt, then answer); penalties know by
+    ``prompt_tokens`` where the prompt ends. The token drawn will stand at index ``len(history)``,
+    and ``generated`` = ``len(history) - prompt_tokens`` (for ``min_tokens``).
+    """
+
+    choice: int
+    params: SamplingParams
+    history: Sequence[int]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One sequence's part of a step: compute ``tokens`` at positions ``start ...``.
+
+    ``block_ids`` covers positions 0 to ``start + len(tokens) - 1``; the KV of positions below
+    ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished.
+    """
+
+    sequence_id: int
+    tokens: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    samples: tuple[SampleSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One engine step. ``copies`` (source block, target block) happen before anything else."""
+
+    rows: tuple[PlanRow, ...]
+    copies: tuple[tuple[int, int], ...] = field(default=())
+
+
+class ModelRunner(Protocol):
+    """Executes plans over one KV pool."""
+
+    @property
+    def geometry(self) -> KvGeometry:
+        """Shape of the pool that this runner reads and writes."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer unless ``ignore_eos``."""
+
+    def execute(
+        self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
+    ) -> list[list[SampledToken]]:
+        """Run one step.
+
+        Args:
+            plan: What to compute.
+            on_layers_done: Called with the number of layers whose KV is in the pool, as the step
+                proceeds (this is what streams KV out while later layers still compute).
+
+        Returns:
+            For each row of the plan, one token per entry of ``samples``.
+
+        Raises:
+            NumericsError: A row's logits hold NaN or Inf. ``rows`` names the rows at fault.
+        """

@@ -1,0 +1,1 @@
+"""Text without torch: model artifacts, tokenizer, chat template, incremental detokenizer."""

@@ -1,0 +1,1 @@
+"""Config, registry, telemetry; Ray pools, controller and the `baton` command on top."""

@@ -1,0 +1,1 @@
+"""Moving KV cache between workers: places, digests, reservation and transfer machines."""

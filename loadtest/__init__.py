@@ -1,0 +1,1 @@
+"""Load, drills and benches."""

@@ -1,0 +1,1 @@
+"""Generated from `proto/baton/v1`; see `proto/build.py`."""

@@ -1,0 +1,230 @@
+from batonpb import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RouterFrame(_message.Message):
+    __slots__ = ("hello", "submit", "cancel", "heartbeat", "resume", "replacement", "drain")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    submit: Submission
+    cancel: Cancel
+    heartbeat: Heartbeat
+    resume: Resume
+    replacement: PrefillReplacement
+    drain: Drain
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submission, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., replacement: _Optional[_Union[PrefillReplacement, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("router_id", "router_incarnation", "wire")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    router_incarnation: bytes
+    wire: _common_pb2.WireRange
+    def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[bytes] = ..., wire: _Optional[_Union[_common_pb2.WireRange, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class PrefillTarget(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "address")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: bytes
+    address: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Submission(_message.Message):
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "name_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAME_SEED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_REMAINING_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    ticket: int
+    priority: int
+    prompt_tokens: bytes
+    sampling: _common_pb2.SamplingParams
+    tenant: str
+    name_seed: bytes
+    deadline_remaining_ns: int
+    prefill: PrefillTarget
+    traceparent: str
+    router_id: str
+    lease_ms: int
+    probe: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., name_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ...) -> None: ...
+
+class SubmitAck(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("request_id", "attempt", "choices")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    choices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("request_id", "attempt", "next_index")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    next_index: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., next_index: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PrefillReplacement(_message.Message):
+    __slots__ = ("request_id", "attempt", "prefill", "compute_locally", "refuse")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_LOCALLY_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prefill: PrefillTarget
+    compute_locally: bool
+    refuse: _common_pb2.Error
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., compute_locally: _Optional[bool] = ..., refuse: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("on",)
+    ON_FIELD_NUMBER: _ClassVar[int]
+    on: bool
+    def __init__(self, on: _Optional[bool] = ...) -> None: ...
+
+class WorkerFrame(_message.Message):
+    __slots__ = ("step", "tokens", "routes", "ends", "prefill_needed", "status")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    tokens: _containers.RepeatedCompositeFieldContainer[TokenRun]
+    routes: _containers.RepeatedCompositeFieldContainer[RequestRoute]
+    ends: _containers.RepeatedCompositeFieldContainer[RequestEnd]
+    prefill_needed: _containers.RepeatedCompositeFieldContainer[PrefillNeeded]
+    status: _common_pb2.WorkerStatus
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[RequestRoute, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[RequestEnd, _Mapping]]] = ..., prefill_needed: _Optional[_Iterable[_Union[PrefillNeeded, _Mapping]]] = ..., status: _Optional[_Union[_common_pb2.WorkerStatus, _Mapping]] = ...) -> None: ...
+
+class TokenRun(_message.Message):
+    __slots__ = ("request_id", "attempt", "choice", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "has_stop_token")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    HAS_STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    choice: int
+    index: int
+    token_ids: bytes
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
+    finish_reason: str
+    stop_token_id: int
+    has_stop_token: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., has_stop_token: _Optional[bool] = ...) -> None: ...
+
+class RequestRoute(_message.Message):
+    __slots__ = ("request_id", "attempt", "prefill_worker_id", "decode_worker_id", "mode", "cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prefill_worker_id: str
+    decode_worker_id: str
+    mode: str
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., mode: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class RequestEnd(_message.Message):
+    __slots__ = ("request_id", "attempt", "error", "times")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    error: _common_pb2.Error
+    times: RequestTimes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., times: _Optional[_Union[RequestTimes, _Mapping]] = ...) -> None: ...
+
+class RequestTimes(_message.Message):
+    __slots__ = ("queue_ns", "prefill_ns", "transfer_ns", "decode_ns", "transfer_bytes", "preemptions", "cached_tokens", "computed_tokens", "repaired_chunks")
+    QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    queue_ns: int
+    prefill_ns: int
+    transfer_ns: int
+    decode_ns: int
+    transfer_bytes: int
+    preemptions: int
+    cached_tokens: int
+    computed_tokens: int
+    repaired_chunks: int
+    def __init__(self, queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., repaired_chunks: _Optional[int] = ...) -> None: ...
+
+class PrefillNeeded(_message.Message):
+    __slots__ = ("request_id", "attempt", "failed", "reason", "peer_died")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PEER_DIED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    failed: PrefillTarget
+    reason: _common_pb2.Error
+    peer_died: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., failed: _Optional[_Union[PrefillTarget, _Mapping]] = ..., reason: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., peer_died: _Optional[bool] = ...) -> None: ...

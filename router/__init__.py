@@ -1,0 +1,1 @@
+"""The OpenAI front door: validation, admission, placement, streams. No torch."""
