@@ -1,0 +1,150 @@
+"""The shell's handle on a step-loop process: start it, send commands, hear reports."""
+
+import asyncio
+import contextlib
+import mmap
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import msgspec
+
+from engine import ipc
+from engine.core.errors import InternalError
+
+
+class EngineClient:
+    """One engine process.
+
+    Args:
+        settings: How to build the engine.
+        on_report: Called in the event loop for each report, in order.
+        on_progress: Called with a line of text while the engine loads.
+        stderr: Where the process writes its errors.
+    """
+
+    def __init__(
+        self,
+        settings: ipc.EngineSettings,
+        on_report: Callable[[ipc.Report], None],
+        on_progress: Callable[[str], None] = lambda _: None,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._on_report = on_report
+        self._on_progress = on_progress
+        self._stderr = stderr
+        self._reader = ipc.report_reader()
+        self._fatal = ""
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[ipc.Ready] = asyncio.get_running_loop().create_future()
+
+    async def start(self, timeout_s: float = 120.0) -> ipc.Ready:
+        """Start the process and wait until it takes requests.
+
+        Raises:
+            InternalError: It died while loading; the message says why.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        pool_fd = os.memfd_create("baton-kv")  # the kernel frees it with its last user
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "engine.process",
+                str(theirs.fileno()),
+                str(pool_fd),
+                msgspec.json.encode(self._settings).decode(),
+                pass_fds=(theirs.fileno(), pool_fd),
+                env=self._environment(),
+                stderr=self._stderr,
+            )
+            theirs.close()
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._tasks = [
+                asyncio.create_task(self._listen(reader)),
+                asyncio.create_task(self._watch()),
+            ]
+            async with asyncio.timeout(timeout_s):
+                self.ready = await self._ready
+            self.pool = memoryview(mmap.mmap(pool_fd, self.ready.geometry.pool_bytes))
+        except TimeoutError as error:
+            await self.stop(grace_s=0)
+            raise InternalError(f"the engine was not ready within {timeout_s:.0f} s") from error
+        finally:
+            os.close(pool_fd)
+        return self.ready
+
+    def _environment(self) -> dict[str, str]:
+        threads = str(self._settings.threads)
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "passive",  # spinning threads of two workers starve each other
+        }
+
+    @property
+    def pid(self) -> int:
+        """The process that holds the model."""
+        return self._process.pid
+
+    def send(self, *commands: ipc.Command) -> None:
+        """Queue commands; they are lost, and that is harmless, when the process is dying."""
+        if not self._writer.is_closing():
+            self._writer.write(ipc.frame(list(commands)))
+
+    async def stop(self, grace_s: float = 3.0) -> int:
+        """End the process, by force after ``grace_s``; returns its exit code."""
+        if self._process.returncode is None:
+            with contextlib.suppress(AttributeError):  # before the socket was there
+                self.send(ipc.Stop())
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+        code = await self._process.wait()
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+        if hasattr(self, "_writer"):
+            self._writer.close()
+        return code
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 20):
+                self._dispatch(self._reader.feed(data))
+
+    def _dispatch(self, reports: Sequence[ipc.Report]) -> None:
+        for report in reports:
+            match report:
+                case ipc.Progress():
+                    self._on_progress(report.what)
+                case ipc.Ready():
+                    if not self._ready.done():
+                        self._ready.set_result(report)
+                case ipc.Fatal():
+                    self._fatal = report.message
+                case _:
+                    self._on_report(report)
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        await asyncio.sleep(0)  # let a last report be read
+        if not self._ready.done():
+            self._ready.set_exception(
+                InternalError(self._fatal or f"the engine process exited with code {code}")
+            )
+        if not self.exited.done():
+            self.exited.set_result(code)
+
+    @property
+    def fatal(self) -> str:
+        """What the engine said before it died, or ""."""
+        return self._fatal

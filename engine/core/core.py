@@ -1,0 +1,174 @@
+"""The engine without a process around it: scheduler plus model runner, stepped by the caller."""
+
+from engine.core import events as ev
+from engine.core.blocks import BlockPool
+from engine.core.errors import NumericsError
+from engine.core.params import SampledToken
+from engine.core.plan import ModelRunner, StepPlan
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.sequence import Kind
+
+CHUNK_TIME_NS = 250_000_000  # a prompt chunk takes no longer, so decodes beside it are not held up
+
+
+class EngineCore:
+    """One engine: submit requests to ``scheduler``, call ``step``, read the events.
+
+    Args:
+        runner: Executes plans.
+        config: Limits.
+        group_layers_bytes: KV of a PREFILL request is published in groups of layers of about this
+            many bytes.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: SchedulerConfig,
+        group_layers_bytes: int = 1 << 20,
+    ) -> None:
+        self.runner = runner
+        self.geometry = runner.geometry
+        self.pool = BlockPool(runner.geometry.num_blocks)
+        self.scheduler = Scheduler(self.pool, config, runner.eos_token_ids)
+        self.steps = 0
+        self.numerics_failures = 0
+        self._group_layers_bytes = group_layers_bytes
+        self._token_ns = 0.0
+
+    def plan(self, now_ns: int) -> StepPlan:
+        """The next step; no rows means that there is nothing to do."""
+        return self.scheduler.plan(now_ns)
+
+    def publications(self, plan: StepPlan) -> list["Publication"]:
+        """What the PREFILL rows of a plan will let others read, layer group by layer group."""
+        found = []
+        running = {s.sequence_id: s for s in self.scheduler._running}  # noqa: SLF001 - one engine
+        for row in plan.rows:
+            request = running[row.sequence_id].request
+            if request.kind is not Kind.PREFILL:
+                continue
+            block_tokens = self.geometry.block_tokens
+            end = row.start + len(row.tokens)
+            last = bool(row.samples)
+            begin_block = max(row.start // block_tokens, request.skip_blocks)
+            end_block = -(-end // block_tokens) if last else end // block_tokens
+            if end_block > begin_block:
+                valid = min(end, end_block * block_tokens) - begin_block * block_tokens
+                per_layer = self.geometry.block_bytes // self.geometry.num_layers
+                bytes_per_layer = per_layer * (end_block - begin_block)
+                layers = max(1, self._group_layers_bytes // bytes_per_layer)
+                found.append(
+                    Publication(
+                        request.request_id, begin_block, end_block - begin_block, valid, layers
+                    )
+                )
+        return found
+
+    def apply(
+        self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int, duration_ns: int
+    ) -> list[ev.Event]:
+        """Record a finished step; returns all events since the last call."""
+        self.scheduler.apply(plan, results, now_ns)
+        self.steps += 1
+        self._bound_chunks(plan, duration_ns)
+        return self.take_events(plan, duration_ns)
+
+    def fail(self, plan: StepPlan, error: NumericsError) -> list[ev.Event]:
+        """A step found NaN or Inf: end the requests at fault, leave the others as they were."""
+        self.numerics_failures += 1
+        running = {s.sequence_id: s for s in self.scheduler._running}  # noqa: SLF001 - one engine
+        rows = getattr(error, "rows", ()) or range(len(plan.rows))
+        for request_id in {running[plan.rows[i].sequence_id].request.request_id for i in rows}:
+            self.scheduler.fail(request_id, error)
+        return self.take_events(plan, 0)
+
+    def take_admissions(self) -> list[ev.Event]:
+        """What planning a step has caused; ahead of what the step itself will say."""
+        events, self.scheduler.events = self.scheduler.events, []
+        return events
+
+    def take_events(self, plan: StepPlan | None = None, duration_ns: int = 0) -> list[ev.Event]:
+        """Events gathered so far, with the cache changes and the load at the end."""
+        events = self.scheduler.events
+        self.scheduler.events = []
+        stored, removed = self.pool.take_events()
+        if stored or removed:
+            events.append(ev.CacheChanged(tuple(stored), tuple(removed)))
+        events.append(self._load(plan, duration_ns))
+        return events
+
+    def _load(self, plan: StepPlan | None, duration_ns: int) -> ev.StepDone:
+        rows = plan.rows if plan else ()
+        decode_rows = sum(len(row.tokens) == 1 and bool(row.samples) for row in rows)
+        prompt_tokens = sum(len(row.tokens) for row in rows) - decode_rows
+        running, waiting, queued = self.scheduler.load()
+        counts = self.pool.counts()
+        return ev.StepDone(
+            self.steps,
+            duration_ns,
+            prompt_tokens,
+            decode_rows,
+            running,
+            waiting,
+            queued,
+            counts.total,
+            counts.free,
+            counts.cached,
+            counts.leased,
+            counts.quarantined,
+            self.pool.evictions,
+            self.scheduler.preemptions,
+        )
+
+    def _bound_chunks(self, plan: StepPlan, duration_ns: int) -> None:
+        """Fit the time of one prompt token and keep the next chunk within CHUNK_TIME_NS."""
+        tokens = sum(len(row.tokens) for row in plan.rows)
+        if tokens < 64:
+            return
+        sample = duration_ns / tokens
+        self._token_ns = sample if not self._token_ns else 0.7 * self._token_ns + 0.3 * sample
+        bound = int(CHUNK_TIME_NS / self._token_ns) // 64 * 64
+        limit = self.scheduler.config.max_step_tokens
+        self.scheduler.max_step_tokens = min(limit, max(64, bound))
+
+
+class Publication:
+    """Turns "n layers are done" into ``Published`` events for one PREFILL row of a running step.
+
+    Groups are ``layers_per_group`` layers; the last one is never larger than half of that, so that
+    little is left to send once the step has ended.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        block_begin: int,
+        block_count: int,
+        valid_tokens: int,
+        layers_per_group: int,
+    ) -> None:
+        self.request_id = request_id
+        self.block_begin = block_begin
+        self.block_count = block_count
+        self.valid_tokens = valid_tokens
+        self.layers_per_group = layers_per_group
+        self._sent = 0
+
+    def on_layers_done(self, done: int, total: int) -> ev.Published | None:
+        """The next group, once ``done`` of ``total`` layers fill one."""
+        count = done - self._sent
+        tail = max(1, self.layers_per_group // 2)
+        full = count >= self.layers_per_group or (total - done == tail and count > 0)
+        if not count or not (full or done == total):
+            return None
+        published = ev.Published(
+            self.request_id,
+            self._sent,
+            count,
+            self.block_begin,
+            self.block_count,
+            self.valid_tokens,
+        )
+        self._sent = done
+        return published

@@ -1,0 +1,130 @@
+"""What the engine tells the world after each step; plain structs that cross a process border."""
+
+import msgspec
+
+from engine.core.params import SampledToken
+
+ALL_LAYERS = -1
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of one choice; ``index`` counts generated tokens from 0."""
+
+    request_id: str
+    choice: int
+    index: int
+    tokens: tuple[SampledToken, ...]
+    finish_reason: str = ""  # "" | "stop" | "length"
+    stop_token: int | None = None  # the token that stopped it (it is not among `tokens`)
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """A request left the queue; ``cached_tokens`` of its prompt need no computing here.
+
+    ``blocks`` is the block table of a PREFILL request (others need not know theirs).
+    """
+
+    request_id: str
+    cached_tokens: int
+    queue_ns: int
+    blocks: tuple[int, ...] = ()
+
+
+class Published(msgspec.Struct, frozen=True, tag=True):
+    """KV of a PREFILL request that may now be read: layers x blocks.
+
+    ``layer_count`` may be ``ALL_LAYERS``; block 0 is the prompt's first.
+    """
+
+    request_id: str
+    layer_begin: int
+    layer_count: int
+    block_begin: int
+    block_count: int
+    valid_tokens: int
+
+
+class PromptDone(msgspec.Struct, frozen=True, tag=True):
+    """A PREFILL request is computed; its blocks are held until it is released."""
+
+    request_id: str
+    first: tuple[SampledToken, ...]  # one per choice
+    cached_tokens: int
+    queue_ns: int
+    prefill_ns: int
+
+
+class Reserved(msgspec.Struct, frozen=True, tag=True):
+    """Capacity for a REMOTE request is counted; its own cached prefix is pinned."""
+
+    request_id: str
+    generation: int
+    skip_blocks: int
+
+
+class Bound(msgspec.Struct, frozen=True, tag=True):
+    """Pages of a REMOTE request, the pinned prefix first."""
+
+    request_id: str
+    generation: int
+    blocks: tuple[int, ...]
+
+
+class Revoked(msgspec.Struct, frozen=True, tag=True):
+    """The pages of this generation are taken away; answer with ``drained`` when writing stopped."""
+
+    request_id: str
+    generation: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The one end of a request at this engine; its blocks are given back."""
+
+    request_id: str
+    error_code: str = ""
+    error_message: str = ""
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+
+
+class CacheChanged(msgspec.Struct, frozen=True, tag=True):
+    """Block names that the pool gained and lost."""
+
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """Load after a step."""
+
+    step: int
+    duration_ns: int
+    prompt_tokens: int  # computed in this step, of prompts
+    decode_rows: int
+    running: int
+    waiting: int
+    queued_prompt_tokens: int
+    total: int
+    free: int
+    cached: int
+    leased: int
+    quarantined: int
+    evictions: int
+    preemptions: int
+
+
+Event = (
+    Tokens
+    | Admitted
+    | Published
+    | PromptDone
+    | Reserved
+    | Bound
+    | Revoked
+    | Ended
+    | CacheChanged
+    | StepDone
+)

@@ -1,0 +1,593 @@
+"""Which tokens of which sequence are computed in the next step. Pure: no clock, no I/O, no torch.
+
+One queue, ordered by (priority, ticket), holds everything that wants blocks: sequences to compute
+here and claims for KV that arrives from elsewhere. The head waits until it fits and nothing
+overtakes it, so two workers that follow the same tickets cannot wait for each other in a circle.
+
+A step is: running decodes, then running prompt chunks, then admissions, within a token budget.
+Growth preempts the lowest ticket; what is preempted keeps its names in the cache and comes back
+through the queue with all its tokens, of which only the next one will be drawn.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.core import events as ev
+from engine.core.blocks import BlockPool
+from engine.core.errors import BatonError, CancelledError_, InvalidRequestError
+from engine.core.geometry import BLOCK_TOKENS
+from engine.core.params import SampledToken, SamplingParams
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.core.reservation import Claim, ClaimState
+from engine.core.sequence import EngineRequest, Kind, TokenSequence, blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one engine."""
+
+    max_batch_requests: int = 32
+    max_step_tokens: int = 512
+
+
+class Scheduler:
+    """Owns all requests of one engine and their blocks."""
+
+    def __init__(
+        self, pool: BlockPool, config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.pool = pool
+        self.config = config
+        self.max_step_tokens = config.max_step_tokens  # the time bound may lower it
+        self.events: list[ev.Event] = []
+        self.preemptions = 0
+        self._eos = frozenset(eos_token_ids)
+        self._requests: dict[str, EngineRequest] = {}
+        self._queue: list[TokenSequence | Claim] = []
+        self._running: list[TokenSequence] = []
+        self._held: dict[str, TokenSequence] = {}  # PREFILL done, waiting for release
+        self._claims: dict[str, Claim] = {}
+        self._draining: dict[tuple[str, int], list[int]] = {}
+        self._next_sequence_id = 0
+        self._next_generation = 1
+
+    # ---------------------------------------------------------------- commands
+
+    def submit(self, request: EngineRequest, now_ns: int) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: The id is in use, or the request can never fit into the pool.
+        """
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already in use here")
+        answer = 0 if request.kind is Kind.PREFILL else request.params.max_tokens
+        need = blocks_for(len(request.prompt) + answer)
+        if not request.prompt or need > self.pool.total:
+            raise InvalidRequestError(
+                f"prompt of {len(request.prompt)} tokens and answer of {answer} need {need} KV "
+                f"blocks; this worker has {self.pool.total} (raise kv_blocks_per_worker)"
+            )
+        request.submitted_ns = now_ns
+        request.live_choices = set(range(request.params.n))
+        self._requests[request.request_id] = request
+        if request.kind is Kind.REMOTE:
+            self._enqueue(self._new_claim(request))
+        else:
+            self._enqueue(self._new_sequence(request, 0, list(request.prompt)))
+
+    def bind(self, request_id: str, generation: int) -> None:
+        """Turn a reserved claim into pages (``Bound`` follows); stale generations are ignored."""
+        claim = self._claim(request_id, generation, ClaimState.RESERVED)
+        if claim is None:
+            return
+        after = claim.pinned[-1] if claim.pinned else None
+        pages = self.pool.allocate(claim.need_blocks, after)
+        if pages is None:  # growth took what was counted: give the claim a new turn
+            self._revoke(claim)
+            return
+        claim.pages, claim.need_blocks, claim.state = pages, 0, ClaimState.BOUND
+        self.events.append(ev.Bound(request_id, generation, tuple(claim.blocks)))
+
+    def commit(
+        self, request_id: str, generation: int, first: Sequence[int | None], now_ns: int
+    ) -> bool:
+        """All KV of the prompt is in the pages: start decoding behind the first tokens.
+
+        Args:
+            request_id: The request.
+            generation: Of the claim that was filled; a stale one is ignored.
+            first: Per choice the first token, or None for a choice that has ended already.
+            now_ns: The time.
+
+        Returns:
+            Whether the claim was there to be committed.
+        """
+        claim = self._claim(request_id, generation, ClaimState.BOUND)
+        if claim is None:
+            return False
+        request = claim.request
+        del self._claims[request_id]
+        request.prompt_done_ns = now_ns
+        blocks = claim.blocks
+        source = self._new_sequence(request, 0, list(request.prompt))
+        source.blocks, source.computed = blocks, len(request.prompt)
+        self._name_blocks(source)
+        for choice, token in enumerate(first):
+            if token is not None and choice in request.live_choices:
+                branch = self._fork(source, choice, token)
+                branch.running = True
+                self._running.append(branch)
+            else:
+                request.live_choices.discard(choice)
+        self.pool.release(blocks)
+        self._end_if_done(request)
+        return True
+
+    def compute_locally(self, request_id: str, first: Sequence[int | None] | None) -> None:
+        """Give up the hand-off of a REMOTE request: compute its prompt here.
+
+        ``first`` holds first tokens that the client may have seen already: facts, never drawn
+        again. The caller has stopped writing into the request's pages.
+        """
+        claim = self._claims.pop(request_id, None)
+        if claim is None:
+            return
+        self._drop(claim)
+        request = claim.request
+        request.kind = Kind.FULL
+        if first is None:
+            self._enqueue(self._new_sequence(request, 0, list(request.prompt)))
+            return
+        for choice, token in enumerate(first):
+            if token is not None and choice in request.live_choices:
+                tokens = [*request.prompt, token]
+                self._enqueue(self._new_sequence(request, choice, tokens))
+            else:
+                request.live_choices.discard(choice)
+        self._end_if_done(request)
+
+    def requeue_claim(self, request_id: str) -> None:
+        """Abandon the present claim and ask for a new one (another prefill worker takes over)."""
+        claim = self._claims.get(request_id)
+        if claim is not None and claim.state is not ClaimState.WANTED:
+            self._drop(claim)
+            self._renew(claim)
+
+    def drained(self, request_id: str, generation: int) -> None:
+        """Nobody writes into the revoked pages of ``generation`` any more."""
+        self.pool.absolve(self._draining.pop((request_id, generation), ()))
+
+    def release(self, request_id: str) -> None:
+        """The taker holds the KV of a PREFILL request: give its blocks back to the cache."""
+        self._end(request_id, None)
+
+    def cancel(self, request_id: str, choices: Sequence[int] = (), reason: str = "") -> None:
+        """End a request, or only some of its choices; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if not choices:
+            self._end(request_id, CancelledError_(reason or "cancelled"))
+            return
+        for sequence in self._sequences_of(request_id):
+            if sequence.choice in choices and sequence.generated:
+                self._remove(sequence)
+        request.live_choices.difference_update(choices)
+        self._end_if_done(request)
+
+    def fail(self, request_id: str, error: BatonError) -> None:
+        """End a request with an error."""
+        self._end(request_id, error)
+
+    # ---------------------------------------------------------------- one step
+
+    def plan(self, now_ns: int) -> StepPlan:
+        """Choose the rows of the next step (possibly none); blocks for them are taken."""
+        rows: list[PlanRow] = []
+        copies: list[tuple[int, int]] = []
+        self._running.sort(key=lambda sequence: sequence.request.order)
+        for sequence in list(self._running):
+            if not sequence.running or not self._decodes(sequence):
+                continue
+            if self._make_writable(sequence, copies):
+                rows.append(self._row(sequence, 1))
+        budget = max(self.max_step_tokens - len(rows), BLOCK_TOKENS)
+        for sequence in self._running:
+            if budget > 0 and not self._decodes(sequence):
+                rows.append(self._row(sequence, budget))
+                budget -= len(rows[-1].tokens)
+        while budget > 0 and (sequence_or_none := self._admit(now_ns)) is not None:
+            rows.append(self._row(sequence_or_none, budget))
+            budget -= len(rows[-1].tokens)
+        return StepPlan(tuple(rows), tuple(copies))
+
+    def apply(self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int) -> None:
+        """Record what a step computed and drew."""
+        by_id = {sequence.sequence_id: sequence for sequence in self._running}
+        for row, drawn in zip(plan.rows, results, strict=True):
+            sequence = by_id[row.sequence_id]
+            sequence.computed = row.start + len(row.tokens)
+            self._name_blocks(sequence)
+            if not row.samples:
+                continue
+            request = sequence.request
+            if not request.prompt_done_ns:
+                request.prompt_done_ns = now_ns
+            if request.kind is Kind.PREFILL:
+                self._hold(sequence, drawn)
+                continue
+            branches = [sequence]
+            for sample, token in zip(row.samples[1:], drawn[1:], strict=True):
+                branch = self._fork(sequence, sample.choice, token.token)
+                branch.running = True
+                self._running.append(branch)
+                branches.append(branch)
+            sequence.tokens.append(drawn[0].token)
+            for branch, token in zip(branches, drawn, strict=True):
+                self._emit(branch, token)
+            self._end_if_done(request)
+
+    # ---------------------------------------------------------------- reading
+
+    def has_running(self) -> bool:
+        """Whether ``plan`` will yield rows without any further command."""
+        return bool(self._running)
+
+    def has_work(self) -> bool:
+        """Whether anything is left that may yield rows, now or after blocks come back."""
+        return bool(self._running or self._queue)
+
+    def load(self) -> tuple[int, int, int]:
+        """(running requests, waiting requests, prompt tokens still to be computed)."""
+        running = {s.request.request_id for s in self._running} | self._held.keys()
+        running |= {i for i, c in self._claims.items() if c.state is not ClaimState.WANTED}
+        waiting = {item.request.request_id for item in self._queue} - running
+        todo = sum(
+            len(item.tokens) - item.computed
+            for item in [*self._running, *self._queue]
+            if isinstance(item, TokenSequence) and not self._decodes(item)
+        )
+        return len(running), len(waiting), todo
+
+    def check_integrity(self) -> None:
+        """Recount blocks and references; see ``BlockPool.check_integrity``."""
+        holders: list[Sequence[int]] = [s.blocks for s in self._running]
+        holders += [s.blocks for s in self._held.values()]
+        holders += [claim.blocks for claim in self._claims.values()]
+        self.pool.check_integrity(holders)
+        for item in self._queue:
+            if isinstance(item, TokenSequence) and item.blocks:
+                raise RuntimeError(f"waiting sequence {item.sequence_id} holds blocks")
+
+    # ---------------------------------------------------------------- inside
+
+    def _new_sequence(
+        self, request: EngineRequest, choice: int, tokens: list[int]
+    ) -> TokenSequence:
+        self._next_sequence_id += 1
+        return TokenSequence(self._next_sequence_id, request, choice, tokens)
+
+    def _new_claim(self, request: EngineRequest) -> Claim:
+        claim = Claim(request, self._next_generation)
+        self._next_generation += 1
+        self._claims[request.request_id] = claim
+        return claim
+
+    def _claim(self, request_id: str, generation: int, state: ClaimState) -> Claim | None:
+        claim = self._claims.get(request_id)
+        if claim is None or claim.generation != generation or claim.state is not state:
+            return None
+        return claim
+
+    def _enqueue(self, item: TokenSequence | Claim) -> None:
+        bisect.insort(self._queue, item, key=lambda waiting: waiting.request.order)
+
+    def _decodes(self, sequence: TokenSequence) -> bool:
+        return sequence.computed == len(sequence.tokens) - 1 and sequence.generated > 0
+
+    def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
+        """The next chunk of a sequence; chunks that do not reach the end stop at a block border."""
+        start, end = sequence.computed, len(sequence.tokens)
+        if end - start > budget:
+            end = (start + budget) // BLOCK_TOKENS * BLOCK_TOKENS
+            end = max(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
+        end = min(end, len(sequence.tokens))
+        samples: tuple[SampleSpec, ...] = ()
+        if end == len(sequence.tokens):
+            samples = self._samples(sequence)
+        tokens = sequence.tokens[start:end]
+        table = sequence.blocks[: blocks_for(end)]
+        return PlanRow(sequence.sequence_id, tokens, start, table, samples)
+
+    def _samples(self, sequence: TokenSequence) -> tuple[SampleSpec, ...]:
+        request, first = sequence.request, sequence.generated == 0
+        choices = sorted(request.live_choices) if first else [sequence.choice]
+        if first:
+            sequence.choice = choices[0]
+        return tuple(
+            SampleSpec(choice, request.params, sequence.tokens, len(request.prompt))
+            for choice in choices
+        )
+
+    def _reserved_blocks(self) -> int:
+        return sum(c.need_blocks for c in self._claims.values() if c.state is ClaimState.RESERVED)
+
+    def _admit(self, now_ns: int) -> TokenSequence | None:
+        """Take waiting items that fit, in order; stop behind the first sequence taken."""
+        while self._queue:
+            granted = sum(c.state is not ClaimState.WANTED for c in self._claims.values())
+            if len(self._running) + granted >= self.config.max_batch_requests:
+                return None
+            item = self._queue[0]
+            taken = (
+                self._grant(item) if isinstance(item, Claim) else self._admit_sequence(item, now_ns)
+            )
+            if not taken:
+                return None
+            self._queue.pop(0)
+            if isinstance(item, Claim):
+                self._note_admission(item.request, len(item.pinned), now_ns)
+            else:
+                return item
+        return None
+
+    def _grant(self, claim: Claim) -> bool:
+        request = claim.request
+        names = self._names_of_prompt(request, len(request.prompt))
+        pinned = self.pool.match(names)
+        self.pool.pin(pinned)
+        need = blocks_for(len(request.prompt) + 1) - len(pinned)
+        if need > self.pool.available() - self._reserved_blocks():
+            self.pool.release(pinned)
+            return False
+        claim.pinned, claim.need_blocks, claim.state = pinned, need, ClaimState.RESERVED
+        self.events.append(ev.Reserved(request.request_id, claim.generation, len(pinned)))
+        return True
+
+    def _admit_sequence(self, sequence: TokenSequence, now_ns: int) -> bool:
+        request = sequence.request
+        matched: list[int] = []
+        if request.cacheable:  # the last token is always computed: its logits are wanted
+            matched = self.pool.match(sequence.full_names(len(sequence.tokens) - 1))
+        self.pool.pin(matched)
+        need = blocks_for(len(sequence.tokens)) - len(matched)
+        pages: list[int] | None = None
+        room = self.pool.available() - self._reserved_blocks()
+        if need <= room and not self._pins_too_much(request, need):
+            pages = self.pool.allocate(need, matched[-1] if matched else None)
+        if pages is None:
+            self.pool.release(matched)
+            return False
+        sequence.blocks = matched + pages
+        sequence.computed = len(matched) * BLOCK_TOKENS
+        sequence.named = len(matched)
+        sequence.running = True
+        self._running.append(sequence)
+        self._note_admission(request, len(matched), now_ns, sequence.blocks)
+        if request.kind is Kind.PREFILL and len(matched) > request.skip_blocks:
+            self.events.append(self._published_prefix(request, len(matched)))
+        return True
+
+    def _pins_too_much(self, request: EngineRequest, need: int) -> bool:
+        """Pins of finished prompts above half the pool make new prompts wait."""
+        if request.kind is not Kind.PREFILL or not self._held:
+            return False
+        pinned = sum(len(sequence.blocks) for sequence in self._held.values())
+        return pinned + need > self.pool.total // 2
+
+    def _published_prefix(self, request: EngineRequest, matched: int) -> ev.Published:
+        skip = request.skip_blocks
+        count = matched - skip
+        return ev.Published(request.request_id, 0, ev.ALL_LAYERS, skip, count, count * BLOCK_TOKENS)
+
+    def _names_of_prompt(self, request: EngineRequest, upto_tokens: int) -> list[bytes]:
+        if not request.cacheable:
+            return []
+        probe = TokenSequence(0, request, 0, request.prompt, names=request.names)
+        return probe.full_names(upto_tokens)
+
+    def _note_admission(
+        self,
+        request: EngineRequest,
+        matched_blocks: int,
+        now_ns: int,
+        blocks: Sequence[int] = (),
+    ) -> None:
+        if request.admitted_ns:
+            return
+        request.admitted_ns = now_ns
+        request.cached_tokens = matched_blocks * BLOCK_TOKENS
+        queue_ns = now_ns - request.submitted_ns
+        table = tuple(blocks) if request.kind is Kind.PREFILL else ()
+        self.events.append(ev.Admitted(request.request_id, request.cached_tokens, queue_ns, table))
+
+    def _make_writable(self, sequence: TokenSequence, copies: list[tuple[int, int]]) -> bool:
+        """Give the sequence a block of its own for its next token; False if it was preempted."""
+        index = sequence.computed // BLOCK_TOKENS
+        if index < len(sequence.blocks) and not self.pool.shared(sequence.blocks[index]):
+            return True
+        if not self._make_room(sequence):
+            return False
+        after = sequence.blocks[index - 1] if index else None
+        (page,) = self.pool.allocate(1, after) or (None,)
+        if page is None:
+            self._preempt(sequence)
+            return False
+        if index < len(sequence.blocks):
+            shared = sequence.blocks[index]
+            copies.append((shared, page))
+            sequence.blocks[index] = page
+            self.pool.release([shared])
+        else:
+            sequence.blocks.append(page)
+        return True
+
+    def _make_room(self, sequence: TokenSequence) -> bool:
+        """Preempt lower tickets until one block is available, in the end the asker itself."""
+        while self.pool.available() - self._reserved_blocks() < 1:
+            victims: list[TokenSequence | Claim] = [
+                s for s in self._running if s.request.kind is not Kind.PREFILL
+            ]
+            victims += [c for c in self._claims.values() if c.state is ClaimState.RESERVED]
+            victim = max(victims, key=lambda v: (v.request.order, isinstance(v, TokenSequence)))
+            if isinstance(victim, Claim):
+                self._revoke(victim)
+                continue
+            if victim is sequence or victim.request.order <= sequence.request.order:
+                self._revoke_lowest_bound(sequence)
+                self._preempt(sequence)
+                return False
+            self._preempt(victim)
+        return True
+
+    def _revoke_lowest_bound(self, sequence: TokenSequence) -> None:
+        bound = [c for c in self._claims.values() if c.state is ClaimState.BOUND]
+        lower = [c for c in bound if c.order > sequence.request.order]
+        if lower:
+            self._revoke(max(lower, key=lambda claim: claim.order))
+
+    def _preempt(self, sequence: TokenSequence) -> None:
+        self.preemptions += 1
+        sequence.request.preemptions += 1
+        self._running.remove(sequence)
+        self._vacate(sequence)
+        self._enqueue(sequence)
+
+    def _revoke(self, claim: Claim) -> None:
+        """Take a claim's capacity away; pages someone may be writing into go to quarantine."""
+        self.events.append(ev.Revoked(claim.request.request_id, claim.generation))
+        if claim.pages:
+            self.pool.quarantine(claim.pages)
+            self._draining[(claim.request.request_id, claim.generation)] = claim.pages
+            claim.pages = []
+        self._drop(claim)
+        claim.request.preemptions += 1
+        self.preemptions += 1
+        self._renew(claim)
+
+    def _renew(self, claim: Claim) -> None:
+        self._enqueue(self._new_claim(claim.request))
+
+    def _drop(self, claim: Claim) -> None:
+        """Give back what a claim holds; its pages are known not to be written any more."""
+        if claim in self._queue:
+            self._queue.remove(claim)
+        self.pool.release(claim.blocks)
+        claim.pinned, claim.pages, claim.need_blocks = [], [], 0
+
+    def _vacate(self, sequence: TokenSequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.computed, sequence.named = [], 0, 0
+        sequence.running = False
+
+    def _fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
+        """A new choice that shares every block of ``source`` until it writes."""
+        branch = self._new_sequence(source.request, choice, [*source.tokens, token])
+        branch.blocks, branch.computed = list(source.blocks), source.computed
+        branch.names, branch.named = list(source.names), source.named
+        self.pool.pin(branch.blocks)
+        return branch
+
+    def _name_blocks(self, sequence: TokenSequence) -> None:
+        if not sequence.request.cacheable:
+            return
+        full = sequence.computed // BLOCK_TOKENS
+        if full > sequence.named:
+            names = sequence.full_names(sequence.computed)
+            for index in range(sequence.named, full):
+                self.pool.name(sequence.blocks[index], names[index])
+            sequence.named = full
+
+    def _hold(self, sequence: TokenSequence, drawn: list[SampledToken]) -> None:
+        request = sequence.request
+        self._running.remove(sequence)
+        sequence.running = False
+        self._held[request.request_id] = sequence
+        self.events.append(
+            ev.PromptDone(
+                request.request_id,
+                tuple(drawn),
+                request.cached_tokens,
+                request.admitted_ns - request.submitted_ns,
+                request.prompt_done_ns - request.admitted_ns,
+            )
+        )
+
+    def _emit(self, sequence: TokenSequence, token: SampledToken) -> None:
+        request = sequence.request
+        index = sequence.generated - 1
+        reason, stop = finish_reason(request.params, self._eos, token.token, index + 1)
+        tokens = () if stop is not None else (token,)
+        self.events.append(
+            ev.Tokens(request.request_id, sequence.choice, index, tokens, reason, stop)
+        )
+        if reason:
+            self._remove(sequence)
+            request.live_choices.discard(sequence.choice)
+
+    def _sequences_of(self, request_id: str) -> list[TokenSequence]:
+        waiting = [item for item in self._queue if isinstance(item, TokenSequence)]
+        held = [self._held[request_id]] if request_id in self._held else []
+        everywhere = [*self._running, *waiting, *held]
+        return [s for s in everywhere if s.request.request_id == request_id]
+
+    def _remove(self, sequence: TokenSequence) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._queue:
+            self._queue.remove(sequence)
+        else:
+            self._held.pop(sequence.request.request_id, None)
+        self._vacate(sequence)
+
+    def _end_if_done(self, request: EngineRequest) -> None:
+        if not request.live_choices:
+            self._end(request.request_id, None)
+
+    def _end(self, request_id: str, error: BatonError | None) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        for sequence in self._sequences_of(request_id):
+            self._remove(sequence)
+        claim = self._claims.pop(request_id, None)
+        if claim is not None:
+            self._drop(claim)
+        done_ns, admitted_ns = request.prompt_done_ns, request.admitted_ns
+        self.events.append(
+            ev.Ended(
+                request_id,
+                error.code if error else "",
+                error.message if error else "",
+                queue_ns=max(admitted_ns - request.submitted_ns, 0),
+                prefill_ns=max(done_ns - admitted_ns, 0),
+                preemptions=request.preemptions,
+                cached_tokens=request.cached_tokens,
+                computed_tokens=len(request.prompt) - request.cached_tokens if done_ns else 0,
+            )
+        )
+
+
+def finish_reason(
+    params: SamplingParams, eos: frozenset[int], token: int, generated: int
+) -> tuple[str, int | None]:
+    """Whether a token just drawn ends its choice.
+
+    Args:
+        params: The request's parameters.
+        eos: The model's end tokens.
+        token: The token drawn.
+        generated: Tokens drawn so far, this one included.
+
+    Returns:
+        ``("", None)`` to go on, ``("stop", token)`` when the token itself is the end (it is not
+        part of the answer), ``("length", None)`` at the limit.
+    """
+    ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+    if ends and generated > params.min_tokens:
+        return "stop", token
+    if generated >= params.max_tokens:
+        return "length", None
+    return "", None

@@ -1,0 +1,101 @@
+"""An engine without torch or weights, for protocol tests and the simulator.
+
+Its "KV" is bytes that depend on the token, the position and the layer, and the token that it draws
+is a digest over all KV bytes of the sequence in the pool. So a hand-off that loses, swaps or stales
+a single byte shows in the tokens, exactly as with a real model, only louder.
+"""
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.core.geometry import KvGeometry
+from engine.core.params import SampledToken
+from engine.core.plan import PlanRow, StepPlan
+
+
+class EmulatedRunner:
+    """A ``ModelRunner`` over numpy.
+
+    Args:
+        geometry: Shape of the pool.
+        pool_bytes: The pool, ``geometry.pool_bytes`` writable bytes.
+        vocab_size: Tokens drawn are below it.
+        eos_token_ids: Tokens that end an answer.
+        token_s: Time that computing one token takes (slept, spread over the layers).
+    """
+
+    def __init__(
+        self,
+        geometry: KvGeometry,
+        pool_bytes: memoryview | bytearray,
+        vocab_size: int = 256,
+        eos_token_ids: tuple[int, ...] = (),
+        token_s: float = 0.0,
+    ) -> None:
+        self._geometry = geometry
+        layers, two, blocks, tokens, heads, dim = geometry.shape
+        row_bytes = heads * dim * geometry.itemsize_bytes
+        self._pool: npt.NDArray[np.uint8] = np.frombuffer(pool_bytes, dtype=np.uint8).reshape(
+            layers, two, blocks, tokens, row_bytes
+        )
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._token_s = token_s
+        self._ramp = np.arange(row_bytes, dtype=np.uint64)
+
+    @property
+    def geometry(self) -> KvGeometry:
+        """Shape of the pool."""
+        return self._geometry
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self._eos_token_ids
+
+    def execute(
+        self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
+    ) -> list[list[SampledToken]]:
+        """Run one step; see ``ModelRunner.execute``."""
+        for source, target in plan.copies:
+            self._pool[:, :, target] = self._pool[:, :, source]
+        tokens = sum(len(row.tokens) for row in plan.rows)
+        for layer in range(self._geometry.num_layers):
+            for row in plan.rows:
+                self._write(layer, row)
+            if self._token_s:
+                time.sleep(self._token_s * tokens / self._geometry.num_layers)
+            if on_layers_done:
+                on_layers_done(layer + 1)
+        return [self._draw(row) for row in plan.rows]
+
+    def _write(self, layer: int, row: PlanRow) -> None:
+        for offset, token in enumerate(row.tokens):
+            position = row.start + offset
+            block = row.block_ids[position // self._geometry.block_tokens]
+            slot = position % self._geometry.block_tokens
+            for component in range(2):
+                seed = zlib.crc32(b"%d %d %d %d" % (token, position, layer, component))
+                self._pool[layer, component, block, slot] = (self._ramp * 31 + seed) >> 3 & 0xFF
+
+    def _draw(self, row: PlanRow) -> list[SampledToken]:
+        drawn = []
+        for sample in row.samples:
+            digest = self.digest(row.block_ids, row.start + len(row.tokens))
+            noise = f"{digest} {sample.choice if sample.params.temperature else 0}"
+            if sample.params.temperature:
+                noise += f" {sample.params.seed}"
+            token = zlib.crc32(noise.encode()) % self._vocab_size
+            drawn.append(SampledToken(token, 0.0 if sample.params.logprobs is not None else None))
+        return drawn
+
+    def digest(self, block_ids: Sequence[int], tokens: int) -> int:
+        """Digest of the KV of the first ``tokens`` positions."""
+        layers, two, _, slots, row_bytes = self._pool.shape
+        table = np.asarray(block_ids, dtype=np.int64)
+        kv = self._pool[:, :, table].reshape(layers, two, len(table) * slots, row_bytes)
+        return zlib.crc32(kv[:, :, :tokens].tobytes())

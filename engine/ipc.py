@@ -1,0 +1,219 @@
+"""Messages between a worker's gRPC shell and its step-loop process, and their framing.
+
+The shell sends commands, the engine sends reports; each frame is a 4-byte little-endian length and
+a msgpack list of messages. KV never passes here: both processes map the same pool.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from engine.core import events as ev
+from engine.core.geometry import KvGeometry
+from engine.core.params import SamplingParams
+
+LENGTH = struct.Struct("<I")
+M = TypeVar("M")
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to build one engine process."""
+
+    model: str  # reference as in the config, or "emulated"
+    dtype: str = "bf16"
+    numerics: str = "exact"
+    kv_blocks: int = 1024
+    threads: int = 1
+    max_context_tokens: int = 0
+    max_batch_requests: int = 32
+    max_step_tokens: int = 512
+    emulated_token_s: float = 0.0
+    poison_token: int = -1  # drills: the process dies when a prompt holds this token
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Queue a request."""
+
+    request_id: str
+    kind: str
+    prompt: bytes  # packed little-endian uint32
+    params: SamplingParams
+    name_seed: bytes
+    priority: int
+    ticket: int
+    skip_blocks: int = 0
+    cacheable: bool = True
+
+
+class Bind(msgspec.Struct, frozen=True, tag=True):
+    """The first publication came: turn the claim into pages."""
+
+    request_id: str
+    generation: int
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """All pages are verified: decode behind the first tokens (None = that choice has ended)."""
+
+    request_id: str
+    generation: int
+    first: tuple[int | None, ...]
+
+
+class ComputeLocally(msgspec.Struct, frozen=True, tag=True):
+    """Give the hand-off up; ``first`` are tokens that are facts already."""
+
+    request_id: str
+    first: tuple[int | None, ...] | None
+
+
+class RequeueClaim(msgspec.Struct, frozen=True, tag=True):
+    """Start the claim over, under a new generation."""
+
+    request_id: str
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """Writing into the revoked pages has stopped."""
+
+    request_id: str
+    generation: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """The taker holds the KV of a finished prompt."""
+
+    request_id: str
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a request, or only these choices."""
+
+    request_id: str
+    choices: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class TakeNames(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a ``Names`` report (the index wants a snapshot)."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+Command = (
+    Submit
+    | Bind
+    | Commit
+    | ComputeLocally
+    | RequeueClaim
+    | Drained
+    | Release
+    | Cancel
+    | TakeNames
+    | Stop
+)
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Loading goes on."""
+
+    what: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine takes requests."""
+
+    pid: int
+    geometry: KvGeometry
+    numerics_id: str
+    weights_digest: bytes
+    eos_token_ids: tuple[int, ...]
+    max_context_tokens: int
+    threads: int
+    load_s: float
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot go on; its exit code is not 0."""
+
+    message: str
+
+
+class Names(msgspec.Struct, frozen=True, tag=True):
+    """All block names held."""
+
+    names: tuple[bytes, ...]
+
+
+class Sick(msgspec.Struct, frozen=True, tag=True):
+    """The model produced NaN or Inf."""
+
+    message: str
+    failures: int
+
+
+Report = (
+    Progress
+    | Ready
+    | Fatal
+    | Names
+    | Sick
+    | ev.Tokens
+    | ev.Admitted
+    | ev.Published
+    | ev.PromptDone
+    | ev.Reserved
+    | ev.Bound
+    | ev.Revoked
+    | ev.Ended
+    | ev.CacheChanged
+    | ev.StepDone
+)
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(messages: Sequence[Report | Command]) -> bytes:
+    """One frame that holds ``messages``."""
+    body = _encoder.encode(messages)
+    return LENGTH.pack(len(body)) + body
+
+
+class FrameReader(Generic[M]):
+    """Cuts a byte stream into messages; feed it whatever arrived.
+
+    Args:
+        decoder: For a list of messages.
+    """
+
+    def __init__(self, decoder: "msgspec.msgpack.Decoder[list[M]]") -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[M]:
+        """Complete messages, in order."""
+        self._buffer += data
+        found: list[M] = []
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if len(self._buffer) < LENGTH.size + length:
+                break
+            body = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
+            del self._buffer[: LENGTH.size + length]
+            found += self._decoder.decode(body)
+        return found
+
+
+def command_reader() -> FrameReader[Command]:
+    """For the engine's side."""
+    return FrameReader(msgspec.msgpack.Decoder(list[Command]))
+
+
+def report_reader() -> FrameReader[Report]:
+    """For the shell's side."""
+    return FrameReader(msgspec.msgpack.Decoder(list[Report]))

@@ -1,0 +1,223 @@
+"""The step loop: a process of its own, so that the network never delays a step.
+
+    python -m engine.process CONTROL_FD POOL_FD SETTINGS_JSON
+
+``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/ipc.py``), ``POOL_FD`` an empty memory
+file that becomes the KV pool; the shell maps the same file. The process ends when it is told to,
+when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
+"""
+
+import ctypes
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from engine import ipc
+from engine.core import events as ev
+from engine.core.core import EngineCore
+from engine.core.errors import BatonError, NumericsError
+from engine.core.geometry import KvGeometry
+from engine.core.plan import ModelRunner, StepPlan
+from engine.core.scheduler import SchedulerConfig
+from engine.core.sequence import EngineRequest, Kind
+
+EMULATED = "emulated"
+_PR_SET_PDEATHSIG = 1
+_IDLE_S = 1.0
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the shell must know of the model behind a runner."""
+
+    numerics_id: str
+    weights_digest: bytes
+    max_context_tokens: int
+
+
+def die_with_parent() -> None:
+    """Ask Linux for SIGKILL when the parent dies, so that no step loop is ever left behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def map_pool(pool_fd: int, geometry: KvGeometry) -> memoryview:
+    """Size the memory file for ``geometry`` and map it, writable and shared."""
+    os.ftruncate(pool_fd, geometry.pool_bytes)
+    return memoryview(mmap.mmap(pool_fd, geometry.pool_bytes))
+
+
+class EngineProcess:
+    """Commands in, steps, reports out.
+
+    Args:
+        settings: How to build the engine.
+        control: This end of the socket pair.
+        pool_fd: The memory file for the KV pool.
+    """
+
+    def __init__(self, settings: ipc.EngineSettings, control: socket.socket, pool_fd: int) -> None:
+        self._settings = settings
+        self._control = control
+        self._pool_fd = pool_fd
+        self._reader = ipc.command_reader()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Load, report ``Ready``, then step until told to stop."""
+        began_ns = time.monotonic_ns()
+        runner, info = self._build()
+        limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
+        self._core = EngineCore(runner, limits)
+        ready = ipc.Ready(
+            os.getpid(),
+            runner.geometry,
+            info.numerics_id,
+            info.weights_digest,
+            runner.eos_token_ids,
+            info.max_context_tokens,
+            self._settings.threads,
+            (time.monotonic_ns() - began_ns) / 1e9,
+        )
+        self._send([ready])
+        while not self._stopping:
+            had_commands = self._receive()
+            plan = self._core.plan(time.monotonic_ns())
+            if plan.rows:
+                self._step(plan)
+            elif had_commands or self._core.scheduler.events:
+                self._send(self._core.take_events())
+
+    def _build(self) -> tuple[ModelRunner, ModelInfo]:
+        settings = self._settings
+        if settings.model == EMULATED:
+            return self._build_emulated()
+        from engine.runner import open_runner  # torch is loaded here and nowhere else
+
+        return open_runner(
+            settings,
+            lambda geometry: map_pool(self._pool_fd, geometry),
+            lambda what: self._send([ipc.Progress(what)]),
+        )
+
+    def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
+        from engine.emulated import EmulatedRunner
+
+        settings = self._settings
+        geometry = KvGeometry(
+            num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=settings.kv_blocks, dtype="bf16"
+        )
+        pool = map_pool(self._pool_fd, geometry)
+        runner = EmulatedRunner(geometry, pool, token_s=settings.emulated_token_s)
+        return runner, ModelInfo("exact/emulated", b"emulated weights", 1 << 20)
+
+    def _receive(self) -> bool:
+        """Apply what has arrived; wait for something when there is nothing to compute."""
+        busy = self._core.scheduler.has_running()
+        got = False
+        while select.select([self._control], [], [], 0 if busy or got else _IDLE_S)[0]:
+            data = self._control.recv(1 << 20)
+            if not data:
+                self._stopping = True  # the shell is gone
+                return got
+            for command in self._reader.feed(data):
+                self._handle(command)
+            got = True
+        return got
+
+    def _handle(self, command: ipc.Command) -> None:
+        scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
+        match command:
+            case ipc.Submit():
+                self._submit(command, now_ns)
+            case ipc.Bind():
+                scheduler.bind(command.request_id, command.generation)
+            case ipc.Commit():
+                scheduler.commit(command.request_id, command.generation, command.first, now_ns)
+            case ipc.ComputeLocally():
+                scheduler.compute_locally(command.request_id, command.first)
+            case ipc.RequeueClaim():
+                scheduler.requeue_claim(command.request_id)
+            case ipc.Drained():
+                scheduler.drained(command.request_id, command.generation)
+            case ipc.Release():
+                scheduler.release(command.request_id)
+            case ipc.Cancel():
+                scheduler.cancel(command.request_id, command.choices, command.reason)
+            case ipc.TakeNames():
+                self._send([ipc.Names(tuple(self._core.pool.names()))])
+            case ipc.Stop():
+                self._stopping = True
+
+    def _submit(self, command: ipc.Submit, now_ns: int) -> None:
+        prompt: list[int] = np.frombuffer(command.prompt, dtype="<u4").tolist()
+        if self._settings.poison_token in prompt:
+            os._exit(66)  # a drill: this request kills workers
+        request = EngineRequest(
+            command.request_id,
+            Kind(command.kind),
+            prompt,
+            command.params,
+            command.name_seed,
+            command.priority,
+            command.ticket,
+            command.skip_blocks,
+            command.cacheable,
+        )
+        try:
+            self._core.scheduler.submit(request, now_ns)
+        except BatonError as error:
+            self._send([ev.Ended(command.request_id, error.code, error.message)])
+
+    def _step(self, plan: StepPlan) -> None:
+        admissions = self._core.take_admissions()
+        if admissions:  # before the first Published of this step
+            self._send(admissions)
+        publications = self._core.publications(plan)
+        total = self._core.geometry.num_layers
+
+        def publish(done: int) -> None:
+            found = [p.on_layers_done(done, total) for p in publications]
+            if any(found):
+                self._send([published for published in found if published])
+
+        began_ns = time.monotonic_ns()
+        try:
+            results = self._core.runner.execute(plan, publish if publications else None)
+        except NumericsError as error:
+            events = self._core.fail(plan, error)
+            self._send([*events, ipc.Sick(error.message, self._core.numerics_failures)])
+            return
+        now_ns = time.monotonic_ns()
+        self._send(self._core.apply(plan, results, now_ns, now_ns - began_ns))
+
+    def _send(self, reports: Sequence[ipc.Report]) -> None:
+        self._control.sendall(ipc.frame(reports))
+
+
+def main() -> None:
+    """Entry of ``python -m engine.process``."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
+    control = socket.socket(fileno=int(sys.argv[1]))
+    settings = msgspec.json.decode(sys.argv[3], type=ipc.EngineSettings)
+    process = EngineProcess(settings, control, int(sys.argv[2]))
+    try:
+        process.run()
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(0)  # the shell is gone
+    except Exception as error:  # the process edge: report, then fail loudly
+        message = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"engine failed: {message}\n")
+        control.sendall(ipc.frame([ipc.Fatal(message)]))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

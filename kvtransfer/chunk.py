@@ -1,0 +1,149 @@
+"""KV bytes between a pool and the wire, and the digests that bind bytes to their place.
+
+Wire order is (block, head, layer, K|V, token, dim), so the bytes of one (block, head) are one run
+whatever the split over ranks on either side; one digest covers each run. The digest's seed covers
+the request, the claim, the sender's life and the place, so bytes that are right but belong
+elsewhere fail just as damaged ones do.
+"""
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from batonpb import prefill_pb2 as pb
+from google.protobuf.message import DecodeError
+
+from engine.core.geometry import KvGeometry
+from kvtransfer.place import Place
+
+_LEAF = struct.Struct("<III")
+_LENGTH = struct.Struct("<I")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class ChunkError(ValueError):
+    """A frame is not what it should be; the text says what differs."""
+
+
+def binding(request_id: str, attempt: int, generation: int, source_incarnation: bytes) -> bytes:
+    """What all digests of one claim are bound to, besides the place."""
+    return b"%s|%d|%d|%s" % (request_id.encode(), attempt, generation, source_incarnation)
+
+
+class PoolView:
+    """A worker's KV pool as bytes ``[layer, k|v, block, token, head, dim bytes]``."""
+
+    def __init__(self, pool: memoryview | bytearray, geometry: KvGeometry) -> None:
+        layers, two, blocks, tokens, heads, dim = geometry.shape
+        shape = (layers, two, blocks, tokens, heads, dim * geometry.itemsize_bytes)
+        # 8-byte elements move faster than single bytes; every head is a multiple of that.
+        flat = np.frombuffer(pool, dtype=np.uint64)
+        self._data = flat.reshape(*shape[:-1], shape[-1] // 8)
+        self.geometry = geometry
+
+    def read(self, table: Sequence[int], place: Place) -> bytes:
+        """Bytes of ``place`` in wire order; ``table`` maps the prompt's blocks to pages."""
+        pages = table[place.block_begin : place.block_begin + place.block_count]
+        region = self._region(pages, place)  # [layer, kv, block, token, head, dim]
+        wire = region.transpose(2, 4, 0, 1, 3, 5)
+        full, tail = divmod(place.valid_tokens, self.geometry.block_tokens)
+        parts = [np.ascontiguousarray(wire[:full]).tobytes()] if full else []
+        if tail:
+            parts.append(np.ascontiguousarray(wire[full:, ..., :tail, :]).tobytes())
+        return b"".join(parts)
+
+    def write(self, table: Sequence[int], place: Place, payload: memoryview | bytes) -> None:
+        """Scatter verified wire bytes into the pages of ``table``."""
+        pages = table[place.block_begin : place.block_begin + place.block_count]
+        tokens, dim = self.geometry.block_tokens, self._data.shape[-1]
+        data = np.frombuffer(payload, dtype=np.uint64)
+        full, tail = divmod(place.valid_tokens, tokens)
+        inner = (place.head_count, place.layer_count, 2)
+        split = full * int(np.prod(inner)) * tokens * dim
+        heads = slice(place.head_begin, place.head_begin + place.head_count)
+        layers = slice(place.layer_begin, place.layer_begin + place.layer_count)
+        whole = data[:split].reshape(full, *inner, tokens, dim)
+        for index in range(full):
+            self._data[layers, :, pages[index], :, heads] = whole[index].transpose(1, 2, 3, 0, 4)
+        if tail:
+            rest = data[split:].reshape(*inner, tail, dim)
+            self._data[layers, :, pages[full], :tail, heads] = rest.transpose(1, 2, 3, 0, 4)
+
+    def _region(self, pages: Sequence[int], place: Place) -> npt.NDArray[np.uint64]:
+        layers = slice(place.layer_begin, place.layer_begin + place.layer_count)
+        heads = slice(place.head_begin, place.head_begin + place.head_count)
+        first, count = pages[0], len(pages)
+        if list(pages) == list(range(first, first + count)):  # a run needs no gather
+            return self._data[layers, :, first : first + count, :, heads]
+        return self._data[layers][:, :, np.asarray(pages)][:, :, :, :, heads]
+
+
+def digests(payload: memoryview | bytes, place: Place, geometry: KvGeometry, bound: bytes) -> bytes:
+    """One xxh3-64 per (block, head), little-endian, in wire order."""
+    view = memoryview(payload)
+    seed = xxhash.xxh3_64_intdigest(bound + place.packed())
+    per_token = place.layer_count * 2 * geometry.head_dim * geometry.itemsize_bytes
+    found, begin = [], 0
+    for block in range(place.block_count):
+        valid = min(geometry.block_tokens, place.valid_tokens - block * geometry.block_tokens)
+        size = per_token * valid
+        for head in range(place.head_count):
+            leaf = _LEAF.pack(place.block_begin + block, place.head_begin + head, valid)
+            key = xxhash.xxh3_64_intdigest(leaf, seed)
+            found.append(xxhash.xxh3_64_intdigest(view[begin : begin + size], key))
+            begin += size
+    return struct.pack(f"<{len(found)}Q", *found)
+
+
+def encode(header: pb.ChunkHeader, payload: bytes) -> bytes:
+    """One frame: header length, header, raw payload."""
+    head = header.SerializeToString()
+    return b"".join((_LENGTH.pack(len(head)), head, payload))
+
+
+def decode(frame: bytes) -> tuple[pb.ChunkHeader, memoryview]:
+    """Header and payload (a view into ``frame``).
+
+    Raises:
+        ChunkError: The frame is torn.
+    """
+    if len(frame) < _LENGTH.size:
+        raise ChunkError(f"a frame of {len(frame)} bytes has no header")
+    (length,) = _LENGTH.unpack_from(frame)
+    payload = memoryview(frame)[_LENGTH.size + length :]
+    header = pb.ChunkHeader()
+    try:
+        header.ParseFromString(frame[_LENGTH.size : _LENGTH.size + length])
+    except DecodeError as error:
+        raise ChunkError(f"unreadable chunk header: {error}") from error
+    if not header.HasField("error") and header.payload_bytes != len(payload):
+        raise ChunkError(f"payload of {len(payload)} bytes, header says {header.payload_bytes}")
+    return header, payload
+
+
+def verify(
+    header: pb.ChunkHeader,
+    payload: memoryview | bytes,
+    expected: Place,
+    geometry: KvGeometry,
+    bound: bytes,
+) -> None:
+    """Check a frame against the place that was asked for (never against what it claims).
+
+    Raises:
+        ChunkError: Length or digest differ.
+    """
+    if len(payload) != expected.payload_bytes(geometry):
+        raise ChunkError(f"{len(payload)} bytes for {expected}")
+    if Place.from_wire(header.place) != expected:
+        raise ChunkError(f"asked for {expected}, got {Place.from_wire(header.place)}")
+    if digests(payload, expected, geometry, bound) != header.digests:
+        raise ChunkError(f"digest mismatch at {expected}")
+
+
+def manifest_digest(places: Sequence[Place]) -> int:
+    """Digest over all published rectangles, in order."""
+    return int(xxhash.xxh3_64_intdigest(b"".join(place.packed() for place in places)))

@@ -1,0 +1,115 @@
+"""Where a piece of KV belongs, and how rectangles of it are cut into frames.
+
+A *place* is a rectangle: layers x heads x blocks of one kv group, by global layer ids, global head
+numbers and positions in the prompt, never by order of arrival.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from batonpb import prefill_pb2 as pb
+
+from engine.core.geometry import KvGeometry
+
+FRAME_BYTES = 1 << 20
+HEADER_ROOM_BYTES = 64 << 10
+_PACKED = struct.Struct("<8I")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``valid_tokens`` counts from the first token of ``block_begin``; the tail may be partial."""
+
+    layer_begin: int
+    layer_count: int
+    head_begin: int
+    head_count: int
+    block_begin: int
+    block_count: int
+    valid_tokens: int
+    kv_group: int = 0
+
+    def packed(self) -> bytes:
+        """Canonical bytes, for digests."""
+        return _PACKED.pack(
+            self.kv_group,
+            self.layer_begin,
+            self.layer_count,
+            self.head_begin,
+            self.head_count,
+            self.block_begin,
+            self.block_count,
+            self.valid_tokens,
+        )
+
+    def payload_bytes(self, geometry: KvGeometry) -> int:
+        """Bytes on the wire: only valid tokens travel."""
+        per_token = self.layer_count * 2 * self.head_count * geometry.head_dim
+        return per_token * geometry.itemsize_bytes * self.valid_tokens
+
+    def fits(self, geometry: KvGeometry) -> bool:
+        """Whether the place lies inside the model and its token count matches its blocks."""
+        tokens = geometry.block_tokens
+        return (
+            self.kv_group == 0
+            and self.layer_count > 0
+            and self.head_count > 0
+            and self.block_count > 0
+            and self.layer_begin + self.layer_count <= geometry.num_layers
+            and self.head_begin + self.head_count <= geometry.num_kv_heads
+            and (self.block_count - 1) * tokens < self.valid_tokens <= self.block_count * tokens
+        )
+
+    def to_wire(self) -> pb.Place:
+        """As a protobuf message."""
+        return pb.Place(
+            kv_group=self.kv_group,
+            layer_begin=self.layer_begin,
+            layer_count=self.layer_count,
+            head_begin=self.head_begin,
+            head_count=self.head_count,
+            block_begin=self.block_begin,
+            block_count=self.block_count,
+            valid_tokens=self.valid_tokens,
+        )
+
+    @classmethod
+    def from_wire(cls, message: pb.Place) -> "Place":
+        """From a protobuf message (unchecked: see ``fits``)."""
+        return cls(
+            message.layer_begin,
+            message.layer_count,
+            message.head_begin,
+            message.head_count,
+            message.block_begin,
+            message.block_count,
+            message.valid_tokens,
+            message.kv_group,
+        )
+
+
+def cut(place: Place, geometry: KvGeometry, frame_bytes: int = FRAME_BYTES) -> Iterator[Place]:
+    """Cut a rectangle along its blocks so that each piece fits one frame.
+
+    A single block whose layers do not fit is cut along its layers too.
+    """
+    room = frame_bytes - HEADER_ROOM_BYTES
+    per_layer = 2 * place.head_count * geometry.head_dim * geometry.itemsize_bytes
+    per_layer *= geometry.block_tokens
+    layers = max(1, min(place.layer_count, room // per_layer))
+    blocks = max(1, room // (per_layer * layers))
+    for layer in range(0, place.layer_count, layers):
+        band = replace(
+            place,
+            layer_begin=place.layer_begin + layer,
+            layer_count=min(layers, place.layer_count - layer),
+        )
+        for block in range(0, place.block_count, blocks):
+            count = min(blocks, place.block_count - block)
+            valid = min(
+                place.valid_tokens - block * geometry.block_tokens, count * geometry.block_tokens
+            )
+            yield replace(
+                band, block_begin=place.block_begin + block, block_count=count, valid_tokens=valid
+            )
