@@ -25,7 +25,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ChunkError(ValueError):
-    """A frame is not what it should be; the text says what differs."""
+    """A frame is not what it should be.
+
+    Args:
+        message: What differs.
+        cause: "torn", "size", "place" or "digest", for metrics.
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 def binding(request_id: str, attempt: int, generation: int, source_incarnation: bytes) -> bytes:
@@ -111,16 +120,17 @@ def decode(frame: bytes) -> tuple[pb.ChunkHeader, memoryview]:
         ChunkError: The frame is torn.
     """
     if len(frame) < _LENGTH.size:
-        raise ChunkError(f"a frame of {len(frame)} bytes has no header")
+        raise ChunkError(f"a frame of {len(frame)} bytes has no header", "torn")
     (length,) = _LENGTH.unpack_from(frame)
     payload = memoryview(frame)[_LENGTH.size + length :]
     header = pb.ChunkHeader()
     try:
         header.ParseFromString(frame[_LENGTH.size : _LENGTH.size + length])
     except DecodeError as error:
-        raise ChunkError(f"unreadable chunk header: {error}") from error
+        raise ChunkError(f"unreadable chunk header: {error}", "torn") from error
     if not header.HasField("error") and header.payload_bytes != len(payload):
-        raise ChunkError(f"payload of {len(payload)} bytes, header says {header.payload_bytes}")
+        said = header.payload_bytes
+        raise ChunkError(f"payload of {len(payload)} bytes, header says {said}", "torn")
     return header, payload
 
 
@@ -137,11 +147,11 @@ def verify(
         ChunkError: Length or digest differ.
     """
     if len(payload) != expected.payload_bytes(geometry):
-        raise ChunkError(f"{len(payload)} bytes for {expected}")
+        raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
     if Place.from_wire(header.place) != expected:
-        raise ChunkError(f"asked for {expected}, got {Place.from_wire(header.place)}")
+        raise ChunkError(f"asked for {expected}, got {Place.from_wire(header.place)}", "place")
     if digests(payload, expected, geometry, bound) != header.digests:
-        raise ChunkError(f"digest mismatch at {expected}")
+        raise ChunkError(f"digest mismatch at {expected}", "digest")
 
 
 def manifest_digest(places: Sequence[Place]) -> int:

@@ -1,0 +1,419 @@
+"""Takes one prompt's KV over: moves ``HandoffReceiver``'s actions to gRPC, pool and engine."""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from batonpb import decode_pb2
+from batonpb import prefill_pb2 as pb
+
+from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
+from engine import ipc
+from engine.core import events as ev
+from engine.core.params import SampledToken
+from engine.hub import EngineHub
+from fleet.telemetry import Metrics
+from kvtransfer import chunk, receiver, wire
+from kvtransfer.place import Place
+from kvtransfer.receiver import HandoffReceiver, ReceiverState
+
+HEARTBEAT_S = 0.5
+SILENCE_S = 3.0  # a prefill worker says something at least every HEARTBEAT_S
+
+
+class HandoffIntake:
+    """The receiving half of one hand-off.
+
+    Args:
+        submission: The request.
+        engine_id: Its name at the engine.
+        hub: The engine.
+        pool: Its KV pool.
+        peers: Connections to prefill workers.
+        identity: Of this worker.
+        metrics: Of this worker.
+        on_first: Called once per prefill worker that draws the first tokens.
+        on_ask: Called when another prefill worker is needed: (reason, its incarnation is gone).
+        on_commit: Called with the payload bytes when all KV has arrived.
+    """
+
+    def __init__(
+        self,
+        submission: decode_pb2.Submission,
+        engine_id: str,
+        hub: EngineHub,
+        pool: chunk.PoolView,
+        peers: Peers,
+        identity: Any,
+        metrics: Metrics,
+        on_first: Callable[[pb.FirstTokens, str], None],
+        on_ask: Callable[[str, bool], None],
+        on_commit: Callable[[int], None],
+    ) -> None:
+        self.submission = submission
+        self.target: decode_pb2.PrefillTarget = submission.prefill
+        self.first: tuple[SampledToken, ...] | None = None
+        self.ended_choices: set[int] = set()
+        self.committed = False
+        self.transfer_ns = 0
+        self._engine_id = engine_id
+        self._hub = hub
+        self._pool = pool
+        self._peers = peers
+        self._identity = identity
+        self._metrics = metrics
+        self._on_first = on_first
+        self._on_ask = on_ask
+        self._on_commit = on_commit
+        self._machine = HandoffReceiver(pool.geometry, len(submission.prompt_tokens) // 4)
+        self._link: _Link | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pulling_since_ns = 0
+        self._when_drained: Callable[[], None] | None = None
+        self._one_token = submission.sampling.max_tokens == 1
+
+    # ---------------------------------------------------------------- events from outside
+
+    def on_report(self, report: Any) -> None:
+        """The engine speaks of our claim."""
+        match report:
+            case ev.Reserved():
+                now_ns = time.monotonic_ns()
+                self._perform(self._machine.reserved(report.generation, report.skip_blocks, now_ns))
+            case ev.Bound():
+                self._perform(self._machine.bound(report.generation, report.blocks))
+            case ev.Revoked():
+                self._perform(self._machine.revoked(report.generation))
+
+    def replaced(self, target: decode_pb2.PrefillTarget) -> None:
+        """The router named another prefill worker."""
+        if self._machine.state is ReceiverState.NO_PEER:
+            self.target = target
+            self._perform(self._machine.replaced(time.monotonic_ns()))
+
+    def compute_locally(self) -> None:
+        """The router gave disaggregation up."""
+        self._perform(self._machine.compute_locally())
+
+    def tick(self, now_ns: int) -> None:
+        """Notice a peer without progress."""
+        self._perform(self._machine.tick(now_ns))
+
+    def cancel(self, when_drained: Callable[[], None]) -> None:
+        """Stop; ``when_drained`` is called as soon as nothing writes into the pages."""
+        self._perform(self._machine.cancel())
+        self._when_drained = when_drained
+        self._drained()
+
+    @property
+    def payload_bytes(self) -> int:
+        """KV bytes stored."""
+        return self._machine.payload_bytes
+
+    @property
+    def repairs(self) -> int:
+        """Frames pulled again."""
+        return self._machine.repairs
+
+    @property
+    def skip_blocks(self) -> int:
+        """Blocks of the prompt that were here already."""
+        return self._machine.skip_blocks
+
+    # ---------------------------------------------------------------- actions
+
+    def _perform(self, actions: list[receiver.Action]) -> None:
+        send = self._hub.client.send
+        for action in actions:
+            match action:
+                case receiver.Open():
+                    self._open_stream(action)
+                case receiver.Bind():
+                    send(ipc.Bind(self._engine_id, action.generation))
+                case receiver.Pull():
+                    self._start_pull(action.places)
+                case receiver.Commit():
+                    self._commit(action.generation)
+                case receiver.CloseStream(release=True):
+                    self._close_stream(pb.PrefillControl(release=pb.Release()))
+                case receiver.CloseStream():
+                    self._close_stream(pb.PrefillControl(cancel=pb.PrefillCancel()))
+                case receiver.AskForPeer():
+                    self._metrics.inc("baton_transfers", outcome="failed")
+                    self._on_ask(action.reason, action.peer_died)
+                case receiver.Drained():
+                    send(ipc.Drained(self._engine_id, action.generation))
+                case receiver.TakeOver():
+                    send(ipc.ComputeLocally(self._engine_id, self._first_ids()))
+
+    def _first_ids(self) -> tuple[int | None, ...] | None:
+        if self.first is None:
+            return None
+        return tuple(
+            None if choice in self.ended_choices else token.token
+            for choice, token in enumerate(self.first)
+        )
+
+    def _commit(self, generation: int) -> None:
+        self.committed = True
+        seconds = 0.0
+        if self._pulling_since_ns:
+            self.transfer_ns = time.monotonic_ns() - self._pulling_since_ns
+            seconds = self.transfer_ns / 1e9
+            self._peers.edge(self.target.worker_id).note(self.payload_bytes, seconds)
+        self._hub.client.send(ipc.Commit(self._engine_id, generation, self._first_ids() or ()))
+        if not self.submission.probe:
+            self._on_commit(self.payload_bytes)
+            self._metrics.inc("baton_transfers", outcome="committed")
+            self._metrics.inc("baton_transfer_bytes", self.payload_bytes, direction="received")
+            self._metrics.observe("baton_transfer_seconds", seconds)
+
+    # ---------------------------------------------------------------- the control stream
+
+    async def _run_stream(self, link: "_Link", opened: receiver.Open) -> None:
+        worker_id = link.target.worker_id
+        try:
+            await self._peers.greet(link.target)
+            link.call = self._peers.prefill(link.target)
+            await self._talk(link, opened)
+            await self._lost(link, f"{worker_id} ended the stream")
+        except PeerGoneError as gone:
+            self._tell(link, self._machine.stream_lost, True, str(gone))
+        except PeerRefusedError as refused:
+            self._tell(link, self._machine.prefill_failed, str(refused))
+        except TimeoutError:
+            reason = f"{worker_id} was silent for {SILENCE_S:.0f} s"
+            self._tell(link, self._machine.prefill_failed, reason)
+        except grpc.aio.AioRpcError as error:
+            await self._lost(link, f"stream to {worker_id} broke: {error.details()}")
+        except (asyncio.CancelledError, asyncio.InvalidStateError):
+            return  # we closed it ourselves
+
+    def _tell(
+        self, link: "_Link", event: Callable[..., list[receiver.Action]], *arguments: Any
+    ) -> None:
+        """Pass an event of a stream on, unless the stream was given up meanwhile."""
+        if link is self._link:
+            self._perform(event(*arguments))
+
+    async def _lost(self, link: "_Link", reason: str) -> None:
+        """A stream broke. Is it the peer, or only the stream?"""
+        if link is not self._link:
+            return
+        try:
+            await self._peers.greet(link.target, again=True)
+        except PeerGoneError as gone:
+            self._tell(link, self._machine.stream_lost, True, str(gone))
+        except PeerRefusedError as refused:
+            self._tell(link, self._machine.prefill_failed, str(refused))
+        else:
+            self._tell(link, self._machine.stream_lost, False, reason)
+
+    async def _talk(self, link: "_Link", opened: receiver.Open) -> None:
+        """Speak and listen until the far end closes the stream."""
+        call = link.call
+        await call.write(pb.PrefillControl(start=self._start_message(link.target, opened)))
+        renewals = asyncio.create_task(_renew(call))
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    event = await call.read()
+                if event is grpc.aio.EOF:
+                    return
+                if link is self._link:
+                    self._on_event(event)
+        finally:
+            renewals.cancel()
+
+    def _start_message(
+        self, target: decode_pb2.PrefillTarget, opened: receiver.Open
+    ) -> pb.PrefillStart:
+        request = self.submission
+        return pb.PrefillStart(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            ticket=request.ticket,
+            priority=request.priority,
+            prompt_tokens=request.prompt_tokens,
+            sampling=request.sampling,
+            tenant=request.tenant,
+            name_seed=request.name_seed,
+            deadline_remaining_ns=request.deadline_remaining_ns,
+            traceparent=request.traceparent,
+            lease_ms=request.lease_ms,
+            skip_blocks=opened.skip_blocks,
+            expected_incarnation=target.incarnation,
+            decode_incarnation=self._identity.incarnation,
+            decode_worker_id=self._identity.worker_id,
+            generation=opened.generation,
+            probe=request.probe,
+            router_id=request.router_id,
+        )
+
+    def _on_event(self, event: pb.PrefillEvent) -> None:
+        now_ns = time.monotonic_ns()
+        match event.WhichOneof("event"):
+            case "accepted":
+                self._perform(self._machine.accepted(now_ns))
+            case "heartbeat":
+                self._machine.queued(now_ns)
+            case "published" if not self._one_token:
+                message = event.published
+                place = Place(
+                    message.layer_begin,
+                    message.layer_count,
+                    0,
+                    self._pool.geometry.num_kv_heads,
+                    message.block_begin,
+                    message.block_count,
+                    message.valid_tokens,
+                    message.kv_group,
+                )
+                self._perform(self._machine.published(place, now_ns))
+            case "first_tokens":
+                self._first(event.first_tokens)
+            case "commit" if not self._one_token:
+                record = event.commit
+                self._perform(
+                    self._machine.commit_record(
+                        record.rectangles,
+                        record.payload_bytes,
+                        record.valid_tokens,
+                        record.manifest_digest,
+                    )
+                )
+            case "failed":
+                self._perform(self._machine.prefill_failed(event.failed.message))
+
+    def _first(self, message: pb.FirstTokens) -> None:
+        """First tokens are facts once sent: those of a second prefill worker change nothing."""
+        if self.first is None:
+            self.first = tuple(
+                wire.logprob_from_wire(c.token_id, c.logprob if c.has_logprob else None)
+                for c in message.choices
+            )
+            self._on_first(message, self.target.worker_id)
+
+    def _open_stream(self, opened: receiver.Open) -> None:
+        self._close_stream(None)
+        link = self._link = _Link(self.target)
+        self._spawn(self._run_stream(link, opened))
+
+    def _close_stream(self, message: pb.PrefillControl | None) -> None:
+        """Stop listening. Reading goes on until the far end closes, so that it hears us out."""
+        link, self._link = self._link, None
+        if link is None or link.call is None:
+            return
+        if message is None:
+            link.call.cancel()
+        else:
+            self._spawn(_say_last(link.call, message))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---------------------------------------------------------------- frames
+
+    def _start_pull(self, places: tuple[Place, ...]) -> None:
+        self._pulling_since_ns = self._pulling_since_ns or time.monotonic_ns()
+        self._spawn(self._pull(places, self.target, self._machine.generation))
+
+    async def _pull(
+        self, places: tuple[Place, ...], target: decode_pb2.PrefillTarget, generation: int
+    ) -> None:
+        request_id, attempt = self.submission.request_id, self.submission.attempt
+        request = pb.PullRequest(
+            request_id=request_id,
+            attempt=attempt,
+            generation=generation,
+            source_incarnation=target.incarnation,
+            places=[place.to_wire() for place in places],
+        )
+        bound = chunk.binding(request_id, attempt, generation, target.incarnation)
+        waiting = deque(places)
+        size = sum(place.payload_bytes(self._pool.geometry) for place in places)
+        budget_s = 4 * size / self._peers.edge(target.worker_id).bytes_per_s + 1.0
+        until_s = asyncio.get_running_loop().time() + budget_s
+        call = self._peers.pull(target, request)
+        reason = f"{target.worker_id} sent fewer frames than were asked for"
+        try:
+            while waiting:
+                async with asyncio.timeout_at(until_s):
+                    frame = await call.read()
+                if frame is grpc.aio.EOF or not await self._take(frame, waiting.popleft(), bound):
+                    break
+        except TimeoutError:
+            reason = f"a pull from {target.worker_id} outlasted its budget of {budget_s:.1f} s"
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            reason = f"a pull from {target.worker_id} broke: {error}"
+        finally:
+            call.cancel()
+        if waiting:
+            self._perform(self._machine.pull_failed(waiting, reason))
+
+    async def _take(self, frame: bytes, place: Place, bound: bytes) -> bool:
+        """Verify and store one frame; False ends the pull (it is not wanted, or not held)."""
+        if not self._machine.frame_arrived(place):
+            return False
+        blocks = self._machine.blocks
+        try:
+            await asyncio.to_thread(self._verify_and_store, frame, place, bound, blocks)
+        except chunk.ChunkError as error:
+            self._metrics.inc("baton_chunks_refused", cause=error.cause)
+            self._metrics.inc("baton_chunks_repaired")
+            actions = self._machine.frame_bad(place)
+        except _GoneError:
+            actions = self._machine.frame_gone(place)
+        else:
+            actions = self._machine.frame_stored(place, time.monotonic_ns())
+        self._perform(actions)
+        self._drained()
+        return True
+
+    def _verify_and_store(
+        self, frame: bytes, place: Place, bound: bytes, blocks: tuple[int, ...]
+    ) -> None:
+        header, payload = chunk.decode(frame)
+        if header.HasField("error"):
+            raise _GoneError(header.error.message)
+        chunk.verify(header, payload, place, self._pool.geometry, bound)
+        self._pool.write(blocks, place, payload)
+
+    def _drained(self) -> None:
+        if self._when_drained is not None and not self._machine.writing:
+            when_drained, self._when_drained = self._when_drained, None
+            when_drained()
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One Prefill stream; only the newest one is listened to."""
+
+    target: decode_pb2.PrefillTarget
+    call: Any = None
+
+
+class _GoneError(Exception):
+    """The peer does not hold these blocks (any more)."""
+
+
+async def _renew(call: Any) -> None:
+    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        for sequence in range(1, 1 << 30):
+            await asyncio.sleep(HEARTBEAT_S)
+            await call.write(pb.PrefillControl(renew=pb.Renew(sequence=sequence)))
+
+
+async def _say_last(call: Any, message: pb.PrefillControl) -> None:
+    """Send the last word of a stream; if it cannot be said, the lease will say it."""
+    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        await call.write(message)
+        await call.done_writing()

@@ -1,0 +1,319 @@
+"""One request at the worker that owns it, from submission to its one end."""
+
+import asyncio
+import time
+from typing import Any
+
+from batonpb import common_pb2
+from batonpb import decode_pb2 as pb
+from batonpb.prefill_pb2 import FirstTokens
+
+from decode_worker.handoff import HandoffIntake
+from decode_worker.peers import Peers
+from decode_worker.session import RouterSession, error_to_wire
+from engine import ipc
+from engine.core import events as ev
+from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
+from engine.core.geometry import BLOCK_TOKENS
+from engine.core.params import SampledToken
+from engine.core.scheduler import finish_reason
+from engine.hub import EngineHub
+from fleet.telemetry import Metrics, Tracing, extract, inject
+from kvtransfer import chunk, wire
+
+
+class WorkerParts:
+    """What every request of a worker shares."""
+
+    def __init__(
+        self,
+        hub: EngineHub,
+        pool: chunk.PoolView,
+        peers: Peers,
+        identity: common_pb2.WorkerIdentity,
+        eos_token_ids: tuple[int, ...],
+        metrics: Metrics,
+        tracing: Tracing,
+    ) -> None:
+        self.hub = hub
+        self.pool = pool
+        self.peers = peers
+        self.identity = identity
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.metrics = metrics
+        self.tracing = tracing
+        self.transfers = common_pb2.TransferTotals()
+
+
+class DecodeRequest:
+    """Drives engine and hand-off for one submission and speaks to its router.
+
+    Args:
+        submission: The request.
+        session: Its router.
+        parts: Of this worker.
+    """
+
+    def __init__(
+        self, submission: pb.Submission, session: RouterSession, parts: WorkerParts
+    ) -> None:
+        self.submission = submission
+        self.session = session
+        self.ended = False
+        self.resumed = True  # False: its stream was lost and the router has not asked for it yet
+        self.ended_ns = 0
+        self._parts = parts
+        self._engine_id = f"d/{submission.request_id}/{submission.attempt}"
+        self._params = wire.sampling_from_wire(submission.sampling)
+        choices = range(self._params.n)
+        self._tokens: list[list[SampledToken]] = [[] for _ in choices]
+        self._finish: list[tuple[str, int | None]] = [("", None) for _ in choices]
+        self._route: pb.RequestRoute | None = None
+        self._end: pb.RequestEnd | None = None
+        self._error: BatonError | None = None
+        self._began_ns = time.monotonic_ns()
+        self._first_ns = 0
+        self._times = pb.RequestTimes()
+        self._span = parts.tracing.tracer.start_span(
+            "baton.decode", context=extract(submission.traceparent)
+        )
+        self._span.set_attribute("baton.worker_id", parts.identity.worker_id)
+        submission.traceparent = inject(self._span) or submission.traceparent
+        self._intake: HandoffIntake | None = None
+        if submission.HasField("prefill"):
+            self._intake = HandoffIntake(
+                submission,
+                self._engine_id,
+                parts.hub,
+                parts.pool,
+                parts.peers,
+                parts.identity,
+                parts.metrics,
+                self._on_first,
+                self._ask_for_peer,
+                self._on_commit,
+            )
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Hand the request to the engine and set its deadline."""
+        request = self.submission
+        kind = "remote" if self._intake is not None else "full"
+        self._parts.hub.submit(
+            ipc.Submit(
+                self._engine_id,
+                kind,
+                request.prompt_tokens,
+                self._params,
+                request.name_seed,
+                request.priority,
+                request.ticket,
+                0,
+                not request.probe,
+            ),
+            self._on_report,
+        )
+        if request.deadline_remaining_ns:
+            self._deadline = asyncio.get_running_loop().call_later(
+                request.deadline_remaining_ns / 1e9,
+                lambda: self.stop(DeadlineError("the request's deadline passed at the worker")),
+            )
+
+    # ---------------------------------------------------------------- the router speaks
+
+    def stop(self, error: BatonError) -> None:
+        """End the request with an error (a cancel, a deadline, a lapsed lease)."""
+        if self.ended or self._error is not None:
+            return
+        self._error = error
+        if self._intake is not None:
+            self._intake.cancel(self._cancel_at_engine)
+        else:
+            self._cancel_at_engine()
+
+    def _cancel_at_engine(self) -> None:
+        self._parts.hub.client.send(ipc.Cancel(self._engine_id))
+
+    def end_choices(self, choices: list[int]) -> None:
+        """The router saw a stop string: these choices are over."""
+        if self._intake is not None and not self._intake.committed:
+            self._intake.ended_choices.update(choices)
+            if len(self._intake.ended_choices) == self._params.n:
+                self._finish_early()
+            return
+        self._parts.hub.client.send(ipc.Cancel(self._engine_id, tuple(choices)))
+
+    def _finish_early(self) -> None:
+        """Every choice ended with its first token: no KV is needed here."""
+        if self._intake is not None:
+            self._intake.cancel(self._cancel_at_engine)
+
+    def replace_prefill(self, message: pb.PrefillReplacement) -> None:
+        """The router's answer to ``PrefillNeeded``."""
+        if self._intake is None or self.ended:
+            return
+        if message.HasField("refuse"):
+            self.stop(from_code(message.refuse.code, message.refuse.message))
+        elif message.compute_locally:
+            self._intake.compute_locally()
+            self._route = None
+        else:
+            self._intake.replaced(message.prefill)
+
+    def resume(self, next_index: list[int]) -> None:
+        """Say again what the router lacks, on its new stream."""
+        self.resumed = True
+        if self._route is not None:
+            self.session.route(self._route)
+        for choice, tokens in enumerate(self._tokens):
+            begin = next_index[choice] if choice < len(next_index) else 0
+            reason, stop = self._finish[choice]
+            if begin < len(tokens) or reason:
+                self.session.tokens(self.submission, choice, begin, tokens[begin:], reason, stop)
+        if self._end is not None:
+            self.session.end(self._end)
+
+    def tick(self, now_ns: int) -> None:
+        """Watch the hand-off's progress."""
+        if self._intake is not None and not self.ended:
+            self._intake.tick(now_ns)
+
+    # ---------------------------------------------------------------- the hand-off speaks
+
+    def _on_first(self, message: FirstTokens, prefill_worker_id: str) -> None:
+        self._times.prefill_ns = message.prefill_ns
+        self._times.queue_ns = message.queue_ns
+        self._times.cached_tokens = message.cached_tokens
+        self._say_route("disaggregated", prefill_worker_id, message.cached_tokens)
+        if self._intake is None or self._intake.first is None:
+            return
+        for choice, token in enumerate(self._intake.first):
+            reason, stop = finish_reason(self._params, self._parts.eos_token_ids, token.token, 1)
+            self._emit(choice, 0, () if stop is not None else (token,), reason, stop)
+            if reason:
+                self._intake.ended_choices.add(choice)
+        if len(self._intake.ended_choices) == self._params.n:
+            self._finish_early()
+
+    def _on_commit(self, payload_bytes: int) -> None:
+        self._parts.transfers.count += 1
+        self._parts.transfers.bytes += payload_bytes
+
+    def _ask_for_peer(self, reason: str, peer_died: bool) -> None:
+        if self._intake is None or self._error is not None:
+            return
+        self._parts.transfers.failures += 1
+        self.session.ask(
+            pb.PrefillNeeded(
+                request_id=self.submission.request_id,
+                attempt=self.submission.attempt,
+                failed=self._intake.target,
+                reason=error_to_wire(TransferError(reason)),
+                peer_died=peer_died,
+            )
+        )
+
+    # ---------------------------------------------------------------- the engine speaks
+
+    def _on_report(self, report: Any) -> None:
+        match report:
+            case ev.Admitted():
+                if self._intake is None or not self._times.queue_ns:
+                    self._times.queue_ns = report.queue_ns
+                    self._times.cached_tokens = report.cached_tokens
+            case ev.Tokens():
+                if self._route is None:
+                    self._say_route("colocated", "", self._times.cached_tokens)
+                self._emit(
+                    report.choice,
+                    report.index,
+                    report.tokens,
+                    report.finish_reason,
+                    report.stop_token,
+                )
+            case ev.Ended():
+                self._ended(report)
+            case _:
+                if self._intake is not None:
+                    self._intake.on_report(report)
+
+    def _say_route(self, mode: str, prefill_worker_id: str, cached_tokens: int) -> None:
+        here = self._parts.identity.worker_id
+        self._route = pb.RequestRoute(
+            request_id=self.submission.request_id,
+            attempt=self.submission.attempt,
+            prefill_worker_id=prefill_worker_id or here,
+            decode_worker_id=here,
+            mode=mode,
+            cached_tokens=cached_tokens,
+        )
+        self.session.route(self._route)
+
+    def _emit(
+        self,
+        choice: int,
+        index: int,
+        tokens: tuple[SampledToken, ...],
+        reason: str,
+        stop: int | None,
+    ) -> None:
+        self._first_ns = self._first_ns or time.monotonic_ns()
+        self._tokens[choice] += tokens
+        self._finish[choice] = (reason, stop)
+        self.session.tokens(self.submission, choice, index, tokens, reason, stop)
+
+    def _ended(self, report: ev.Ended) -> None:
+        if self.ended:
+            return
+        error = self._error
+        finished = all(reason for reason, _ in self._finish)
+        if error is None and report.error_code and not finished:
+            error = from_code(report.error_code, report.error_message)
+        self._close(error, report)
+
+    def fail(self, error: BatonError) -> None:
+        """End at once: the engine is gone."""
+        if not self.ended:
+            self._close(error, None)
+
+    def _close(self, error: BatonError | None, report: ev.Ended | None) -> None:
+        self.ended = True
+        self.ended_ns = time.monotonic_ns()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if report is not None:
+            self._note_times(report)
+        self._end = pb.RequestEnd(
+            request_id=self.submission.request_id,
+            attempt=self.submission.attempt,
+            error=error_to_wire(error) if error else None,
+            times=self._times,
+        )
+        self.session.end(self._end)
+        self._span.set_attribute("baton.generated_tokens", sum(map(len, self._tokens)))
+        if error is not None:
+            self._span.set_attribute("error.type", error.code)
+        self._span.end()
+
+    def _note_times(self, report: ev.Ended) -> None:
+        times, parts = self._times, self._parts
+        if self._first_ns:
+            times.decode_ns = self.ended_ns - self._first_ns
+        times.preemptions = report.preemptions
+        prompt_tokens = len(self.submission.prompt_tokens) // 4
+        times.computed_tokens = prompt_tokens - times.cached_tokens
+        if self._intake is not None and self._intake.committed:
+            times.transfer_ns = self._intake.transfer_ns
+            times.transfer_bytes = self._intake.payload_bytes
+            times.repaired_chunks = self._intake.repairs
+        elif self._intake is None:
+            times.prefill_ns = report.prefill_ns
+        if self.submission.probe:
+            return
+        if self._intake is not None and self._intake.committed:
+            here = min(self._intake.skip_blocks * BLOCK_TOKENS, prompt_tokens)
+            parts.metrics.inc("baton_prefix_tokens", here, source="local")
+            parts.metrics.inc("baton_prefix_tokens", prompt_tokens - here, source="pulled")
+        elif report.computed_tokens:
+            parts.metrics.inc("baton_prefix_tokens", report.computed_tokens, source="computed")
+            parts.metrics.inc("baton_prefix_tokens", report.cached_tokens, source="local")

@@ -1,0 +1,246 @@
+"""The Decode service: sessions with routers, and the requests they own.
+
+A router's heartbeats renew the lease of all its requests. When its stream breaks the lease runs
+on; the router reconnects and resumes each request by name. What it does not resume lapses.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from batonpb import common_pb2, decode_pb2_grpc
+from batonpb import decode_pb2 as pb
+
+from decode_worker.request import DecodeRequest, WorkerParts
+from decode_worker.session import RouterSession, StepCounter, error_to_wire
+from engine.core.errors import (
+    BatonError,
+    CancelledError_,
+    InvalidRequestError,
+    UnavailableError,
+)
+from engine.core.events import StepDone
+from kvtransfer.formats import WIRE_MAX, WIRE_MIN
+
+STATUS_S = 0.25
+DEFAULT_LEASE_MS = 3000
+REMEMBER_S = 5.0  # an ended request can be resumed for so long
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """See the module.
+
+    Args:
+        parts: What all requests share.
+        capabilities: Sent with the first status of each stream.
+        threads: Of the engine, for the status.
+    """
+
+    def __init__(
+        self, parts: WorkerParts, capabilities: common_pb2.Capabilities, threads: int
+    ) -> None:
+        self.state = "ready"
+        self._parts = parts
+        self._capabilities = capabilities
+        self._threads = threads
+        self._sessions: dict[str, RouterSession] = {}
+        self._requests: dict[str, DecodeRequest] = {}
+        self._step = StepCounter()
+        self.event_sequence = 0
+        parts.hub.after_step.append(self._after_step)
+
+    # ---------------------------------------------------------------- gRPC
+
+    async def Serve(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[pb.RouterFrame], context: Any
+    ) -> AsyncIterator[pb.WorkerFrame]:
+        """One router's stream; a second one of the same router replaces the first."""
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.HasField("hello"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with `hello`")
+            return
+        wire = first.hello.wire
+        if wire.max < WIRE_MIN or wire.min > WIRE_MAX:
+            text = f"wire versions {wire.min}-{wire.max}; this worker speaks {WIRE_MIN}-{WIRE_MAX}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+            return
+        session = self._session(first.hello.router_id)
+        session.connected()
+        for request in self._requests.values():
+            if request.session is session:
+                request.resumed = False
+        frames = session.frames(self._step)
+        listener = asyncio.create_task(self._listen(request_iterator, session))
+        session.status(self.status(with_capabilities=True))
+        try:
+            async for frame in frames:
+                yield frame
+        finally:
+            listener.cancel()
+
+    async def Submit(self, request: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
+        """A submission too long for the stream."""
+        self._submit(request, self._session(request.router_id))
+        return pb.SubmitAck()
+
+    # ---------------------------------------------------------------- frames from the router
+
+    def _session(self, router_id: str) -> RouterSession:
+        return self._sessions.setdefault(router_id, RouterSession(router_id))
+
+    async def _listen(self, frames: AsyncIterator[pb.RouterFrame], session: RouterSession) -> None:
+        try:
+            async for frame in frames:
+                session.renew()
+                self._handle(frame, session)
+        except (grpc.RpcError, asyncio.CancelledError):
+            return  # the stream is gone; the lease runs
+
+    def _handle(self, frame: pb.RouterFrame, session: RouterSession) -> None:
+        match frame.WhichOneof("frame"):
+            case "submit":
+                self._submit(frame.submit, session)
+            case "cancel":
+                request = self._find(frame.cancel.request_id, frame.cancel.attempt)
+                if request is not None and frame.cancel.choices:
+                    request.end_choices(list(frame.cancel.choices))
+                elif request is not None:
+                    request.stop(CancelledError_("cancelled by the router"))
+            case "resume":
+                self._resume(frame.resume, session)
+            case "replacement":
+                replacement = frame.replacement
+                request = self._find(replacement.request_id, replacement.attempt)
+                if request is not None:
+                    request.replace_prefill(replacement)
+            case "drain":
+                self.state = "draining" if frame.drain.on else "ready"
+
+    def _find(self, request_id: str, attempt: int) -> DecodeRequest | None:
+        request = self._requests.get(request_id)
+        if request is None or request.submission.attempt != attempt:
+            return None
+        return request
+
+    def _submit(self, submission: pb.Submission, session: RouterSession) -> None:
+        existing = self._requests.get(submission.request_id)
+        if existing is not None and existing.submission.attempt >= submission.attempt:
+            if existing.submission.attempt > submission.attempt:
+                self._refuse(submission, session, InvalidRequestError("an older attempt"))
+            return  # the same submission again: it is being served
+        if existing is not None:
+            existing.stop(CancelledError_("a newer attempt replaces this one"))
+        if self.state == "draining" and not submission.probe:
+            self._refuse(submission, session, UnavailableError("this worker is draining"))
+            return
+        request = DecodeRequest(submission, session, self._parts)
+        self._requests[submission.request_id] = request
+        request.start()
+
+    def _refuse(self, submission: pb.Submission, session: RouterSession, error: BatonError) -> None:
+        session.end(
+            pb.RequestEnd(
+                request_id=submission.request_id,
+                attempt=submission.attempt,
+                error=error_to_wire(error),
+            )
+        )
+
+    def _resume(self, message: pb.Resume, session: RouterSession) -> None:
+        request = self._find(message.request_id, message.attempt)
+        if request is None:
+            error = UnavailableError("this worker does not hold the request any more")
+            session.end(
+                pb.RequestEnd(
+                    request_id=message.request_id,
+                    attempt=message.attempt,
+                    error=error_to_wire(error),
+                )
+            )
+            return
+        request.session = session
+        request.resume(list(message.next_index))
+
+    # ---------------------------------------------------------------- time
+
+    async def tick_forever(self) -> None:
+        """Status frames, leases, stalls; runs as long as the worker."""
+        while True:
+            await asyncio.sleep(STATUS_S)
+            now_ns = time.monotonic_ns()
+            status = self.status()
+            for session in list(self._sessions.values()):
+                session.status(status)
+            for request_id, request in list(self._requests.items()):
+                self._watch(request_id, request, now_ns)
+            for router_id, session in list(self._sessions.items()):
+                if now_ns - session.renewed_ns > 60e9:
+                    del self._sessions[router_id]
+
+    def _watch(self, request_id: str, request: DecodeRequest, now_ns: int) -> None:
+        if request.ended:
+            if now_ns - request.ended_ns > REMEMBER_S * 1e9:
+                del self._requests[request_id]
+            return
+        request.tick(now_ns)
+        lease_ns = (request.submission.lease_ms or DEFAULT_LEASE_MS) * 1_000_000
+        session = request.session
+        unclaimed = not request.resumed and now_ns - session.connected_ns > lease_ns
+        if unclaimed or now_ns - session.renewed_ns > lease_ns:
+            self._parts.metrics.inc("baton_orphans")
+            request.stop(CancelledError_("the router's lease lapsed"))
+
+    def _after_step(self, step: StepDone) -> None:
+        self._step.value = step.step
+
+    # ---------------------------------------------------------------- status
+
+    def status(self, with_capabilities: bool = False) -> common_pb2.WorkerStatus:
+        """This worker's load and health."""
+        hub, load = self._parts.hub, self._parts.hub.load
+        edges = [
+            common_pb2.EdgeRate(prefill_worker_id=worker_id, bytes_per_s=edge.bytes_per_s)
+            for worker_id, edge in self._parts.peers.edges.items()
+            if edge.measured
+        ]
+        return common_pb2.WorkerStatus(
+            identity=self._parts.identity,
+            state=self.state,
+            kv_blocks=common_pb2.BlockCounts(
+                total=load.total,
+                free=load.free,
+                cached=load.cached,
+                leased=load.leased,
+                quarantined=load.quarantined,
+            ),
+            running=load.running,
+            waiting=load.waiting,
+            threads=self._threads,
+            transfers=self._parts.transfers,
+            event_sequence=self.event_sequence,
+            steps=load.step,
+            queued_prompt_tokens=load.queued_prompt_tokens,
+            prefill_tokens_per_s=hub.prefill_tokens_per_s,
+            decode_step_s=hub.decode_step_s,
+            edges=edges,
+            capabilities=self._capabilities if with_capabilities else None,
+            last_error=hub.sick,
+        )
+
+    @property
+    def live_requests(self) -> int:
+        """Requests that have not ended."""
+        return sum(not request.ended for request in self._requests.values())
+
+    def fail_all(self, error: BatonError) -> None:
+        """The engine died: every request ends with this error."""
+        for request in self._requests.values():
+            request.fail(error)
+
+    def cancel_all(self, error: BatonError) -> None:
+        """Drain ran out of time: end what is left."""
+        for request in self._requests.values():
+            if not request.ended:
+                request.stop(error)

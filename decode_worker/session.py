@@ -1,0 +1,117 @@
+"""One router's stream: gathers what a step has to say into one frame; survives a lost stream."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from batonpb import common_pb2
+from batonpb import decode_pb2 as pb
+
+from engine.core.errors import BatonError
+from engine.core.params import SampledToken
+from kvtransfer import wire
+
+MAX_PENDING_BYTES = 8 << 20
+
+
+def error_to_wire(error: BatonError) -> common_pb2.Error:
+    """A node of the error tree as a message."""
+    return common_pb2.Error(code=error.code, message=error.message, retryable=error.retryable)
+
+
+class RouterSession:
+    """What one router is owed. The frame in the making grows while the last one is being written.
+
+    Args:
+        router_id: Name of the router process.
+    """
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.renewed_ns = self.connected_ns = time.monotonic_ns()
+        self._frame = pb.WorkerFrame()
+        self._dirty = asyncio.Event()
+        self._stream = 0
+        self._pending_bytes = 0
+
+    def connected(self) -> None:
+        """A stream of this router has begun."""
+        self.renewed_ns = self.connected_ns = time.monotonic_ns()
+
+    def renew(self) -> None:
+        """The router is alive: all its requests live on."""
+        self.renewed_ns = time.monotonic_ns()
+
+    async def frames(self, step: "StepCounter") -> AsyncIterator[pb.WorkerFrame]:
+        """Frames for the newest stream; an older stream of the same router ends."""
+        self._stream += 1
+        mine = self._stream
+        self._frame = pb.WorkerFrame()  # what the lost stream did not take, Resume asks for again
+        while True:
+            await self._dirty.wait()
+            if self._stream != mine:
+                self._dirty.set()  # that was meant for the newer stream
+                return
+            self._dirty.clear()
+            frame, self._frame, self._pending_bytes = self._frame, pb.WorkerFrame(), 0
+            frame.step = step.value
+            yield frame
+            if self._pending_bytes > MAX_PENDING_BYTES:
+                return  # the router does not read: it will reconnect and resume
+
+    def tokens(
+        self,
+        request: pb.Submission,
+        choice: int,
+        index: int,
+        tokens: Sequence[SampledToken],
+        finish_reason: str = "",
+        stop_token: int | None = None,
+    ) -> None:
+        """Add tokens of one choice, ``index`` being the first one's place in the answer."""
+        run = self._frame.tokens.add(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            choice=choice,
+            index=index,
+            token_ids=wire.pack_tokens([token.token for token in tokens]),
+            finish_reason=finish_reason,
+        )
+        if tokens and tokens[0].logprob is not None:
+            run.logprobs.extend(wire.logprob_to_wire(token) for token in tokens)
+        if stop_token is not None:
+            run.has_stop_token, run.stop_token_id = True, stop_token
+        self._touch(64 + 16 * len(tokens))
+
+    def route(self, route: pb.RequestRoute) -> None:
+        """Say where a request runs."""
+        self._frame.routes.append(route)
+        self._touch(128)
+
+    def end(self, end: pb.RequestEnd) -> None:
+        """Say that a request has ended here."""
+        self._frame.ends.append(end)
+        self._touch(128)
+
+    def ask(self, needed: pb.PrefillNeeded) -> None:
+        """Ask for another prefill worker."""
+        self._frame.prefill_needed.append(needed)
+        self._touch(128)
+
+    def status(self, status: common_pb2.WorkerStatus) -> None:
+        """Add the worker's load; only the newest counts."""
+        keep = self._frame.status.capabilities if self._frame.HasField("status") else None
+        self._frame.status.CopyFrom(status)
+        if keep is not None and keep.numerics_id and not status.HasField("capabilities"):
+            self._frame.status.capabilities.CopyFrom(keep)
+        self._touch(0)
+
+    def _touch(self, size_bytes: int) -> None:
+        self._pending_bytes += size_bytes
+        self._dirty.set()
+
+
+class StepCounter:
+    """The engine's step number, shared by all sessions."""
+
+    value = 0

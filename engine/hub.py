@@ -1,0 +1,114 @@
+"""Routes an engine's reports to whoever asked for the work, and keeps its latest load."""
+
+import asyncio
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import IO
+
+from engine import ipc
+from engine.client import EngineClient
+from engine.core import events as ev
+
+RequestReport = (
+    ev.Tokens | ev.Admitted | ev.Published | ev.PromptDone | ev.Reserved | ev.Bound | ev.Revoked
+)
+Handler = Callable[[RequestReport | ev.Ended], None]
+
+_IDLE = ev.StepDone(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+_PRIOR_PREFILL_TOKENS_PER_S = 500.0
+_PRIOR_DECODE_STEP_S = 0.03
+
+
+class EngineHub:
+    """One engine, shared by the two services of a worker.
+
+    Args:
+        settings: How to build the engine.
+        on_progress: Called with a line of text while it loads.
+        stderr: Where the engine process writes its errors.
+    """
+
+    def __init__(
+        self,
+        settings: ipc.EngineSettings,
+        on_progress: Callable[[str], None] = lambda _: None,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        self.client = EngineClient(settings, self._on_report, on_progress, stderr)
+        self.load = _IDLE
+        self.sick = ""
+        self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
+        self.after_step: list[Callable[[ev.StepDone], None]] = []
+        self._handlers: dict[str, Handler] = {}
+        self._names_waiters: list[asyncio.Future[tuple[bytes, ...]]] = []
+        self._prefill_rate = 0.0
+        self._decode_steps_s: deque[float] = deque(maxlen=64)
+
+    async def start(self, timeout_s: float = 120.0) -> ipc.Ready:
+        """Start the engine; see ``EngineClient.start``."""
+        ready = await self.client.start(timeout_s)
+        total = ready.geometry.num_blocks
+        self.load = ev.StepDone(0, 0, 0, 0, 0, 0, 0, total, total, 0, 0, 0, 0, 0)
+        return ready
+
+    def submit(self, command: ipc.Submit, handler: Handler) -> None:
+        """Queue a request; ``handler`` hears all about it, ``Ended`` last."""
+        self._handlers[command.request_id] = handler
+        self.client.send(command)
+
+    async def names(self, timeout_s: float = 5.0) -> tuple[bytes, ...]:
+        """All block names that the pool holds, for a snapshot."""
+        waiter: asyncio.Future[tuple[bytes, ...]] = asyncio.get_running_loop().create_future()
+        self._names_waiters.append(waiter)
+        self.client.send(ipc.TakeNames())
+        async with asyncio.timeout(timeout_s):
+            return await waiter
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Fitted rate at which prompts are computed."""
+        return self._prefill_rate or _PRIOR_PREFILL_TOKENS_PER_S
+
+    @property
+    def decode_step_s(self) -> float:
+        """Median of recent steps without prompt tokens."""
+        steps = self._decode_steps_s
+        return statistics.median(steps) if steps else _PRIOR_DECODE_STEP_S
+
+    def _on_report(self, report: ipc.Report) -> None:
+        match report:
+            case ev.StepDone():
+                self._note_step(report)
+            case ev.CacheChanged():
+                self.on_cache_changed(report)
+            case ipc.Names():
+                for waiter in self._names_waiters:
+                    if not waiter.done():
+                        waiter.set_result(report.names)
+                self._names_waiters.clear()
+            case ipc.Sick():
+                self.sick = report.message
+            case ev.Ended():
+                handler = self._handlers.pop(report.request_id, None)
+                if handler is not None:
+                    handler(report)
+            case ipc.Progress() | ipc.Ready() | ipc.Fatal():
+                pass
+            case _:
+                handler = self._handlers.get(report.request_id)
+                if handler is not None:
+                    handler(report)
+
+    def _note_step(self, step: ev.StepDone) -> None:
+        self.load = step
+        seconds = step.duration_ns / 1e9
+        if step.prompt_tokens >= 32:  # smaller ones say more about overhead than about the rate
+            rate = step.prompt_tokens / seconds
+            self._prefill_rate = (
+                0.7 * self._prefill_rate + 0.3 * rate if self._prefill_rate else rate
+            )
+        elif step.decode_rows and not step.prompt_tokens:
+            self._decode_steps_s.append(seconds)
+        for callback in self.after_step:
+            callback(step)

@@ -1,0 +1,373 @@
+"""One worker: an engine process, both services around it, and its place in the registry.
+
+The role is only what the router uses the worker for; every worker hosts both services, so a fleet
+of one pool serves too. Ray is not needed here: ``fleet.pools`` wraps a ``Worker`` into an actor.
+"""
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import IO
+
+import grpc.aio
+import msgspec
+from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
+
+from decode_worker.peers import Peers
+from decode_worker.request import WorkerParts
+from decode_worker.service import DecodeService
+from engine import ipc
+from engine.core import events as ev
+from engine.core.errors import InternalError, UnavailableError
+from engine.core.params import SamplingParams
+from engine.hub import EngineHub
+from engine.process import die_with_parent
+from fleet.registry import KvEventPublisher, Presence, Registry, WorkerRecord
+from fleet.registry_types import Role
+from fleet.telemetry import Metrics, MetricsServer, Tracing, serve_metrics
+from kvtransfer import grpc_transport, wire
+from kvtransfer.chunk import PoolView
+from kvtransfer.drill import FrameTamperer
+from kvtransfer.formats import WIRE_MAX, WIRE_MIN, kv_group
+from prefill_worker.service import PrefillService
+
+_LOG = logging.getLogger(__name__)
+
+CANARY_S = 30.0
+_CANARY_PROMPT = tuple(range(100, 124))
+_CANARY_TOKENS = 4
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that one worker needs to know."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+    fleet: str
+    model: str
+    served_model_name: str
+    redis_url: str
+    fleet_token: str
+    host: str = "127.0.0.1"
+    max_context_tokens: int = 0  # 0 = what the model says
+    numerics: str = "exact"
+    dtype: str = "bf16"
+    kv_blocks: int = 1024
+    threads: int = 1
+    max_batch_requests: int = 32
+    max_step_tokens: int = 512
+    log_dir: str = ""
+    drill: str = ""  # damage frames on purpose, see kvtransfer.drill
+    poison_token: int = -1  # drill: the engine dies of a prompt that holds it
+    emulated_token_s: float = 0.0
+    canary_s: float = CANARY_S
+
+
+class Worker:
+    """See the module.
+
+    Args:
+        settings: Of this worker.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._incarnation = secrets.token_bytes(16)
+        self._metrics = Metrics("worker", model=settings.served_model_name)
+        self._tracing = Tracing("worker")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._stderr: IO[bytes] | None = None
+        self._canary_tokens: tuple[int, ...] | None = None
+
+    async def start(self) -> WorkerRecord:
+        """Load the model, serve, register; returns the record that routers will see.
+
+        Raises:
+            InternalError: The engine could not start; the message says why.
+        """
+        settings = self._settings
+        self._registry = Registry(settings.redis_url, settings.fleet)
+        self._stderr = _open_log(settings)
+        self._hub = EngineHub(self._engine_settings(), _LOG.info, self._stderr)
+        ready = await self._hub.start()
+        self._metrics.set("baton_model_load_seconds", ready.load_s)
+        self._metrics_server: MetricsServer = await serve_metrics(self._metrics, settings.host)
+        await self._serve(ready)
+        self._publisher = KvEventPublisher(self._registry, self._incarnation)
+        self._hub.on_cache_changed = self._on_cache_changed
+        self._hub.after_step.append(self._note_step)
+        self._publisher.start()
+        self._presence = Presence(self._registry, self._record)
+        self._presence.start()
+        self._tasks += [
+            asyncio.create_task(self._decode.tick_forever()),
+            asyncio.create_task(self._prefill.watch_leases()),
+            asyncio.create_task(self._watch_engine()),
+            asyncio.create_task(self._watch_quarantine()),
+        ]
+        if settings.canary_s:
+            self._tasks.append(asyncio.create_task(self._sing()))
+        return self._record
+
+    def _engine_settings(self) -> ipc.EngineSettings:
+        settings = self._settings
+        return ipc.EngineSettings(
+            model=settings.model,
+            dtype=settings.dtype,
+            numerics=settings.numerics,
+            kv_blocks=settings.kv_blocks,
+            threads=settings.threads,
+            max_context_tokens=settings.max_context_tokens,
+            max_batch_requests=settings.max_batch_requests,
+            max_step_tokens=settings.max_step_tokens,
+            emulated_token_s=settings.emulated_token_s,
+            poison_token=settings.poison_token,
+        )
+
+    async def _serve(self, ready: ipc.Ready) -> None:
+        settings = self._settings
+        self._server = grpc.aio.server(
+            interceptors=[grpc_transport.TokenInterceptor(settings.fleet_token)],
+            options=[*grpc_transport.CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)],
+        )
+        port = self._server.add_insecure_port(f"{settings.host}:0")
+        address = f"{settings.host}:{port}"
+        identity = common_pb2.WorkerIdentity(
+            worker_id=settings.worker_id,
+            incarnation=self._incarnation,
+            epoch=settings.epoch,
+            role=settings.role,
+            host=socket.gethostname(),
+            address=address,
+            pid=ready.pid,
+        )
+        capabilities = common_pb2.Capabilities(
+            wire=common_pb2.WireRange(min=WIRE_MIN, max=WIRE_MAX),
+            kv_groups=[kv_group(ready.geometry)],
+            numerics_id=ready.numerics_id,
+            weights_digest=ready.weights_digest,
+            model=settings.served_model_name,
+            max_context_tokens=ready.max_context_tokens,
+        )
+        pool = PoolView(self._hub.client.pool, ready.geometry)
+        self._peers = Peers(capabilities, settings.fleet_token)
+        parts = WorkerParts(
+            self._hub,
+            pool,
+            self._peers,
+            identity,
+            ready.eos_token_ids,
+            self._metrics,
+            self._tracing,
+        )
+        self._decode = DecodeService(parts, capabilities, ready.threads)
+        self._prefill = PrefillService(
+            self._hub,
+            pool,
+            identity,
+            capabilities,
+            self._metrics,
+            self._tracing,
+            FrameTamperer.parse(settings.drill),
+        )
+        decode_pb2_grpc.add_DecodeServicer_to_server(self._decode, self._server)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self._prefill, self._server)
+        grpc_transport.add_pull_handler(self._server, self._prefill.pull)
+        await self._server.start()
+        self._record = WorkerRecord(
+            worker_id=settings.worker_id,
+            role=settings.role,
+            state="ready",
+            epoch=settings.epoch,
+            incarnation=self._incarnation,
+            pid=ready.pid,
+            host=identity.host,
+            address=address,
+            metrics_address=self._metrics_server.address,
+            threads=ready.threads,
+        )
+
+    # ---------------------------------------------------------------- life
+
+    async def wait(self) -> int:
+        """Exit code of the worker: 0 after ``stop``, otherwise something died."""
+        return await asyncio.shield(self._done)
+
+    async def drain(self, timeout_s: float = 30.0) -> bool:
+        """Take no new work and wait for what is there; True when nothing was left."""
+        self._decode.state = "draining"
+        self._prefill.draining = True
+        self._presence.update("draining")
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._decode.live_requests or self._prefill.open_handoffs:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            self._decode.cancel_all(UnavailableError("the worker is shutting down"))
+            await asyncio.sleep(0.2)
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Leave the registry and end all processes of this worker."""
+        await self._leave(0)
+
+    async def _leave(self, code: int) -> None:
+        if self._done.done():
+            return
+        self._done.set_result(code)
+        this = asyncio.current_task()
+        for task in self._tasks:
+            if task is not this:
+                task.cancel()
+        await self._presence.stop()
+        await self._publisher.stop()
+        await self._server.stop(0.2)
+        await self._peers.close()
+        await self._hub.client.stop()
+        await self._metrics_server.close()
+        await self._registry.close()
+        self._tracing.shutdown()
+        if self._stderr is not None:
+            self._stderr.close()
+
+    async def _watch_engine(self) -> None:
+        code = await self._hub.client.exited
+        why = self._hub.client.fatal or f"the engine process ended with code {code}"
+        _LOG.error("%s: %s", self._settings.worker_id, why)
+        await self._fail(why, code or 1)
+
+    async def _fail(self, why: str, code: int) -> None:
+        """The worker fails as one: its requests hear of it, then it goes."""
+        error = InternalError(why)
+        self._decode.fail_all(error)
+        self._prefill.fail_all(error)
+        await asyncio.sleep(0.1)  # let the last frames out
+        await self._leave(code)
+
+    async def _watch_quarantine(self) -> None:
+        """Blocks whose writer cannot be proven to have stopped cost capacity: start afresh."""
+        since_s = 0.0
+        while True:
+            await asyncio.sleep(1.0)
+            load = self._hub.load
+            since_s = since_s + 1.0 if load.quarantined else 0.0
+            if load.quarantined > 0.05 * load.total or since_s > 30.0:
+                self._metrics.inc("baton_quarantines")
+                await self._fail(f"{load.quarantined} KV blocks are stuck in quarantine", 1)
+                return
+
+    # ---------------------------------------------------------------- health
+
+    async def _sing(self) -> None:
+        """Canary: a fixed prompt must give the same tokens as the first time."""
+        first = True
+        while True:
+            await asyncio.sleep(1.0 if first else self._settings.canary_s)
+            first = False
+            tokens = await self._canary()
+            if tokens is None:
+                continue  # the engine is busy; its progress is watched elsewhere
+            if self._canary_tokens is None:
+                self._canary_tokens = tokens
+            elif tokens != self._canary_tokens:
+                await self._fail(f"canary: {tokens} instead of {self._canary_tokens}", 1)
+                return
+
+    async def _canary(self, timeout_s: float = 10.0) -> tuple[int, ...] | None:
+        drawn: list[int] = []
+        ended = asyncio.get_running_loop().create_future()
+
+        def on_report(report: object) -> None:
+            if isinstance(report, ev.Tokens):
+                drawn.extend(token.token for token in report.tokens)
+            elif isinstance(report, ev.Ended) and not ended.done():
+                ended.set_result(report.error_code)
+
+        name = f"canary/{secrets.token_hex(8)}"
+        params = SamplingParams(max_tokens=_CANARY_TOKENS, temperature=0.0, ignore_eos=True)
+        prompt = wire.pack_tokens(_CANARY_PROMPT)
+        command = ipc.Submit(name, "full", prompt, params, bytes(16), -1, 0, cacheable=False)
+        self._hub.submit(command, on_report)
+        try:
+            async with asyncio.timeout(timeout_s):
+                error = await ended
+        except TimeoutError:
+            self._hub.client.send(ipc.Cancel(name))
+            return None
+        return tuple(drawn) if not error else ()
+
+    # ---------------------------------------------------------------- index and metrics
+
+    def _on_cache_changed(self, change: ev.CacheChanged) -> None:
+        self._publisher.publish(list(change.stored), list(change.removed))
+        self._decode.event_sequence = self._publisher.sequence
+        self._metrics.inc("baton_kv_events", len(change.stored), kind="stored")
+        self._metrics.inc("baton_kv_events", len(change.removed), kind="removed")
+
+    def _note_step(self, step: ev.StepDone) -> None:
+        metrics = self._metrics
+        for state in ("total", "free", "cached", "leased", "quarantined"):
+            metrics.set("baton_kv_blocks", getattr(step, state), state=state)
+        metrics.set("baton_kv_usage_ratio", step.leased / max(step.total, 1))
+        metrics.set("baton_running_requests", step.running)
+        metrics.set("baton_waiting_requests", step.waiting)
+        self._count_up("baton_kv_evictions", step.evictions)
+        self._count_up("baton_preemptions", step.preemptions)
+        if not step.duration_ns:
+            return
+        kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}
+        kind = kinds.get((step.prompt_tokens > 0, step.decode_rows > 0), "decode")
+        metrics.observe("baton_step_seconds", step.duration_ns / 1e9, kind=kind)
+        metrics.observe("baton_batch_requests", step.running)
+        metrics.observe("baton_batch_tokens", step.prompt_tokens, kind="prefill")
+        metrics.observe("baton_batch_tokens", step.decode_rows, kind="decode")
+
+    def _count_up(self, name: str, total: int) -> None:
+        delta = total - self._metrics.value(name)
+        if delta > 0:
+            self._metrics.inc(name, delta)
+
+
+def _open_log(settings: WorkerSettings) -> IO[bytes] | None:
+    """Where the engine process writes its errors; None inherits ours."""
+    if not settings.log_dir:
+        return None
+    folder = Path(settings.log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / f"{settings.worker_id}.engine.log").open("ab")
+
+
+async def serve(settings: WorkerSettings) -> int:
+    """Run one worker in this process, without Ray, until a signal or a death; its exit code.
+
+    The record of the worker goes to standard output as one line of JSON when it is ready.
+    """
+    worker = Worker(settings)
+    loop = asyncio.get_running_loop()
+    record = await worker.start()
+    stopping: list[asyncio.Task[None]] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: stopping.append(loop.create_task(worker.stop())))
+    sys.stdout.write(msgspec.json.encode(record).decode() + "\n")
+    sys.stdout.flush()
+    code = await worker.wait()
+    await asyncio.gather(*stopping)
+    return code
+
+
+def main() -> None:
+    """Entry of ``python -m fleet.worker SETTINGS_JSON``."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    die_with_parent()
+    sys.exit(asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=WorkerSettings))))
+
+
+if __name__ == "__main__":
+    main()

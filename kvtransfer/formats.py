@@ -1,0 +1,46 @@
+"""What two workers must agree on before KV may pass between them."""
+
+from batonpb import common_pb2 as pb
+
+from engine.core.geometry import KvGeometry
+
+WIRE_MIN = 1
+WIRE_MAX = 1
+
+
+def kv_format(geometry: KvGeometry) -> str:
+    """The block format as it enters block names, e.g. ``"bf16/30x3x64/16"``."""
+    shape = f"{geometry.num_layers}x{geometry.num_kv_heads}x{geometry.head_dim}"
+    return f"{geometry.dtype}/{shape}/{geometry.block_tokens}"
+
+
+def kv_group(geometry: KvGeometry) -> pb.KvGroup:
+    """The single kv group of a model whose layers are all alike."""
+    return pb.KvGroup(
+        id=0,
+        layer_ids=range(geometry.num_layers),
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        block_tokens=geometry.block_tokens,
+        dtype=geometry.dtype,
+        components=["k", "v"],
+    )
+
+
+def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
+    """Why the pair cannot work, naming the field that differs; "" if it can.
+
+    The code version is not compared, so that a rolling upgrade works.
+    """
+    if ours.wire.max < theirs.wire.min or theirs.wire.max < ours.wire.min:
+        return (
+            f"wire versions {ours.wire.min}-{ours.wire.max} and "
+            f"{theirs.wire.min}-{theirs.wire.max} do not overlap"
+        )
+    if list(ours.kv_groups) != list(theirs.kv_groups):
+        return "the KV formats differ (layers, heads, dim, block size, dtype or components)"
+    if ours.numerics_id != theirs.numerics_id:
+        return f"numerics differ: {ours.numerics_id!r} and {theirs.numerics_id!r}"
+    if ours.weights_digest != theirs.weights_digest:
+        return "the weights differ"
+    return ""

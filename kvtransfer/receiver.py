@@ -1,0 +1,346 @@
+"""The decode side of one hand-off, as a state machine: events and time in, actions out.
+
+    CLAIMING ──reserved──▶ OPENING ──accepted──▶ PULLING ──all verified + commit record──▶ DONE
+       ▲                      │ stream lost, prefill failed, stalled, bad data    │
+       │                      ▼                                                   │
+       │                   NO_PEER ──replacement──▶ OPENING                       │
+       └────revoked───────────┴──compute locally / refused / cancelled──▶ DONE ◀──┘
+
+Decode pulls: it decides which frame lands where, so nothing arrives that it did not ask for, and a
+frame counts only if its digest fits the place that was asked for. The pages of a claim are written
+by nobody else; whoever ends the machine first waits for ``writing`` to reach zero.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.geometry import KvGeometry
+from kvtransfer.chunk import manifest_digest
+from kvtransfer.place import Place, cut
+from kvtransfer.sender import all_covered
+
+MAX_REPAIRS = 8
+MAX_REOPENS = 2
+
+
+class ReceiverState(enum.Enum):
+    """Where the receiving side stands."""
+
+    CLAIMING = "claiming"
+    OPENING = "opening"
+    PULLING = "pulling"
+    NO_PEER = "no_peer"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Start (or resume) the Prefill stream for this claim."""
+
+    generation: int
+    skip_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """Ask the engine for pages."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Ask the peer for these frames."""
+
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every byte is verified and in its page: decode."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """End the Prefill stream; ``release`` = everything arrived."""
+
+    release: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AskForPeer:
+    """This prefill worker will not do; ``peer_died`` counts towards the query of death."""
+
+    reason: str
+    peer_died: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing writes into the pages of this revoked generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Compute here; nothing writes into the pages any more."""
+
+
+Action = Open | Bind | Pull | Commit | CloseStream | AskForPeer | Drained | TakeOver
+
+
+@dataclass(slots=True)
+class HandoffReceiver:
+    """One request's KV on its way in.
+
+    Args:
+        geometry: Of the pool.
+        prompt_tokens: Length of the prompt.
+        window_frames: Staging credit: frames asked for and not yet stored.
+        stall_ns: Without progress for this long the peer is given up.
+    """
+
+    geometry: KvGeometry
+    prompt_tokens: int
+    window_frames: int = 8
+    stall_ns: int = 10_000_000_000
+    state: ReceiverState = ReceiverState.CLAIMING
+    generation: int = 0
+    skip_blocks: int = 0
+    blocks: tuple[int, ...] = ()
+    writing: int = 0
+    payload_bytes: int = 0
+    repairs: int = 0
+    progress_ns: int = 0
+    _bind_asked: bool = False
+    _rectangles: list[Place] = field(default_factory=list)
+    _todo: deque[Place] = field(default_factory=deque)
+    _asked: set[Place] = field(default_factory=set)
+    _committed: bool = False
+    _reopens: int = 0
+    _drains: int | None = None
+    _take_over: bool = False
+
+    def reserved(self, generation: int, skip_blocks: int, now_ns: int) -> list[Action]:
+        """The engine counted capacity for us."""
+        if self.state is ReceiverState.DONE:
+            return []
+        self.generation, self.skip_blocks, self.blocks = generation, skip_blocks, ()
+        self._bind_asked = False
+        self._restart(now_ns)
+        if self.state is ReceiverState.NO_PEER:
+            return []
+        self.state = ReceiverState.OPENING
+        return [Open(generation, skip_blocks)]
+
+    def accepted(self, now_ns: int) -> list[Action]:
+        """The peer has our request."""
+        self.progress_ns = now_ns
+        if self.state is ReceiverState.OPENING:
+            self.state = ReceiverState.PULLING
+            return self._pulls()
+        return []
+
+    def queued(self, now_ns: int) -> None:
+        """The peer lives and has not started yet: waiting in its queue is no stall."""
+        if not self._rectangles:
+            self.progress_ns = now_ns
+
+    def published(self, place: Place, now_ns: int) -> list[Action]:
+        """The peer computed a rectangle; repeats after a resumed stream are ignored."""
+        if self.state is not ReceiverState.PULLING or place in self._rectangles:
+            return []
+        self.progress_ns = now_ns
+        if not place.fits(self.geometry):
+            return self._give_up(f"published {place}, which is outside the model", died=False)
+        self._rectangles.append(place)
+        self._todo.extend(cut(place, self.geometry))
+        if not self._bind_asked:
+            self._bind_asked = True
+            return [Bind(self.generation)]
+        return self._pulls()
+
+    def bound(self, generation: int, blocks: tuple[int, ...]) -> list[Action]:
+        """The engine gave us pages."""
+        if generation != self.generation or self.state is ReceiverState.DONE:
+            return []
+        self.blocks = blocks
+        return [*self._pulls(), *self._finish()]
+
+    def frame_arrived(self, place: Place) -> bool:
+        """A frame came in; True if it was asked for and may be written now (``writing`` + 1)."""
+        if self.state is not ReceiverState.PULLING or place not in self._asked:
+            return False
+        self.writing += 1
+        return True
+
+    def frame_stored(self, place: Place, now_ns: int) -> list[Action]:
+        """A verified frame is in its pages (``writing`` - 1)."""
+        self.writing -= 1
+        if self.state is ReceiverState.PULLING and place in self._asked:
+            self._asked.discard(place)
+            self.progress_ns = now_ns
+            self.payload_bytes += place.payload_bytes(self.geometry)
+        return [*self._settle(), *self._pulls(), *self._finish()]
+
+    def frame_bad(self, place: Place) -> list[Action]:
+        """A frame failed its check (``writing`` - 1): ask again, up to a limit."""
+        self.writing -= 1
+        if self.state is not ReceiverState.PULLING or place not in self._asked:
+            return self._settle()
+        self._asked.discard(place)
+        self.repairs += 1
+        if self.repairs > MAX_REPAIRS:
+            return [*self._give_up(f"{self.repairs} damaged frames", died=False), *self._settle()]
+        self._todo.appendleft(place)
+        return self._pulls()
+
+    def frame_gone(self, place: Place) -> list[Action]:
+        """The peer does not hold this frame any more (``writing`` - 1)."""
+        self.writing -= 1
+        return [*self._settle(), *self.pull_failed([place], "the blocks are gone at the peer")]
+
+    def pull_failed(self, places: Sequence[Place], reason: str) -> list[Action]:
+        """A pull ended without these frames (call broken, or the peer says they are gone)."""
+        if self.state is not ReceiverState.PULLING:
+            return []
+        lost = [place for place in places if place in self._asked]
+        if not lost:
+            return []
+        self._asked.difference_update(lost)
+        self._reopens += 1
+        if self._reopens > MAX_REOPENS:
+            return self._give_up(reason, died=False)
+        self._todo.extendleft(reversed(lost))
+        return self._pulls()
+
+    def commit_record(
+        self, rectangles: int, payload_bytes: int, valid_tokens: int, manifest: int
+    ) -> list[Action]:
+        """The peer says that it published everything; believe it only if the sums agree."""
+        if self.state is not ReceiverState.PULLING:
+            return []
+        ours = (
+            len(self._rectangles),
+            sum(place.payload_bytes(self.geometry) for place in self._rectangles),
+            self.prompt_tokens,
+            manifest_digest(self._rectangles),
+        )
+        if ours != (rectangles, payload_bytes, valid_tokens, manifest) or not all_covered(
+            self._rectangles, self.geometry, self.prompt_tokens, self.skip_blocks
+        ):
+            return self._give_up("the commit record does not match what was published", died=False)
+        self._committed = True
+        if not self._bind_asked:  # nothing travels: decode had every block
+            self._bind_asked = True
+            return [Bind(self.generation)]
+        return self._finish()
+
+    def stream_lost(self, peer_gone: bool, reason: str) -> list[Action]:
+        """The Prefill stream broke. A live peer is asked to resume; a dead one is replaced."""
+        if self.state not in (ReceiverState.OPENING, ReceiverState.PULLING):
+            return []
+        self._reopens += 1
+        if peer_gone or self._reopens > MAX_REOPENS:
+            return self._give_up(reason, died=peer_gone)
+        self.state = ReceiverState.OPENING
+        return [Open(self.generation, self.skip_blocks)]
+
+    def prefill_failed(self, reason: str) -> list[Action]:
+        """The peer refused or failed this request."""
+        return self._give_up(reason, died=False)
+
+    def replaced(self, now_ns: int) -> list[Action]:
+        """The router named another prefill worker: same pages, from the start."""
+        if self.state is not ReceiverState.NO_PEER:
+            return []
+        if not self.generation:  # revoked meanwhile: wait for a new claim
+            self.state = ReceiverState.CLAIMING
+            return []
+        self._restart(now_ns)
+        self.state = ReceiverState.OPENING
+        return [Open(self.generation, self.skip_blocks)]
+
+    def compute_locally(self) -> list[Action]:
+        """The router gave disaggregation up."""
+        if self.state is ReceiverState.DONE:
+            return []
+        closing = self._close(release=False)
+        self._take_over = True
+        return [*closing, *self._settle()]
+
+    def revoked(self, generation: int) -> list[Action]:
+        """The engine takes the claim away; a new one follows by itself."""
+        if generation != self.generation:
+            return [Drained(generation)]
+        closing: list[Action] = []
+        if self.state in (ReceiverState.OPENING, ReceiverState.PULLING):
+            closing = [CloseStream(release=False)]
+            self.state = ReceiverState.CLAIMING
+        self.generation, self._drains = 0, generation
+        return [*closing, *self._settle()]
+
+    def cancel(self) -> list[Action]:
+        """The request ended for another reason; wait for ``writing`` == 0 before freeing."""
+        return self._close(release=False)
+
+    def tick(self, now_ns: int) -> list[Action]:
+        """Give up a peer that makes no progress."""
+        waiting = self.state in (ReceiverState.OPENING, ReceiverState.PULLING)
+        if waiting and now_ns - self.progress_ns > self.stall_ns:
+            return self._give_up(f"no progress for {self.stall_ns / 1e9:.1f} s", died=False)
+        return []
+
+    # ---------------------------------------------------------------- inside
+
+    def _restart(self, now_ns: int) -> None:
+        self._rectangles, self._todo, self._asked = [], deque(), set()
+        self._committed, self._reopens, self.repairs = False, 0, 0
+        self.progress_ns = now_ns
+
+    def _pulls(self) -> list[Action]:
+        if self.state is not ReceiverState.PULLING or not self.blocks:
+            return []
+        free = self.window_frames - len(self._asked)
+        places = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
+        self._asked.update(places)
+        return [Pull(tuple(places))] if places else []
+
+    def _finish(self) -> list[Action]:
+        ready = self._committed and self.blocks and not (self._todo or self._asked or self.writing)
+        if self.state is not ReceiverState.PULLING or not ready:
+            return []
+        self.state = ReceiverState.DONE
+        return [Commit(self.generation), CloseStream(release=True)]
+
+    def _give_up(self, reason: str, died: bool) -> list[Action]:
+        if self.state not in (ReceiverState.OPENING, ReceiverState.PULLING):
+            return []
+        self.state = ReceiverState.NO_PEER
+        self._todo.clear()
+        self._asked.clear()
+        return [CloseStream(release=False), AskForPeer(reason, died)]
+
+    def _close(self, release: bool) -> list[Action]:
+        was_open = self.state in (ReceiverState.OPENING, ReceiverState.PULLING)
+        self.state = ReceiverState.DONE
+        self._asked.clear()
+        return [CloseStream(release)] if was_open else []
+
+    def _settle(self) -> list[Action]:
+        """What had to wait until nothing writes."""
+        if self.writing:
+            return []
+        actions: list[Action] = []
+        if self._drains is not None:
+            actions.append(Drained(self._drains))
+            self._drains = None
+        if self._take_over:
+            self._take_over = False
+            actions.append(TakeOver())
+        return actions

@@ -1,0 +1,57 @@
+"""Between protobuf messages and the engine's own parameter types."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from batonpb import common_pb2 as pb
+
+from engine.core.params import SampledToken, SamplingParams
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Little-endian uint32, as token ids travel everywhere."""
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The inverse of ``pack_tokens``."""
+    tokens: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+    return tokens
+
+
+def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
+    """The engine's parameters."""
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed,
+        n=message.n,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
+        logprobs=None if message.logprobs < 0 else message.logprobs,
+        logit_bias=tuple((item.token_id, item.bias) for item in message.logit_bias),
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+    )
+
+
+def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:
+    """Log-probability of a token and its alternatives."""
+    return pb.TokenLogprob(
+        logprob=token.logprob or 0.0,
+        top_ids=pack_tokens([alternative for alternative, _ in token.top]),
+        top_logprobs=[logprob for _, logprob in token.top],
+    )
+
+
+def logprob_from_wire(token_id: int, message: pb.TokenLogprob | None) -> SampledToken:
+    """A sampled token from its wire form."""
+    if message is None:
+        return SampledToken(token_id)
+    top = zip(unpack_tokens(message.top_ids), message.top_logprobs, strict=True)
+    return SampledToken(token_id, message.logprob, tuple(top))

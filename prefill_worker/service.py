@@ -1,0 +1,336 @@
+"""The Prefill service: computes prompts, announces KV as it appears, and serves pulls.
+
+One ``Handoff`` per (request, attempt, generation). The decisions are in
+``kvtransfer.sender.HandoffSender``; this file moves its actions to gRPC and the engine.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from batonpb import common_pb2, prefill_pb2_grpc
+from batonpb import prefill_pb2 as pb
+
+from engine import ipc
+from engine.core import events as ev
+from engine.core.errors import BatonError, InternalError, UnavailableError
+from engine.hub import EngineHub
+from fleet.telemetry import Metrics, Tracing, extract
+from kvtransfer import chunk, sender, wire
+from kvtransfer.drill import FrameTamperer
+from kvtransfer.formats import disagreement
+from kvtransfer.place import Place
+
+HEARTBEAT_S = 0.5
+_REMEMBERED_ATTEMPTS = 4096
+
+Key = tuple[str, int, int]  # request, attempt, generation
+
+
+def _error(error: BatonError) -> common_pb2.Error:
+    return common_pb2.Error(code=error.code, message=error.message, retryable=error.retryable)
+
+
+class Handoff:
+    """One claim's life on this side: the machine, and the stream that listens at present."""
+
+    def __init__(self, engine_id: str, start: pb.PrefillStart, machine: sender.HandoffSender):
+        self.engine_id = engine_id
+        self.start = start
+        self.machine = machine
+        self.events: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
+        self.ended = False
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """See the module.
+
+    Args:
+        hub: The engine.
+        pool: Its KV pool.
+        identity: Who we are.
+        capabilities: What we speak.
+        metrics: Of this worker.
+        tracing: Of this worker.
+        tamperer: Damages frames on purpose (drills), or None.
+    """
+
+    def __init__(
+        self,
+        hub: EngineHub,
+        pool: chunk.PoolView,
+        identity: common_pb2.WorkerIdentity,
+        capabilities: common_pb2.Capabilities,
+        metrics: Metrics,
+        tracing: Tracing,
+        tamperer: FrameTamperer | None = None,
+    ) -> None:
+        self._hub = hub
+        self._pool = pool
+        self._identity = identity
+        self._capabilities = capabilities
+        self._metrics = metrics
+        self._tracing = tracing
+        self._tamperer = tamperer
+        self._handoffs: dict[Key, Handoff] = {}
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+        self.draining = False
+
+    async def Handshake(  # noqa: N802 - gRPC's name
+        self, request: common_pb2.Capabilities, context: Any
+    ) -> pb.HandshakeReply:
+        """Say who we are, and refuse a pair that cannot work before anything is routed to it."""
+        reply = pb.HandshakeReply(identity=self._identity, capabilities=self._capabilities)
+        reason = disagreement(self._capabilities, request)
+        if reason:
+            reply.refusal.CopyFrom(_error(UnavailableError(reason)))
+        return reply
+
+    async def Prefill(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[pb.PrefillControl], context: Any
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        """One hand-off's control stream; a second stream with the same key resumes it."""
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.HasField("start"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with `start`")
+            return
+        try:
+            handoff = self._open(first.start)
+        except BatonError as error:
+            yield pb.PrefillEvent(failed=_error(error))
+            return
+        events = handoff.events
+        yield pb.PrefillEvent(accepted=pb.PrefillAccepted(identity=self._identity))
+        control = asyncio.create_task(self._control(request_iterator, handoff))
+        try:
+            while not (handoff.ended and events.empty()):
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        event = await events.get()
+                except TimeoutError:
+                    event = pb.PrefillEvent(heartbeat=pb.Renew())
+                yield event
+                if event.HasField("failed"):
+                    return
+        finally:
+            control.cancel()
+
+    async def pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[bytes]:
+        """Frames of the places asked for, in that order, while the claim stands."""
+        key = (request.request_id, request.attempt, request.generation)
+        bound = chunk.binding(*key, self._identity.incarnation)
+        for message in request.places:
+            place = Place.from_wire(message)
+            frame = await self._frame(key, place, bound, request)
+            yield frame
+
+    # ---------------------------------------------------------------- hand-offs
+
+    def _open(self, start: pb.PrefillStart) -> Handoff:
+        key = (start.request_id, start.attempt, start.generation)
+        existing = self._handoffs.get(key)
+        if existing is not None:  # a broken stream came back
+            existing.events = asyncio.Queue()
+            existing.machine.renew(time.monotonic_ns())
+            self._perform(existing, existing.machine.replay())
+            return existing
+        self._check(start)
+        prompt = wire.unpack_tokens(start.prompt_tokens)
+        machine = sender.HandoffSender(
+            self._pool.geometry,
+            len(prompt),
+            start.skip_blocks,
+            (start.lease_ms or 3000) * 1_000_000,
+            time.monotonic_ns(),
+        )
+        engine_id = f"p/{start.request_id}/{start.attempt}/{start.generation}"
+        handoff = Handoff(engine_id, start, machine)
+        self._handoffs[key] = handoff
+        self._attempts[start.request_id] = start.attempt
+        self._attempts.move_to_end(start.request_id)
+        if len(self._attempts) > _REMEMBERED_ATTEMPTS:
+            self._attempts.popitem(last=False)
+        handoff_span = self._tracing.tracer.start_span(
+            "baton.prefill", context=extract(start.traceparent)
+        )
+        handoff_span.set_attribute("baton.prompt_tokens", len(prompt))
+        handoff_span.set_attribute("baton.worker_id", self._identity.worker_id)
+        command = ipc.Submit(
+            engine_id,
+            "prefill",
+            start.prompt_tokens,
+            wire.sampling_from_wire(start.sampling),
+            start.name_seed,
+            start.priority,
+            start.ticket,
+            start.skip_blocks,
+            not start.probe,
+        )
+        self._hub.submit(command, lambda report: self._on_report(key, report, handoff_span))
+        return handoff
+
+    def _check(self, start: pb.PrefillStart) -> None:
+        if self.draining:
+            raise UnavailableError("this worker is draining")
+        if start.expected_incarnation != self._identity.incarnation:
+            raise UnavailableError("this worker was restarted: another incarnation was expected")
+        if start.attempt < self._attempts.get(start.request_id, 0):
+            raise UnavailableError(f"attempt {start.attempt} is older than one already seen")
+
+    async def _control(self, controls: AsyncIterator[pb.PrefillControl], handoff: Handoff) -> None:
+        """Renewals and the end, as decode says them. A broken stream is not a cancel."""
+        with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+            async for control in controls:
+                if control.HasField("renew"):
+                    handoff.machine.renew(time.monotonic_ns())
+                elif control.HasField("release"):
+                    self._perform(handoff, handoff.machine.release())
+                elif control.HasField("cancel"):
+                    self._perform(handoff, handoff.machine.cancel())
+
+    def _on_report(self, key: Key, report: Any, span: Any) -> None:
+        handoff = self._handoffs.get(key)
+        if handoff is None:
+            return
+        match report:
+            case ev.Admitted():
+                handoff.machine.admitted(report.blocks)
+            case ev.Published():
+                self._perform(handoff, handoff.machine.published(report))
+            case ev.PromptDone():
+                self._perform(handoff, handoff.machine.prompt_done(report))
+                span.set_attribute("baton.cached_tokens", report.cached_tokens)
+                span.end()
+                if not handoff.start.probe:
+                    prompt_tokens = handoff.machine.prompt_tokens
+                    computed = prompt_tokens - report.cached_tokens
+                    self._metrics.inc("baton_prefix_tokens", computed, source="computed")
+                    self._metrics.inc("baton_prefix_tokens", report.cached_tokens, source="local")
+            case ev.Ended():
+                self._ended(key, handoff, report)
+                if handoff.machine.done is None:
+                    span.end()
+
+    def _ended(self, key: Key, handoff: Handoff, report: ev.Ended) -> None:
+        if report.error_code and report.error_code != "cancelled":
+            error = common_pb2.Error(code=report.error_code, message=report.error_message)
+            handoff.events.put_nowait(pb.PrefillEvent(failed=error))
+        handoff.ended = True
+        handoff.events.put_nowait(pb.PrefillEvent(heartbeat=pb.Renew()))  # wakes the stream
+        self._handoffs.pop(key, None)
+
+    def _perform(self, handoff: Handoff, actions: list[sender.Action]) -> None:
+        for action in actions:
+            match action:
+                case sender.Announce():
+                    handoff.events.put_nowait(pb.PrefillEvent(published=_published(action.place)))
+                case sender.AnnounceFirst():
+                    event = pb.PrefillEvent(first_tokens=_first_tokens(action.done))
+                    handoff.events.put_nowait(event)
+                case sender.AnnounceCommit():
+                    record = pb.CommitRecord(
+                        rectangles=action.rectangles,
+                        payload_bytes=action.payload_bytes,
+                        valid_tokens=action.valid_tokens,
+                        manifest_digest=action.manifest,
+                    )
+                    handoff.events.put_nowait(pb.PrefillEvent(commit=record))
+                case sender.GiveBack():
+                    if action.cancel:
+                        self._hub.client.send(ipc.Cancel(handoff.engine_id))
+                    else:
+                        self._hub.client.send(ipc.Release(handoff.engine_id))
+
+    # ---------------------------------------------------------------- frames
+
+    async def _frame(self, key: Key, place: Place, bound: bytes, request: pb.PullRequest) -> bytes:
+        header = pb.ChunkHeader(
+            request_id=key[0],
+            attempt=key[1],
+            generation=key[2],
+            source_incarnation=self._identity.incarnation,
+            place=place.to_wire(),
+        )
+        handoff = self._handoffs.get(key)
+        same_life = request.source_incarnation == self._identity.incarnation
+        if handoff is None or not same_life or not handoff.machine.may_read(place):
+            return self._gone(header, "these blocks are not held here (any more)")
+        handoff.machine.read_begins()
+        try:
+            payload, digests = await asyncio.to_thread(
+                self._read, handoff.machine.blocks, place, bound
+            )
+        finally:
+            still_open = handoff.machine.state is sender.SenderState.OPEN
+            self._perform(handoff, handoff.machine.read_ended())
+        if not still_open:  # revoked while we read: the bytes may belong to someone else
+            return self._gone(header, "the claim was revoked")
+        header.payload_bytes, header.digests = len(payload), digests
+        self._metrics.inc("baton_transfer_bytes", len(payload), direction="sent")
+        if self._tamperer is not None:
+            header, payload = self._tamperer.apply(header, payload)
+        return chunk.encode(header, payload)
+
+    def _read(self, blocks: tuple[int, ...], place: Place, bound: bytes) -> tuple[bytes, bytes]:
+        payload = self._pool.read(blocks, place)
+        return payload, chunk.digests(payload, place, self._pool.geometry, bound)
+
+    def _gone(self, header: pb.ChunkHeader, why: str) -> bytes:
+        header.error.CopyFrom(common_pb2.Error(code="gone", message=why, retryable=True))
+        return chunk.encode(header, b"")
+
+    # ---------------------------------------------------------------- time
+
+    async def watch_leases(self) -> None:
+        """Let unrenewed claims lapse; runs as long as the worker."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now_ns = time.monotonic_ns()
+            for handoff in list(self._handoffs.values()):
+                was_open = handoff.machine.state is sender.SenderState.OPEN
+                self._perform(handoff, handoff.machine.tick(now_ns))
+                if was_open and handoff.machine.state is not sender.SenderState.OPEN:
+                    self._metrics.inc("baton_orphans")
+
+    def fail_all(self, error: InternalError) -> None:
+        """The engine died: tell every decode worker that listens."""
+        for handoff in list(self._handoffs.values()):
+            handoff.events.put_nowait(pb.PrefillEvent(failed=_error(error)))
+            handoff.ended = True
+        self._handoffs.clear()
+
+    @property
+    def open_handoffs(self) -> int:
+        """Claims that are not given back yet."""
+        return len(self._handoffs)
+
+
+def _published(place: Place) -> pb.Published:
+    return pb.Published(
+        kv_group=place.kv_group,
+        layer_begin=place.layer_begin,
+        layer_count=place.layer_count,
+        block_begin=place.block_begin,
+        block_count=place.block_count,
+        valid_tokens=place.valid_tokens,
+    )
+
+
+def _first_tokens(done: ev.PromptDone) -> pb.FirstTokens:
+    choices = []
+    for token in done.first:
+        first = pb.FirstToken(token_id=token.token)
+        if token.logprob is not None:
+            first.has_logprob = True
+            first.logprob.CopyFrom(wire.logprob_to_wire(token))
+        choices.append(first)
+    return pb.FirstTokens(
+        choices=choices,
+        cached_tokens=done.cached_tokens,
+        queue_ns=done.queue_ns,
+        prefill_ns=done.prefill_ns,
+    )
