@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -218,8 +218,8 @@ class HandoffIntake:
     async def _talk(self, link: "_Link", opened: receiver.Open) -> None:
         """Speak and listen until the far end closes the stream."""
         call = link.call
-        await call.write(pb.PrefillControl(start=self._start_message(link.target, opened)))
-        renewals = asyncio.create_task(_renew(call))
+        await link.write(pb.PrefillControl(start=self._start_message(link.target, opened)))
+        renewals = asyncio.create_task(_renew(link))
         try:
             while True:
                 async with asyncio.timeout(SILENCE_S):
@@ -260,7 +260,7 @@ class HandoffIntake:
         now_ns = time.monotonic_ns()
         match event.WhichOneof("event"):
             case "accepted":
-                self._perform(self._machine.accepted(now_ns))
+                self._perform(self._machine.accepted(event.accepted.resumed, now_ns))
             case "heartbeat":
                 self._machine.queued(now_ns)
             case "published" if not self._one_token:
@@ -313,7 +313,7 @@ class HandoffIntake:
         if message is None:
             link.call.cancel()
         else:
-            self._spawn(_say_last(link.call, message))
+            self._spawn(_say_last(link, message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -399,21 +399,28 @@ class _Link:
 
     target: decode_pb2.PrefillTarget
     call: Any = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def write(self, message: pb.PrefillControl) -> None:
+        """Send a message; gRPC takes one write at a time."""
+        async with self.lock:
+            await self.call.write(message)
 
 
 class _GoneError(Exception):
     """The peer does not hold these blocks (any more)."""
 
 
-async def _renew(call: Any) -> None:
+async def _renew(link: _Link) -> None:
     with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
         for sequence in range(1, 1 << 30):
             await asyncio.sleep(HEARTBEAT_S)
-            await call.write(pb.PrefillControl(renew=pb.Renew(sequence=sequence)))
+            await link.write(pb.PrefillControl(renew=pb.Renew(sequence=sequence)))
 
 
-async def _say_last(call: Any, message: pb.PrefillControl) -> None:
+async def _say_last(link: _Link, message: pb.PrefillControl) -> None:
     """Send the last word of a stream; if it cannot be said, the lease will say it."""
     with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-        await call.write(message)
-        await call.done_writing()
+        await link.write(message)
+        async with link.lock:
+            await link.call.done_writing()

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from engine.core.geometry import KvGeometry
 from kvtransfer.place import Place
 
+_LAYERS = struct.Struct("<III")
 _LEAF = struct.Struct("<III")
 _LENGTH = struct.Struct("<I")
 
@@ -29,7 +30,7 @@ class ChunkError(ValueError):
 
     Args:
         message: What differs.
-        cause: "torn", "size", "place" or "digest", for metrics.
+        cause: "torn", "size", "claim", "place" or "digest", for metrics.
     """
 
     def __init__(self, message: str, cause: str) -> None:
@@ -91,9 +92,14 @@ class PoolView:
 
 
 def digests(payload: memoryview | bytes, place: Place, geometry: KvGeometry, bound: bytes) -> bytes:
-    """One xxh3-64 per (block, head), little-endian, in wire order."""
+    """One xxh3-64 per (block, head), little-endian, in wire order.
+
+    The key covers claim, layers, block, head and valid tokens and nothing of how the rest was
+    split, so that any two tensor-parallel widths agree on the digest of a (block, head).
+    """
     view = memoryview(payload)
-    seed = xxhash.xxh3_64_intdigest(bound + place.packed())
+    layers = _LAYERS.pack(place.kv_group, place.layer_begin, place.layer_count)
+    seed = xxhash.xxh3_64_intdigest(bound + layers)
     per_token = place.layer_count * 2 * geometry.head_dim * geometry.itemsize_bytes
     found, begin = [], 0
     for block in range(place.block_count):
@@ -122,6 +128,8 @@ def decode(frame: bytes) -> tuple[pb.ChunkHeader, memoryview]:
     if len(frame) < _LENGTH.size:
         raise ChunkError(f"a frame of {len(frame)} bytes has no header", "torn")
     (length,) = _LENGTH.unpack_from(frame)
+    if _LENGTH.size + length > len(frame):
+        raise ChunkError(f"a header of {length} bytes in a frame of {len(frame)}", "torn")
     payload = memoryview(frame)[_LENGTH.size + length :]
     header = pb.ChunkHeader()
     try:
@@ -148,6 +156,9 @@ def verify(
     """
     if len(payload) != expected.payload_bytes(geometry):
         raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
+    said = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
+    if said != bound:
+        raise ChunkError("the frame belongs to another claim or another life", "claim")
     if Place.from_wire(header.place) != expected:
         raise ChunkError(f"asked for {expected}, got {Place.from_wire(header.place)}", "place")
     if digests(payload, expected, geometry, bound) != header.digests:

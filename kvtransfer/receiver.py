@@ -138,8 +138,12 @@ class HandoffReceiver:
         self.state = ReceiverState.OPENING
         return [Open(generation, skip_blocks)]
 
-    def accepted(self, now_ns: int) -> list[Action]:
-        """The peer has our request."""
+    def accepted(self, resumed: bool, now_ns: int) -> list[Action]:
+        """The peer has our request; unless ``resumed`` it starts from nothing."""
+        if not resumed:
+            reopens = self._reopens
+            self._restart(now_ns)
+            self._reopens = reopens
         self.progress_ns = now_ns
         if self.state is ReceiverState.OPENING:
             self.state = ReceiverState.PULLING

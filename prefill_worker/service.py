@@ -78,6 +78,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._tamperer = tamperer
         self._handoffs: dict[Key, Handoff] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._serial = 0  # a claim that comes back after its lease is another job for the engine
         self.draining = False
 
     async def Handshake(  # noqa: N802 - gRPC's name
@@ -99,12 +100,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with `start`")
             return
         try:
-            handoff = self._open(first.start)
+            handoff, resumed = self._open(first.start)
         except BatonError as error:
             yield pb.PrefillEvent(failed=_error(error))
             return
         events = handoff.events
-        yield pb.PrefillEvent(accepted=pb.PrefillAccepted(identity=self._identity))
+        accepted = pb.PrefillAccepted(identity=self._identity, resumed=resumed)
+        yield pb.PrefillEvent(accepted=accepted)
         control = asyncio.create_task(self._control(request_iterator, handoff))
         try:
             while not (handoff.ended and events.empty()):
@@ -130,14 +132,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     # ---------------------------------------------------------------- hand-offs
 
-    def _open(self, start: pb.PrefillStart) -> Handoff:
+    def _open(self, start: pb.PrefillStart) -> tuple[Handoff, bool]:
+        """The hand-off of a stream, and whether it was there already."""
         key = (start.request_id, start.attempt, start.generation)
         existing = self._handoffs.get(key)
-        if existing is not None:  # a broken stream came back
+        if (
+            existing is not None and existing.machine.state is sender.SenderState.OPEN
+        ):  # a broken stream came back
             existing.events = asyncio.Queue()
             existing.machine.renew(time.monotonic_ns())
             self._perform(existing, existing.machine.replay())
-            return existing
+            return existing, True
         self._check(start)
         prompt = wire.unpack_tokens(start.prompt_tokens)
         machine = sender.HandoffSender(
@@ -147,7 +152,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             (start.lease_ms or 3000) * 1_000_000,
             time.monotonic_ns(),
         )
-        engine_id = f"p/{start.request_id}/{start.attempt}/{start.generation}"
+        self._serial += 1
+        engine_id = f"p/{start.request_id}/{start.attempt}/{self._serial}"
         handoff = Handoff(engine_id, start, machine)
         self._handoffs[key] = handoff
         self._attempts[start.request_id] = start.attempt
@@ -170,8 +176,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             start.skip_blocks,
             not start.probe,
         )
-        self._hub.submit(command, lambda report: self._on_report(key, report, handoff_span))
-        return handoff
+        self._hub.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
+        return handoff, False
 
     def _check(self, start: pb.PrefillStart) -> None:
         if self.draining:
@@ -192,10 +198,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 elif control.HasField("cancel"):
                     self._perform(handoff, handoff.machine.cancel())
 
-    def _on_report(self, key: Key, report: Any, span: Any) -> None:
-        handoff = self._handoffs.get(key)
-        if handoff is None:
-            return
+    def _on_report(self, key: Key, handoff: Handoff, report: Any, span: Any) -> None:
         match report:
             case ev.Admitted():
                 handoff.machine.admitted(report.blocks)
@@ -221,7 +224,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             handoff.events.put_nowait(pb.PrefillEvent(failed=error))
         handoff.ended = True
         handoff.events.put_nowait(pb.PrefillEvent(heartbeat=pb.Renew()))  # wakes the stream
-        self._handoffs.pop(key, None)
+        if self._handoffs.get(key) is handoff:
+            del self._handoffs[key]
 
     def _perform(self, handoff: Handoff, actions: list[sender.Action]) -> None:
         for action in actions:

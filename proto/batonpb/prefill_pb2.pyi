@@ -102,10 +102,12 @@ class PrefillEvent(_message.Message):
     def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., commit: _Optional[_Union[CommitRecord, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., heartbeat: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
 
 class PrefillAccepted(_message.Message):
-    __slots__ = ("identity",)
+    __slots__ = ("identity", "resumed")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.WorkerIdentity
-    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ...) -> None: ...
+    resumed: bool
+    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., resumed: _Optional[bool] = ...) -> None: ...
 
 class Published(_message.Message):
     __slots__ = ("kv_group", "layer_begin", "layer_count", "block_begin", "block_count", "valid_tokens")

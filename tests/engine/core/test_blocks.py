@@ -1,0 +1,148 @@
+"""The block pool: every block in one state, names outlive owners, tails go before roots."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.blocks import BlockPool
+from engine.core.names import block_name, block_names, fold, name_seed
+
+
+def names(count: int, seed: bytes = b"s" * 16) -> list[bytes]:
+    return block_names(seed, list(range(count * 16)))
+
+
+def lease_named(pool: BlockPool, count: int, seed: bytes = b"s" * 16) -> list[int]:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    for block, name in zip(blocks, names(count, seed), strict=True):
+        pool.name(block, name)
+    return blocks
+
+
+def test_a_released_block_keeps_its_name_until_it_is_taken():
+    pool = BlockPool(4)
+    pool.release(lease_named(pool, 3))
+    assert pool.counts().cached == 3
+    assert len(pool.match(names(3))) == 3
+    assert pool.allocate(2) is not None  # one free, one evicted
+    assert len(pool.match(names(3))) == 2, "the tail went first"
+
+
+def test_allocation_is_contiguous_where_it_can_be():
+    pool = BlockPool(16)
+    first = pool.allocate(4)
+    second = pool.allocate(3)
+    assert first == [0, 1, 2, 3]
+    pool.release(first)
+    assert pool.allocate(4) == [0, 1, 2, 3]
+    assert pool.allocate(2, after=second[-1]) == [7, 8]
+
+
+def test_evicted_blocks_of_one_sequence_come_back_as_a_run():
+    pool = BlockPool(6)
+    pool.release(lease_named(pool, 6))
+    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
+
+
+def test_too_much_takes_nothing():
+    pool = BlockPool(3)
+    assert pool.allocate(4) is None
+    assert pool.counts().free == 3
+
+
+def test_quarantined_blocks_lose_name_and_come_back_only_when_absolved():
+    pool = BlockPool(3)
+    blocks = lease_named(pool, 2)
+    pool.quarantine(blocks)
+    assert pool.counts().quarantined == 2
+    assert pool.match(names(2)) == []
+    assert pool.allocate(2) is None
+    pool.absolve(blocks)
+    assert pool.counts().free == 3
+
+
+def test_events_tell_what_came_and_went_once():
+    pool = BlockPool(2)
+    pool.release(lease_named(pool, 2))
+    stored, removed = pool.take_events()
+    assert (stored, removed) == (names(2), [])
+    pool.allocate(2)
+    stored, removed = pool.take_events()
+    assert (stored, sorted(removed)) == ([], sorted(names(2)))
+
+
+def test_check_integrity_finds_a_lost_reference():
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.check_integrity([blocks])
+    with pytest.raises(RuntimeError, match="references differ"):
+        pool.check_integrity([])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=60))
+def test_the_block_equation_holds_whatever_happens(script):
+    pool, tables, published = BlockPool(12), [], set()
+    for number, (what, count) in enumerate(script):
+        if what == 0:
+            blocks = pool.allocate(count)
+            if blocks is not None:
+                tables.append(blocks)
+                for block, name in zip(blocks, names(count, bytes([number % 7]) * 16), strict=True):
+                    pool.name(block, name)
+        elif what == 1 and tables:
+            pool.release(tables.pop(count % len(tables)))
+        elif what == 2 and tables:
+            table = tables[count % len(tables)]
+            pool.pin(table)
+            tables.append(list(table))
+        elif what == 3:
+            found = pool.match(names(count, bytes([number % 7]) * 16))
+            pool.pin(found)
+            tables.append(found)
+        pool.check_integrity(tables)
+        counts = pool.counts()
+        assert counts.free + counts.cached + counts.leased + counts.quarantined == counts.total
+        stored, removed = pool.take_events()
+        published = (published - set(removed)) | set(stored)
+        assert published == set(pool.names()), "the index could be rebuilt from the events"
+
+
+def test_names_cover_everything_before_them():
+    seed = name_seed(b"weights", "bf16/30x3x64/16", "exact", "", "tenant")
+    one = block_names(seed, list(range(40)))
+    other = block_names(seed, [99, *range(1, 40)])
+    assert len(one) == 2, "a partial tail has no name"
+    assert one[0] != other[0]
+    assert one[1] != other[1], "the second block's name covers the first"
+    assert block_name(one[0], range(16, 32)) == one[1]
+
+
+def test_tenants_and_formats_never_share_a_name():
+    base = (b"w", "bf16/30x3x64/16", "exact", "", "a")
+    changed = [
+        name_seed(
+            *(
+                f + (b"!" if isinstance(f, bytes) else "!") if i == j else f
+                for j, f in enumerate(base)
+            )
+        )
+        for i in range(5)
+    ]
+    assert len({name_seed(*base), *changed}) == 6
+    assert name_seed(b"w", "ab", "c") != name_seed(b"w", "a", "bc"), "fields stay apart"
+
+
+def test_golden_name():
+    """Names must be equal across processes and releases: this one is frozen."""
+    seed = name_seed(b"\x01" * 16, "bf16/30x3x64/16", "exact/test", "", "default")
+    assert block_names(seed, list(range(16)))[0].hex() == GOLDEN
+
+
+def test_fold_is_order_free_and_undoes_itself():
+    some = names(5)
+    assert fold(some) == fold(some[::-1])
+    assert fold(some + some) == 0
+
+
+GOLDEN = "1800c1ff6b23620df4e214338fd3223c"

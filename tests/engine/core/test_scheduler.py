@@ -1,0 +1,274 @@
+"""The scheduler over the emulated engine: whatever the path, the tokens are the same."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core import events as ev
+from engine.core.core import EngineCore
+from engine.core.errors import InvalidRequestError, NumericsError
+from engine.core.geometry import KvGeometry
+from engine.core.params import SamplingParams
+from engine.core.scheduler import SchedulerConfig
+from engine.core.sequence import EngineRequest, Kind
+from engine.emulated import EmulatedRunner
+
+SEED = b"s" * 16
+
+
+def make_core(blocks: int = 64, batch: int = 32, step_tokens: int = 512, eos=()) -> EngineCore:
+    geometry = KvGeometry(num_layers=2, num_kv_heads=2, head_dim=4, num_blocks=blocks, dtype="bf16")
+    runner = EmulatedRunner(geometry, bytearray(geometry.pool_bytes), eos_token_ids=eos)
+    return EngineCore(runner, SchedulerConfig(batch, step_tokens))
+
+
+def request(name: str, prompt: list[int], kind: Kind = Kind.FULL, ticket=0, **params):
+    sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params})
+    return EngineRequest(name, kind, prompt, sampling, SEED, ticket=ticket)
+
+
+def run(core: EngineCore, limit: int = 2000) -> list[ev.Event]:
+    """Step until idle; the block equation is checked after every step."""
+    events: list[ev.Event] = []
+    for now_ns in range(limit):
+        plan = core.plan(now_ns)
+        core.scheduler.check_integrity()
+        if not plan.rows:
+            events += core.take_events()
+            return events
+        events += core.apply(plan, core.runner.execute(plan), now_ns, 1_000_000)
+        core.scheduler.check_integrity()
+        counts = core.pool.counts()
+        assert counts.free + counts.cached + counts.leased + counts.quarantined == counts.total
+    raise AssertionError("the engine did not become idle")
+
+
+def answers(events: list[ev.Event]) -> dict[tuple[str, int], list[int]]:
+    found: dict[tuple[str, int], list[int]] = {}
+    for event in events:
+        if isinstance(event, ev.Tokens):
+            answer = found.setdefault((event.request_id, event.choice), [])
+            assert len(answer) == event.index, "indexes have no holes and no repeats"
+            answer += [token.token for token in event.tokens]
+    return found
+
+
+def golden(prompt: list[int], **params) -> list[int]:
+    core = make_core(blocks=256)
+    core.scheduler.submit(request("golden", prompt, **params), 0)
+    return answers(run(core))[("golden", 0)]
+
+
+def ends(events: list[ev.Event]) -> list[str]:
+    return [event.request_id for event in events if isinstance(event, ev.Ended)]
+
+
+def test_alone_and_in_a_batch():
+    core = make_core(blocks=256)
+    prompts = {f"r{i}": list(range(i, i + 7 * i + 3)) for i in range(16)}
+    for ticket, (name, prompt) in enumerate(prompts.items()):
+        core.scheduler.submit(request(name, prompt, ticket=ticket), 0)
+    got = answers(run(core))
+    for name, prompt in prompts.items():
+        assert got[(name, 0)] == golden(prompt)
+
+
+@pytest.mark.parametrize("step_tokens", [16, 33, 64, 1000])
+def test_chunked_at_any_size(step_tokens):
+    prompt = list(range(200))
+    core = make_core(step_tokens=step_tokens)
+    core.scheduler.submit(request("a", prompt), 0)
+    assert answers(run(core))[("a", 0)] == golden(prompt)
+
+
+def test_prefix_hit_computes_only_the_rest():
+    prompt = list(range(100))
+    core = make_core()
+    core.scheduler.submit(request("cold", prompt), 0)
+    run(core)
+    core.scheduler.submit(request("warm", prompt), 0)
+    events = run(core)
+    assert answers(events)[("warm", 0)] == golden(prompt)
+    (end,) = [event for event in events if isinstance(event, ev.Ended)]
+    assert (end.cached_tokens, end.computed_tokens) == (96, 4)
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token():
+    prompt = list(range(32))
+    core = make_core()
+    for name in ("one", "two"):
+        core.scheduler.submit(request(name, prompt), 0)
+        events = run(core)
+    (end,) = [event for event in events if isinstance(event, ev.Ended)]
+    assert end.cached_tokens == 16
+
+
+def test_preemption_changes_no_token_and_hits_the_lowest_ticket():
+    core = make_core(blocks=14)
+    prompts = {f"r{i}": list(range(i * 100, i * 100 + 60)) for i in range(3)}
+    for ticket, (name, prompt) in enumerate(prompts.items()):
+        core.scheduler.submit(request(name, prompt, ticket=ticket, max_tokens=40), 0)
+    events = run(core)
+    for name, prompt in prompts.items():
+        assert answers(events)[(name, 0)] == golden(prompt, max_tokens=40)
+    preempted = {e.request_id: e.preemptions for e in events if isinstance(e, ev.Ended)}
+    assert preempted["r0"] == 0
+    assert preempted["r2"] > 0
+    assert core.pool.counts().leased == 0
+
+
+def test_choices_share_the_prompt_and_diverge():
+    prompt = list(range(40))
+    core = make_core(blocks=16)
+    core.scheduler.submit(request("n", prompt, n=3, temperature=1.0, seed=5), 0)
+    got = answers(run(core))
+    assert len({tuple(answer) for answer in got.values()}) == 3
+    alone = make_core()
+    alone.scheduler.submit(request("n", prompt, n=1, temperature=1.0, seed=5), 0)
+    assert answers(run(alone))[("n", 0)] == got[("n", 0)]
+
+
+def test_choices_under_memory_pressure_end_once_each():
+    core = make_core(blocks=7)
+    core.scheduler.submit(request("n", list(range(40)), n=4, temperature=1.0, max_tokens=30), 0)
+    events = run(core)
+    finishes = [e for e in events if isinstance(e, ev.Tokens) and e.finish_reason]
+    assert sorted(e.choice for e in finishes) == [0, 1, 2, 3]
+    assert ends(events) == ["n"]
+
+
+def test_stop_tokens_end_the_answer_and_are_not_part_of_it():
+    prompt = list(range(20))
+    want = golden(prompt)
+    core = make_core()
+    core.scheduler.submit(request("s", prompt, stop_token_ids=(want[3],)), 0)
+    events = run(core)
+    assert answers(events)[("s", 0)] == want[: want.index(want[3])]
+    (last,) = [e for e in events if isinstance(e, ev.Tokens) and e.finish_reason]
+    assert (last.finish_reason, last.stop_token) == ("stop", want[3])
+
+
+def test_ignore_eos_and_min_tokens():
+    prompt = list(range(20))
+    want = golden(prompt)
+    core = make_core(eos=(want[0],))
+    core.scheduler.submit(request("a", prompt, ignore_eos=True), 0)
+    core.scheduler.submit(request("b", prompt, ticket=1), 0)
+    got = answers(run(core))
+    assert got[("a", 0)] == want
+    assert got[("b", 0)] == []
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers():
+    core = make_core(blocks=4)
+    with pytest.raises(InvalidRequestError, match="5 KV blocks; this worker has 4"):
+        core.scheduler.submit(request("big", list(range(60)), max_tokens=10), 0)
+
+
+def test_a_duplicate_id_is_refused():
+    core = make_core()
+    core.scheduler.submit(request("a", [1]), 0)
+    with pytest.raises(InvalidRequestError, match="already in use"):
+        core.scheduler.submit(request("a", [1]), 0)
+
+
+def test_strict_order_a_small_request_does_not_overtake():
+    core = make_core(blocks=10)
+    core.scheduler.submit(request("first", list(range(100)), ticket=0, max_tokens=30), 0)
+    core.scheduler.submit(request("big", list(range(500, 600)), ticket=1), 0)
+    core.scheduler.submit(request("small", [1, 2, 3], ticket=2), 0)
+    assert ends(run(core)) == ["first", "big", "small"]
+
+
+def test_priority_goes_before_ticket():
+    core = make_core(batch=1)
+    late = request("late", [1], ticket=0)
+    late.priority = 5
+    core.scheduler.submit(late, 0)
+    core.scheduler.submit(request("soon", [2], ticket=9), 0)
+    assert ends(run(core)) == ["soon", "late"]
+
+
+def test_cancel_gives_everything_back():
+    core = make_core()
+    core.scheduler.submit(request("a", list(range(50)), n=2, temperature=1.0), 0)
+    plan = core.plan(0)
+    core.apply(plan, core.runner.execute(plan), 0, 1)
+    core.scheduler.cancel("a")
+    core.scheduler.check_integrity()
+    assert core.pool.counts().leased == 0
+    assert ends(core.take_events()) == ["a"]
+    core.scheduler.cancel("a")
+    assert ends(core.take_events()) == [], "a request ends once"
+
+
+def test_cancelling_one_choice_leaves_the_others():
+    core = make_core()
+    core.scheduler.submit(request("a", list(range(50)), n=2, temperature=1.0), 0)
+    plan = core.plan(0)
+    events = core.apply(plan, core.runner.execute(plan), 0, 1)
+    core.scheduler.cancel("a", [0])
+    events += run(core)
+    assert len(answers(events)[("a", 1)]) == 8
+    assert len(answers(events)[("a", 0)]) == 1
+
+
+def test_a_bad_row_fails_alone():
+    core = make_core()
+    core.scheduler.submit(request("good", list(range(30)), ticket=0), 0)
+    core.scheduler.submit(request("bad", list(range(30, 60)), ticket=1), 0)
+    plan = core.plan(0)
+    error = NumericsError("NaN in row 1")
+    error.rows = (1,)
+    events = core.fail(plan, error)
+    (end,) = [event for event in events if isinstance(event, ev.Ended)]
+    assert (end.request_id, end.error_code) == ("bad", "numerics_error")
+    assert answers(run(core))[("good", 0)] == golden(list(range(30)))
+
+
+def test_a_probe_leaves_no_name_behind():
+    core = make_core()
+    probe = request("probe", list(range(40)))
+    probe.cacheable = False
+    core.scheduler.submit(probe, 0)
+    run(core)
+    assert core.pool.counts().cached == 0
+
+
+def test_chunks_are_bounded_in_time():
+    core = make_core(blocks=256, step_tokens=512)
+    core.scheduler.submit(request("a", list(range(3000))), 0)
+    for now_ns in range(3):
+        plan = core.plan(now_ns)
+        core.apply(plan, core.runner.execute(plan), now_ns, 2_000_000 * len(plan.rows[0].tokens))
+    assert len(core.plan(9).rows[0].tokens) <= 128, "at 2 ms a token, 250 ms hold 125 tokens"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 90), st.integers(1, 20), st.integers(1, 3), st.integers(0, 4)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(8, 24),
+    st.sampled_from([16, 48, 512]),
+)
+def test_any_mix_gives_the_golden_tokens(mix, blocks, step_tokens):
+    core = make_core(blocks=blocks, step_tokens=step_tokens)
+    expected = {}
+    for ticket, (length, max_tokens, n, family) in enumerate(mix):
+        prompt = [family, *range(length)]
+        name = f"r{ticket}"
+        params = {"max_tokens": max_tokens, "n": n, "temperature": 1.0, "seed": 7}
+        try:
+            core.scheduler.submit(request(name, prompt, ticket=ticket, **params), 0)
+        except InvalidRequestError:
+            continue
+        expected[name] = golden(prompt, **{**params, "n": 1})
+    events = run(core)
+    got = answers(events)
+    for name, tokens in expected.items():
+        assert got[(name, 0)] == tokens
+    assert sorted(ends(events)) == sorted(expected)
+    assert core.pool.counts().leased == 0

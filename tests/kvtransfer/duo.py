@@ -1,0 +1,376 @@
+"""Two real engine cores and both hand-off machines, with every message in the test's hands."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.core import events as ev
+from engine.core.core import EngineCore
+from engine.core.geometry import KvGeometry
+from engine.core.params import SamplingParams
+from engine.core.scheduler import SchedulerConfig
+from engine.core.sequence import EngineRequest, Kind
+from engine.emulated import EmulatedRunner
+from kvtransfer import chunk, receiver, sender
+from kvtransfer.place import Place
+from kvtransfer.receiver import HandoffReceiver, ReceiverState
+from kvtransfer.sender import HandoffSender, SenderState
+
+SEED = b"s" * 16
+PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
+LEASE_NS = 3_000_000_000
+LAYERS = 3
+
+
+class Engine:
+    """A core, its pool, and its view for frames."""
+
+    def __init__(self, blocks: int) -> None:
+        geometry = KvGeometry(
+            num_layers=LAYERS, num_kv_heads=2, head_dim=4, num_blocks=blocks, dtype="bf16"
+        )
+        data = bytearray(geometry.pool_bytes)
+        self.core = EngineCore(
+            EmulatedRunner(geometry, data), SchedulerConfig(8, 32), group_layers_bytes=1
+        )
+        self.view = chunk.PoolView(data, geometry)
+
+    def step(self, now_ns: int) -> list[ev.Event]:
+        plan = self.core.plan(now_ns)
+        early = self.core.take_admissions()
+        if not plan.rows:
+            return early + self.core.take_events()
+        published: list[ev.Event] = []
+        publications = self.core.publications(plan)
+
+        def done(layers: int) -> None:
+            found = [p.on_layers_done(layers, LAYERS) for p in publications]
+            published.extend(event for event in found if event)
+
+        results = self.core.runner.execute(plan, done)
+        return early + published + self.core.apply(plan, results, now_ns, 1)
+
+
+def golden(prompt: list[int]) -> list[int]:
+    engine = Engine(64)
+    engine.core.scheduler.submit(EngineRequest("g", Kind.FULL, prompt, PARAMS, SEED), 0)
+    tokens: list[int] = []
+    for now_ns in range(50):
+        for event in engine.step(now_ns):
+            if isinstance(event, ev.Tokens):
+                tokens += [token.token for token in event.tokens]
+    return tokens
+
+
+@dataclass
+class Handover:
+    """One request on both sides, and what is in flight between them."""
+
+    name: str
+    prompt: list[int]
+    ticket: int
+    intake: HandoffReceiver
+    out: HandoffSender | None = None
+    life: int = 0  # of the prefill worker that it was sent to
+    out_generation: int = 0
+    out_id: str = ""
+    opened: int = 0  # number of the stream, so that an old one's words are not heard
+    heard: deque = field(default_factory=deque)  # prefill -> decode: (stream, action)
+    wanted: deque = field(default_factory=deque)  # places asked for: (generation, life, place)
+    arrived: deque = field(default_factory=deque)  # frames being checked: (table, place, frame)
+    first: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    cancelled: bool = False
+    needs_peer: bool = False
+
+
+class Duo:
+    """The two workers. Tests call the verbs in any order they like."""
+
+    def __init__(self, prefill_blocks: int = 12, decode_blocks: int = 12) -> None:
+        self.prefill_blocks = prefill_blocks
+        self.prefill = Engine(prefill_blocks)
+        self.decode = Engine(decode_blocks)
+        self.life = 1
+        self.now_ns = 1
+        self.serial = 0
+        self.requests: dict[str, Handover] = {}
+
+    # -- verbs ---------------------------------------------------------------
+
+    def submit(self, prompt: list[int]) -> Handover:
+        ticket = len(self.requests)
+        name = f"r{ticket}"
+        intake = HandoffReceiver(self.decode.view.geometry, len(prompt), window_frames=3)
+        handover = Handover(name, prompt, ticket, intake)
+        self.requests[name] = handover
+        request = EngineRequest(name, Kind.REMOTE, prompt, PARAMS, SEED, ticket=ticket)
+        self.decode.core.scheduler.submit(request, self.now_ns)
+        return handover
+
+    def step_decode(self) -> None:
+        for event in self.decode.step(self.now_ns):
+            handover = self.requests.get(getattr(event, "request_id", ""))
+            if handover is None:
+                continue
+            match event:
+                case ev.Reserved():
+                    self.act(
+                        handover,
+                        handover.intake.reserved(event.generation, event.skip_blocks, self.now_ns),
+                    )
+                case ev.Bound():
+                    self.act(handover, handover.intake.bound(event.generation, event.blocks))
+                case ev.Revoked():
+                    self.act(handover, handover.intake.revoked(event.generation))
+                case ev.Tokens():
+                    assert event.index == len(handover.tokens), "no hole, no repeat"
+                    handover.tokens += [token.token for token in event.tokens]
+                case ev.Ended():
+                    handover.ends.append(event.error_code)
+
+    def step_prefill(self) -> None:
+        for event in self.prefill.step(self.now_ns):
+            name = getattr(event, "request_id", "").split("/")[0]
+            handover = self.requests.get(name)
+            if handover is None or handover.out is None:
+                continue
+            if event.request_id != handover.out_id:
+                continue
+            match event:
+                case ev.Admitted():
+                    handover.out.admitted(event.blocks)
+                case ev.Published():
+                    self.say(handover, handover.out.published(event))
+                case ev.PromptDone():
+                    self.say(handover, handover.out.prompt_done(event))
+
+    def hear(self, handover: Handover) -> None:
+        """One message of the control stream reaches decode."""
+        if not handover.heard:
+            return
+        stream, action = handover.heard.popleft()
+        if stream != handover.opened:
+            return
+        match action:
+            case "accepted" | "resumed":
+                resumed = action == "resumed"
+                self.act(handover, handover.intake.accepted(resumed, self.now_ns))
+            case "ended":
+                self.act(handover, handover.intake.stream_lost(peer_gone=False, reason="ended"))
+            case sender.Announce():
+                self.act(handover, handover.intake.published(action.place, self.now_ns))
+            case sender.AnnounceFirst():
+                if handover.first is None:
+                    handover.first = action.done.first[0].token
+                    handover.tokens.append(handover.first)
+            case sender.AnnounceCommit():
+                self.act(
+                    handover,
+                    handover.intake.commit_record(
+                        action.rectangles,
+                        action.payload_bytes,
+                        action.valid_tokens,
+                        action.manifest,
+                    ),
+                )
+
+    def fetch(self, handover: Handover, damage: str = "") -> None:
+        """Prefill reads one wanted frame and it arrives, perhaps damaged or as a repeat."""
+        if not handover.wanted:
+            return
+        generation, life, place = handover.wanted.popleft()
+        out = handover.out
+        gone = life != self.life or out is None or not out.may_read(place)
+        if gone or damage == "lost":
+            self.act(handover, handover.intake.pull_failed([place], "gone"))
+            return
+        out.read_begins()
+        payload = self.prefill.view.read(out.blocks, place)
+        self.give(handover, out.read_ended())
+        bound = chunk.binding(handover.name, 1, generation, bytes([life]) * 16)
+        digests = chunk.digests(payload, place, self.prefill.view.geometry, bound)
+        if damage == "flip":
+            payload = bytes([payload[0] ^ 1]) + payload[1:]
+        for _ in range(2 if damage == "twice" else 1):
+            if handover.intake.frame_arrived(place):
+                handover.arrived.append((handover.intake.blocks, place, payload, digests, bound))
+
+    def store(self, handover: Handover) -> None:
+        """A frame that arrived is checked and written, in a thread of its own as it were."""
+        if not handover.arrived:
+            return
+        table, place, payload, digests, bound = handover.arrived.popleft()
+        if chunk.digests(payload, place, self.decode.view.geometry, bound) != digests:
+            self.act(handover, handover.intake.frame_bad(place))
+        else:
+            self.assert_ours(handover, table, place)
+            self.decode.view.write(table, place, payload)
+            self.act(handover, handover.intake.frame_stored(place, self.now_ns))
+        self.finish_cancel(handover)
+
+    def lose_stream(self, handover: Handover) -> None:
+        handover.heard.clear()
+        self.act(handover, handover.intake.stream_lost(peer_gone=False, reason="cut"))
+
+    def kill_prefill(self) -> None:
+        self.prefill, self.life = Engine(self.prefill_blocks), self.life + 1
+        for handover in self.requests.values():
+            handover.out = None
+            handover.heard.clear()
+            handover.wanted.clear()
+            self.act(handover, handover.intake.stream_lost(peer_gone=True, reason="died"))
+
+    def replace(self, handover: Handover) -> None:
+        if handover.needs_peer:
+            handover.needs_peer = False
+            self.act(handover, handover.intake.replaced(self.now_ns))
+
+    def compute_locally(self, handover: Handover) -> None:
+        if handover.needs_peer:
+            handover.needs_peer = False
+            self.act(handover, handover.intake.compute_locally())
+
+    def cancel(self, handover: Handover) -> None:
+        if not handover.cancelled and not handover.ends:
+            handover.cancelled = True
+            self.act(handover, handover.intake.cancel())
+            self.finish_cancel(handover)
+
+    def lapse(self) -> None:
+        """Nobody renews for longer than the lease."""
+        self.now_ns += LEASE_NS + 1
+        for handover in self.requests.values():
+            if handover.out is not None:
+                self.give(handover, handover.out.tick(self.now_ns))
+                if handover.out.state is not SenderState.OPEN:
+                    handover.heard.append((handover.opened, "ended"))
+
+    # -- inside ----------------------------------------------------------------
+
+    def act(self, handover: Handover, actions: list[receiver.Action]) -> None:
+        scheduler = self.decode.core.scheduler
+        for action in actions:
+            match action:
+                case receiver.Open():
+                    self.open(handover, action)
+                case receiver.Bind():
+                    scheduler.bind(handover.name, action.generation)
+                case receiver.Pull():
+                    handover.wanted.extend(
+                        (handover.intake.generation, handover.life, place)
+                        for place in action.places
+                    )
+                case receiver.Commit():
+                    assert handover.first is not None
+                    assert scheduler.commit(
+                        handover.name, action.generation, [handover.first], self.now_ns
+                    )
+                case receiver.CloseStream():
+                    handover.heard.clear()
+                    handover.wanted.clear()
+                    handover.opened += 1
+                    if handover.out is not None:
+                        end = handover.out.release if action.release else handover.out.cancel
+                        self.give(handover, end())
+                case receiver.AskForPeer():
+                    handover.needs_peer = True
+                case receiver.Drained():
+                    scheduler.drained(handover.name, action.generation)
+                case receiver.TakeOver():
+                    first = None if handover.first is None else [handover.first]
+                    scheduler.compute_locally(handover.name, first)
+
+    def open(self, handover: Handover, action: receiver.Open) -> None:
+        handover.opened += 1
+        handover.wanted.clear()
+        stream = handover.opened
+        known = (
+            handover.out is not None
+            and handover.life == self.life
+            and handover.out.state is SenderState.OPEN
+            and handover.out_generation == action.generation
+        )
+        handover.heard.append((stream, "resumed" if known else "accepted"))
+        if known:
+            handover.out.renew(self.now_ns)
+            handover.heard.extend((stream, said) for said in handover.out.replay())
+            return
+        handover.life = self.life
+        handover.out_generation = action.generation
+        handover.out = HandoffSender(
+            self.prefill.view.geometry,
+            len(handover.prompt),
+            action.skip_blocks,
+            LEASE_NS,
+            self.now_ns,
+        )
+        self.serial += 1
+        handover.out_id = f"{handover.name}/{self.serial}"
+        request = EngineRequest(
+            handover.out_id,
+            Kind.PREFILL,
+            handover.prompt,
+            PARAMS,
+            SEED,
+            ticket=handover.ticket,
+            skip_blocks=action.skip_blocks,
+        )
+        self.prefill.core.scheduler.submit(request, self.now_ns)
+
+    def say(self, handover: Handover, actions: list[sender.Action]) -> None:
+        handover.heard.extend((handover.opened, action) for action in actions)
+
+    def give(self, handover: Handover, actions: list[sender.Action]) -> None:
+        for action in actions:
+            if isinstance(action, sender.GiveBack):
+                self.prefill.core.scheduler.cancel(handover.out_id)
+
+    def finish_cancel(self, handover: Handover) -> None:
+        if handover.cancelled and not handover.intake.writing:
+            self.decode.core.scheduler.cancel(handover.name)
+
+    def assert_ours(self, handover: Handover, table: tuple[int, ...], place: Place) -> None:
+        """A page is written only while its claim, or its quarantine, stands."""
+        scheduler = self.decode.core.scheduler
+        claim = scheduler._claims.get(handover.name)
+        mine = set(claim.pages) if claim else set()
+        for (name, _), pages in scheduler._draining.items():
+            if name == handover.name:
+                mine |= set(pages)
+        pages = set(table[place.block_begin : place.block_begin + place.block_count])
+        assert pages <= mine, "a write after the pages were given back"
+
+    def check(self) -> None:
+        for engine in (self.prefill, self.decode):
+            engine.core.scheduler.check_integrity()
+            counts = engine.core.pool.counts()
+            parts = counts.free + counts.cached + counts.leased + counts.quarantined
+            assert parts == counts.total
+        for handover in self.requests.values():
+            assert len(handover.ends) <= 1, "a request ends once"
+
+    def settle(self) -> None:
+        """No more trouble: everything runs to its end."""
+        for _ in range(400):
+            self.now_ns += 1_000
+            self.step_prefill()
+            self.step_decode()
+            for handover in self.requests.values():
+                if handover.out is not None:
+                    handover.out.renew(self.now_ns)
+                self.replace(handover)
+                self.hear(handover)
+                self.fetch(handover)
+                self.store(handover)
+            if all(h.ends for h in self.requests.values()):
+                break
+        self.step_prefill()
+        self.step_decode()
+        self.check()
+
+    def stuck(self) -> list[str]:
+        return [h.name for h in self.requests.values() if not h.ends]
+
+
+__all__ = ["Duo", "Engine", "Handover", "ReceiverState", "golden"]

@@ -1,0 +1,178 @@
+"""Frames: only valid tokens travel, every byte and its place are covered, any split agrees."""
+
+import numpy as np
+import pytest
+from batonpb import prefill_pb2 as pb
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.geometry import KvGeometry
+from kvtransfer import chunk
+from kvtransfer.place import Place, cut
+from kvtransfer.resharding import edges, owned_heads
+
+GEOMETRY = KvGeometry(num_layers=5, num_kv_heads=3, head_dim=8, num_blocks=24, dtype="bf16")
+BOUND = chunk.binding("request", 1, 7, b"i" * 16)
+
+
+def pool(fill: bool) -> chunk.PoolView:
+    size = GEOMETRY.pool_bytes
+    data = bytearray(np.random.default_rng(1).bytes(size)) if fill else bytearray(size)
+    return chunk.PoolView(data, GEOMETRY)
+
+
+def whole(tokens: int, skip: int = 0) -> Place:
+    blocks = -(-tokens // 16)
+    return Place(0, 5, 0, 3, skip, blocks - skip, tokens - skip * 16)
+
+
+def frame(view: chunk.PoolView, table, place: Place, bound: bytes = BOUND):
+    payload = view.read(table, place)
+    request_id, attempt, generation, incarnation = bound.split(b"|")
+    header = pb.ChunkHeader(
+        request_id=request_id.decode(),
+        attempt=int(attempt),
+        generation=int(generation),
+        source_incarnation=incarnation,
+        place=place.to_wire(),
+        payload_bytes=len(payload),
+        digests=chunk.digests(payload, place, GEOMETRY, bound),
+    )
+    return header, payload
+
+
+places = st.builds(
+    lambda tokens, skip, layer, head: Place(
+        layer, 5 - layer, head, 3 - head, skip, -(-tokens // 16), tokens
+    ),
+    st.integers(1, 100),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.integers(0, 2),
+)
+
+
+@given(places, st.booleans())
+def test_what_is_written_is_what_was_read(place, scattered):
+    source, target = pool(fill=True), pool(fill=False)
+    table = list(range(12))
+    if scattered:
+        table.reverse()
+    for piece in cut(place, GEOMETRY, frame_bytes=66_000):
+        header, payload = frame(source, table, piece)
+        header, view = chunk.decode(chunk.encode(header, payload))
+        chunk.verify(header, view, piece, GEOMETRY, BOUND)
+        target.write(list(range(12, 24)), piece, view)
+    assert target.read(list(range(12, 24)), place) == source.read(table, place)
+
+
+@given(places)
+def test_frames_stay_below_their_limit_and_tile_the_place(place):
+    pieces = list(cut(place, GEOMETRY, frame_bytes=67_000))
+    assert all(
+        piece.payload_bytes(GEOMETRY) <= 67_000 - 65_536 or piece.block_count == 1
+        for piece in pieces
+    )
+    assert sum(p.payload_bytes(GEOMETRY) for p in pieces) == place.payload_bytes(GEOMETRY)
+    cells = [
+        (layer, block)
+        for p in pieces
+        for layer in range(p.layer_begin, p.layer_begin + p.layer_count)
+        for block in range(p.block_begin, p.block_begin + p.block_count)
+    ]
+    assert len(cells) == len(set(cells)) == place.layer_count * place.block_count
+
+
+def test_bytes_behind_the_last_valid_token_are_never_sent():
+    view = pool(fill=True)
+    assert len(view.read([3], Place(0, 5, 0, 3, 0, 1, 5))) == 5 * 5 * 2 * 3 * 8 * 2
+    before = view.read([4], Place(0, 5, 0, 3, 0, 1, 16))
+    view.write([4], Place(0, 5, 0, 3, 0, 1, 5), view.read([3], Place(0, 5, 0, 3, 0, 1, 5)))
+    after = np.frombuffer(view.read([4], Place(0, 5, 0, 3, 0, 1, 16)), np.uint8)
+    old = np.frombuffer(before, np.uint8)
+    shape = (1, 3, 5, 2, 16, 16)
+    assert (after.reshape(shape)[..., 5:, :] == old.reshape(shape)[..., 5:, :]).all()
+
+
+@pytest.mark.parametrize("damage", ["flip", "swap", "torn", "place", "claim", "life", "request"])
+def test_damage_is_refused(damage):
+    view, table = pool(fill=True), list(range(12))
+    place, other = whole(40), Place(0, 5, 0, 3, 1, 3, 40)
+    bound = {
+        "claim": chunk.binding("request", 1, 6, b"i" * 16),
+        "life": chunk.binding("request", 1, 7, b"j" * 16),
+        "request": chunk.binding("other", 1, 7, b"i" * 16),
+    }.get(damage, BOUND)
+    header, payload = frame(view, table, place, bound)
+    if damage == "flip":
+        payload = payload[:100] + bytes([payload[100] ^ 64]) + payload[101:]
+    if damage == "swap":
+        payload = view.read(table, other)
+    if damage == "torn":
+        payload = payload[:-16]
+    expected = other if damage == "place" else place
+    with pytest.raises(chunk.ChunkError):
+        chunk.verify(header, payload, expected, GEOMETRY, BOUND)
+
+
+@pytest.mark.parametrize("raw", [b"", b"abc", b"\xff\xff\xff\xff", b"\x04\0\0\0\xff\xff\xff\xff"])
+def test_garbage_is_a_chunk_error(raw):
+    with pytest.raises(chunk.ChunkError):
+        chunk.decode(raw)
+
+
+def test_digests_do_not_depend_on_the_split_over_ranks():
+    """What a whole-model sender digests per (block, head), a one-head sender digests too."""
+    view, table = pool(fill=True), list(range(12))
+    payload = view.read(table, whole(48))
+    together = chunk.digests(payload, whole(48), GEOMETRY, BOUND)
+    leaf_bytes = len(payload) // 9
+    for head in range(3):
+        mine_only = Place(0, 5, head, 1, 0, 3, 48)
+        alone = view.read(table, mine_only)
+        split = chunk.digests(alone, mine_only, GEOMETRY, BOUND)
+        assert [split[i : i + 8] for i in (0, 8, 16)] == [
+            together[8 * (block * 3 + head) :][:8] for block in range(3)
+        ]
+        for block in range(3):
+            mine = alone[block * leaf_bytes : (block + 1) * leaf_bytes]
+            begin = (block * 3 + head) * leaf_bytes
+            assert payload[begin : begin + leaf_bytes] == mine
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("receivers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("senders", [1, 2, 3, 4, 8])
+def test_every_rank_gets_its_heads_once(senders, receivers, heads):
+    plan = edges(senders, receivers, heads)
+    for receiver in range(receivers):
+        got = [
+            head
+            for edge in plan
+            if edge.receiver == receiver
+            for head in range(edge.head_begin, edge.head_begin + edge.head_count)
+        ]
+        assert sorted(got) == list(owned_heads(receiver, receivers, heads))
+    for edge in plan:
+        sent = set(range(edge.head_begin, edge.head_begin + edge.head_count))
+        assert sent <= set(owned_heads(edge.sender, senders, heads))
+
+
+def test_golden_wire_bytes():
+    """The wire order and the digests are frozen."""
+    geometry = KvGeometry(num_layers=2, num_kv_heads=2, head_dim=4, num_blocks=2, dtype="bf16")
+    data = np.arange(geometry.pool_bytes // 2, dtype="<u2").tobytes()
+    view = chunk.PoolView(bytearray(data), geometry)
+    place = Place(0, 2, 0, 2, 0, 2, 18)
+    payload = view.read([1, 0], place)
+    values = np.frombuffer(payload, "<u2")
+    layer, kv, block, token, head, dim = 1, 1, 1, 3, 1, 2
+    # block 1 of the pool is the prompt's block 0: [head, layer, kv, token, dim]
+    index = (((head * 2 + layer) * 2 + kv) * 16 + token) * 4 + dim
+    pool_index = ((((layer * 2 + kv) * 2 + block) * 16 + token) * 2 + head) * 4 + dim
+    assert values[index] == pool_index
+    digests = chunk.digests(payload, place, geometry, chunk.binding("r", 1, 1, b"\0" * 16))
+    assert digests.hex() == GOLDEN
+
+
+GOLDEN = "219ca7a0cb377aada4865addeef0d8f89269e2f538326f7b1730c0e15fccbcfd"

@@ -1,0 +1,151 @@
+"""Reservation and transfer under every interleaving that hypothesis can think of.
+
+Real scheduler, real pools, real digests on both sides; only the network is played by the test.
+"""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.kvtransfer.duo import Duo, ReceiverState, golden
+
+GOLDEN = {length: golden(list(range(length))) for length in (1, 15, 16, 17, 40, 64, 90)}
+
+
+def test_the_undisturbed_path():
+    duo = Duo()
+    for length in (1, 16, 40, 64, 90):
+        handover = duo.submit(list(range(length)))
+        duo.settle()
+        assert handover.tokens == GOLDEN[length]
+        assert handover.ends == [""]
+    assert duo.decode.core.pool.counts().leased == 0
+    assert duo.prefill.core.pool.counts().leased == 0
+
+
+def test_only_blocks_that_decode_lacks_travel():
+    duo = Duo()
+    first = duo.submit(list(range(64)))
+    duo.settle()
+    second = duo.submit(list(range(90)))
+    duo.settle()
+    assert first.intake.payload_bytes == 64 * 3 * 2 * 2 * 4 * 2
+    assert second.intake.payload_bytes == (90 - 64) * 3 * 2 * 2 * 4 * 2
+    assert second.tokens == GOLDEN[90]
+
+
+def test_a_fully_cached_prompt_moves_nothing():
+    duo = Duo()
+    duo.submit(list(range(64)))
+    duo.settle()
+    again = duo.submit(list(range(64)))
+    duo.settle()
+    assert again.intake.payload_bytes == 0
+    assert again.tokens == GOLDEN[64]
+
+
+def test_opposite_tickets_do_not_deadlock_in_tiny_pools():
+    duo = Duo(prefill_blocks=7, decode_blocks=7)
+    for length in (90, 64, 90, 40, 90):
+        duo.submit(list(range(length)))
+    duo.settle()
+    assert duo.stuck() == []
+
+
+def test_damage_is_repaired_by_pulling_again():
+    duo = Duo()
+    handover = duo.submit(list(range(90)))
+    for _ in range(60):
+        duo.step_prefill()
+        duo.step_decode()
+        duo.hear(handover)
+        duo.fetch(handover, damage="flip" if handover.intake.repairs < 3 else "")
+        duo.store(handover)
+    assert handover.intake.repairs == 3
+    assert handover.tokens == GOLDEN[90]
+
+
+class Handovers(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.duo = Duo(prefill_blocks=9, decode_blocks=9)
+
+    def pick(self, index):
+        names = list(self.duo.requests)
+        return self.duo.requests[names[index % len(names)]]
+
+    @rule(length=st.sampled_from(list(GOLDEN)))
+    @precondition(lambda self: len(self.duo.requests) < 6)
+    def submit(self, length):
+        self.duo.submit(list(range(length)))
+
+    @rule()
+    def step_prefill(self):
+        self.duo.step_prefill()
+
+    @rule()
+    def step_decode(self):
+        self.duo.step_decode()
+
+    @rule(index=st.integers(0, 5), count=st.integers(1, 4))
+    @precondition(lambda self: self.duo.requests)
+    def hear(self, index, count):
+        for _ in range(count):
+            self.duo.hear(self.pick(index))
+
+    @rule(index=st.integers(0, 5), damage=st.sampled_from(["", "", "", "flip", "twice", "lost"]))
+    @precondition(lambda self: self.duo.requests)
+    def fetch(self, index, damage):
+        self.duo.fetch(self.pick(index), damage)
+
+    @rule(index=st.integers(0, 5), count=st.integers(1, 3))
+    @precondition(lambda self: self.duo.requests)
+    def store(self, index, count):
+        for _ in range(count):
+            self.duo.store(self.pick(index))
+
+    @rule(index=st.integers(0, 5))
+    @precondition(lambda self: self.duo.requests)
+    def lose_stream(self, index):
+        self.duo.lose_stream(self.pick(index))
+
+    @rule(index=st.integers(0, 5))
+    @precondition(lambda self: self.duo.requests)
+    def cancel(self, index):
+        self.duo.cancel(self.pick(index))
+
+    @rule(index=st.integers(0, 5), locally=st.booleans())
+    @precondition(lambda self: self.duo.requests)
+    def replace(self, index, locally):
+        handover = self.pick(index)
+        (self.duo.compute_locally if locally else self.duo.replace)(handover)
+
+    @rule()
+    def kill_prefill(self):
+        self.duo.kill_prefill()
+
+    @rule()
+    def lapse(self):
+        self.duo.lapse()
+
+    @invariant()
+    def nothing_leaks(self):
+        self.duo.check()
+
+    def teardown(self):
+        self.duo.settle()
+        assert self.duo.stuck() == []
+        for handover in self.duo.requests.values():
+            want = GOLDEN[len(handover.prompt)]
+            if not handover.cancelled:
+                assert handover.ends == [""]
+                assert handover.tokens == want
+            assert handover.tokens == want[: len(handover.tokens)], "never a wrong token"
+            assert handover.intake.state is ReceiverState.DONE
+        for engine in (self.duo.prefill, self.duo.decode):
+            counts = engine.core.pool.counts()
+            assert (counts.leased, counts.quarantined) == (0, 0)
+
+
+TestHandovers = Handovers.TestCase
+TestHandovers.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -1,0 +1,230 @@
+"""Real worker processes (emulated engine, real gRPC) and a minimal router to drive them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import msgspec
+from batonpb import common_pb2, decode_pb2_grpc
+from batonpb import decode_pb2 as pb
+
+from fleet.registry_types import WorkerRecord
+from fleet.worker import WorkerSettings
+from kvtransfer import grpc_transport, wire
+
+TOKEN = "fleet-token"
+NO_REDIS = "redis://127.0.0.1:1"  # serving must not need it
+
+
+class WorkerProcess:
+    """One worker in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, record: WorkerRecord) -> None:
+        self.process = process
+        self.record = record
+
+    @classmethod
+    async def start(cls, worker_id: str, **changes: object) -> "WorkerProcess":
+        fields = {
+            "worker_id": worker_id,
+            "role": worker_id.split("-", maxsplit=1)[0],
+            "epoch": 1,
+            "fleet": "test",
+            "model": "emulated",
+            "served_model_name": "emulated",
+            "redis_url": NO_REDIS,
+            "fleet_token": TOKEN,
+            "kv_blocks": 128,
+            "canary_s": 0.0,
+            **changes,
+        }
+        settings = msgspec.json.encode(WorkerSettings(**fields)).decode()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "fleet.worker",
+            settings,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        return cls(process, msgspec.json.decode(line, type=WorkerRecord))
+
+    @property
+    def target(self) -> pb.PrefillTarget:
+        return pb.PrefillTarget(
+            worker_id=self.record.worker_id,
+            incarnation=self.record.incarnation,
+            address=self.record.address,
+        )
+
+    def kill_engine(self) -> None:
+        os.kill(self.record.pid, signal.SIGKILL)
+
+    def signal_all(self, number: int) -> None:
+        for pid in (self.record.pid, self.process.pid):
+            os.kill(pid, number)
+
+    async def stop(self) -> int:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal_all(signal.SIGCONT)
+                self.process.terminate()
+        try:
+            return await asyncio.wait_for(self.process.wait(), 10)
+        except TimeoutError:
+            self.process.kill()
+            return await self.process.wait()
+
+
+class MiniRouter:
+    """One Serve stream; collects what each request gets."""
+
+    def __init__(self, worker: WorkerProcess, router_id: str = "router") -> None:
+        self.worker = worker
+        self.router_id = router_id
+        self.tokens: dict[str, dict[int, list[int]]] = {}
+        self.repeats = 0
+        self.routes: dict[str, pb.RequestRoute] = {}
+        self.ends: dict[str, pb.RequestEnd] = {}
+        self.asks: list[pb.PrefillNeeded] = []
+        self.status: common_pb2.WorkerStatus | None = None
+        self.lost: str = ""
+        self._changed = asyncio.Event()
+        self._lock = asyncio.Lock()  # gRPC takes one write at a time
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def connect(self) -> None:
+        self._channel = grpc_transport.open_channel(self.worker.record.address)
+        stub = decode_pb2_grpc.DecodeStub(self._channel)
+        self.call = stub.Serve(metadata=grpc_transport.token_metadata(TOKEN))
+        hello = pb.Hello(router_id=self.router_id, wire=common_pb2.WireRange(min=1, max=1))
+        await self.send(hello=hello)
+        self._tasks = [
+            asyncio.create_task(self._read(self.call)),
+            asyncio.create_task(self._beat()),
+        ]
+        await self.until(lambda: self.status is not None)
+
+    async def send(self, **frame: object) -> None:
+        async with self._lock:
+            await self.call.write(pb.RouterFrame(**frame))
+
+    async def submit(
+        self, name: str, prompt: list[int], prefill: WorkerProcess | None = None, **fields
+    ) -> None:
+        sampling = {"max_tokens": 8, "n": 1, "top_p": 1, "repetition_penalty": 1, "logprobs": -1}
+        sampling |= fields.pop("sampling", {})
+        submission = pb.Submission(
+            request_id=name,
+            attempt=1,
+            ticket=len(self.tokens),
+            prompt_tokens=wire.pack_tokens(prompt),
+            sampling=common_pb2.SamplingParams(**sampling),
+            name_seed=b"s" * 16,
+            router_id=self.router_id,
+            lease_ms=1500,
+            prefill=prefill.target if prefill else None,
+        )
+        for key, value in fields.items():
+            setattr(submission, key, value)
+        self.tokens[name] = {}
+        await self.send(submit=submission)
+
+    async def ended(self, name: str, timeout_s: float = 20.0) -> pb.RequestEnd:
+        await self.until(lambda: name in self.ends, timeout_s)
+        return self.ends[name]
+
+    async def until(self, condition, timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def baseline(self, timeout_s: float = 5.0) -> None:
+        """No block is leased or quarantined, nothing runs or waits."""
+        self.status = None
+
+        def idle() -> bool:
+            if self.status is None:
+                return False
+            blocks = self.status.kv_blocks
+            parts = blocks.free + blocks.cached + blocks.leased + blocks.quarantined
+            assert parts == blocks.total
+            busy = blocks.leased + blocks.quarantined + self.status.running + self.status.waiting
+            return busy == 0
+
+        await self.until(idle, timeout_s)
+
+    async def drop_stream(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.call.cancel()
+        await self._channel.close()
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(Exception):
+            while True:
+                await asyncio.sleep(0.3)
+                await self.send(heartbeat=pb.Heartbeat())
+
+    async def _read(self, call) -> None:
+        try:
+            async for frame in call:
+                self._take(frame)
+                self._changed.set()
+        except Exception as error:
+            self.lost = str(error) or "lost"
+            self._changed.set()
+
+    def _take(self, frame: pb.WorkerFrame) -> None:
+        for run in frame.tokens:
+            answer = self.tokens.setdefault(run.request_id, {}).setdefault(run.choice, [])
+            fresh = wire.unpack_tokens(run.token_ids)
+            self.repeats += max(0, len(answer) - run.index)
+            assert run.index <= len(answer), "a hole in the answer"
+            answer[run.index :] = (
+                fresh if run.index + len(fresh) >= len(answer) else answer[run.index :]
+            )
+        for route in frame.routes:
+            self.routes[route.request_id] = route
+        for end in frame.ends:
+            assert end.request_id not in self.ends or self.repeats >= 0
+            self.ends[end.request_id] = end
+        self.asks.extend(frame.prefill_needed)
+        if frame.HasField("status"):
+            self.status = frame.status
+
+    async def close(self) -> None:
+        await self.drop_stream()
+
+
+@contextlib.asynccontextmanager
+async def workers(*names: str, **changes: object) -> AsyncIterator[list[WorkerProcess]]:
+    """Start workers; ``changes`` apply to all, ``prefill_...``/``decode_...`` by role."""
+
+    def fields(name: str) -> dict[str, object]:
+        role = name.split("-", maxsplit=1)[0]
+        found = {k: v for k, v in changes.items() if not k.startswith(("prefill_", "decode_"))}
+        prefix = f"{role}_"
+        found |= {k.removeprefix(prefix): v for k, v in changes.items() if k.startswith(prefix)}
+        return found
+
+    started = await asyncio.gather(*(WorkerProcess.start(name, **fields(name)) for name in names))
+    try:
+        yield list(started)
+    finally:
+        await asyncio.gather(*(worker.stop() for worker in started))
+
+
+@contextlib.asynccontextmanager
+async def routed(worker: WorkerProcess, router_id: str = "router") -> AsyncIterator[MiniRouter]:
+    router = MiniRouter(worker, router_id)
+    await router.connect()
+    try:
+        yield router
+    finally:
+        await router.close()

@@ -1,0 +1,276 @@
+"""Two real worker processes hand KV over; then things go wrong."""
+
+import asyncio
+import signal
+
+import grpc
+import pytest
+from batonpb import decode_pb2 as pb
+from batonpb import decode_pb2_grpc
+
+from kvtransfer import grpc_transport, wire
+from tests.workers.harness import TOKEN, MiniRouter, routed, workers
+
+PROMPT = list(range(3, 203))
+SLOW = 0.002  # seconds per token: 200 tokens take 0.4 s
+
+
+async def golden(router: MiniRouter, prompt: list[int], name: str = "golden", **fields):
+    await router.submit(name, prompt, **fields)
+    await router.ended(name)
+    return router.tokens[name]
+
+
+async def test_disaggregated_equals_colocated():
+    async with workers("prefill-0", "decode-0") as (prefill, decode), routed(decode) as router:
+        await router.submit("a", PROMPT, prefill, sampling={"n": 3, "temperature": 1.0, "seed": 9})
+        end = await router.ended("a")
+        assert not end.HasField("error")
+        assert router.routes["a"].mode == "disaggregated"
+        assert end.times.transfer_bytes == len(PROMPT) * 4 * 2 * 2 * 8 * 2
+        want = await golden(router, PROMPT, sampling={"n": 3, "temperature": 1.0, "seed": 9})
+        assert router.routes["golden"].mode == "colocated"
+        assert router.tokens["a"] == want
+        await router.baseline()
+        async with routed(prefill) as other:
+            await other.baseline()
+
+
+async def test_a_repeat_moves_only_what_decode_lacks():
+    async with workers("prefill-0", "decode-0") as (prefill, decode), routed(decode) as router:
+        await router.submit("a", PROMPT, prefill)
+        await router.submit("b", PROMPT + [7] * 20, prefill)
+        await router.ended("a")
+        end = await router.ended("b")
+        await router.submit("c", PROMPT + [7] * 20, prefill)
+        again = await router.ended("c")
+        assert router.tokens["b"] == router.tokens["c"]
+        assert again.times.transfer_bytes < end.times.transfer_bytes
+        assert router.routes["c"].cached_tokens == 208
+
+
+async def test_one_token_needs_no_transfer():
+    async with workers("prefill-0", "decode-0") as (prefill, decode), routed(decode) as router:
+        await router.submit("a", PROMPT, prefill, sampling={"max_tokens": 1})
+        end = await router.ended("a")
+        assert not end.HasField("error")
+        assert end.times.transfer_bytes == 0
+        assert len(router.tokens["a"][0]) == 1
+        await router.baseline()
+
+
+@pytest.mark.parametrize("when", ["queued", "computing", "decoding"])
+async def test_cancel_at_each_stage_frees_both_sides(when):
+    slow = {"prefill_emulated_token_s": SLOW, "decode_emulated_token_s": 0.05}
+    async with workers("prefill-0", "decode-0", **slow) as (prefill, decode):
+        async with routed(decode) as router, routed(prefill) as other:
+            await router.submit("a", PROMPT, prefill, sampling={"max_tokens": 100})
+            await asyncio.sleep({"queued": 0.0, "computing": 0.15, "decoding": 0.8}[when])
+            await router.send(cancel=pb.Cancel(request_id="a", attempt=1))
+            end = await router.ended("a", 2.0)
+            assert end.error.code == "cancelled"
+            await router.baseline(2.0)
+            await other.baseline(2.0)
+
+
+async def test_a_silent_router_loses_its_lease():
+    async with workers("decode-0", emulated_token_s=0.05) as (decode,):
+        first = MiniRouter(decode, "gone")
+        await first.connect()
+        await first.submit("a", [1, 2, 3], sampling={"max_tokens": 120})
+        await first.until(lambda: first.tokens["a"])
+        await first.drop_stream()
+        async with routed(decode, "other") as router:
+            await router.until(lambda: router.status.running == 1)
+            await router.baseline(4.0)
+
+
+async def test_a_broken_stream_resumes_without_hole_or_repeat():
+    async with workers("decode-0", emulated_token_s=0.02) as (decode,):
+        router = MiniRouter(decode)
+        await router.connect()
+        await router.submit("a", [1, 2, 3], sampling={"max_tokens": 60})
+        await router.until(lambda: len(router.tokens["a"].get(0, [])) > 5)
+        await router.drop_stream()
+        await asyncio.sleep(0.3)
+        await router.connect()
+        seen = len(router.tokens["a"][0])
+        await router.send(resume=pb.Resume(request_id="a", attempt=1, next_index=[seen]))
+        await router.ended("a")
+        assert len(router.tokens["a"][0]) == 60
+        assert router.tokens["a"] == await golden(router, [1, 2, 3], sampling={"max_tokens": 60})
+        await router.close()
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.2, 0.4])
+async def test_kill_prefill_and_another_takes_over(when_s):
+    slow = {"prefill_emulated_token_s": SLOW}
+    async with workers("prefill-0", "prefill-1", "decode-0", **slow) as (first, second, decode):
+        async with routed(decode) as router:
+            await router.submit("a", PROMPT, first)
+            await asyncio.sleep(when_s)
+            first.kill_engine()
+            await router.until(lambda: router.asks or "a" in router.ends, 5.0)
+            if router.asks:  # it may have been over already
+                assert router.asks[0].failed.worker_id == "prefill-0"
+                replacement = pb.PrefillReplacement(
+                    request_id="a", attempt=1, prefill=second.target
+                )
+                await router.send(replacement=replacement)
+            end = await router.ended("a")
+            assert not end.HasField("error")
+            assert router.tokens["a"] == await golden(router, PROMPT)
+            await router.baseline()
+        assert await first.process.wait() != 0, "a dead engine is told by the exit code"
+
+
+async def test_kill_prefill_and_compute_locally():
+    async with workers("prefill-0", "decode-0", prefill_emulated_token_s=SLOW) as (first, decode):
+        async with routed(decode) as router:
+            await router.submit("a", PROMPT, first)
+            await asyncio.sleep(0.1)
+            first.process.kill()
+            await router.until(lambda: router.asks, 5.0)
+            assert router.asks[0].peer_died
+            await router.send(
+                replacement=pb.PrefillReplacement(request_id="a", attempt=1, compute_locally=True)
+            )
+            end = await router.ended("a")
+            assert not end.HasField("error")
+            assert router.tokens["a"] == await golden(router, PROMPT)
+            await router.baseline()
+
+
+async def test_a_frozen_prefill_worker_is_given_up():
+    async with workers("prefill-0", "decode-0", prefill_emulated_token_s=SLOW) as (first, decode):
+        async with routed(decode) as router:
+            await router.submit("a", PROMPT, first)
+            await asyncio.sleep(0.1)
+            first.signal_all(signal.SIGSTOP)
+            await router.until(lambda: router.asks, 8.0)
+            await router.send(
+                replacement=pb.PrefillReplacement(request_id="a", attempt=1, compute_locally=True)
+            )
+            assert not (await router.ended("a")).HasField("error")
+            await router.baseline()
+
+
+async def test_an_engine_that_dies_ends_its_streams_and_its_worker():
+    async with workers("decode-0", emulated_token_s=0.05) as (decode,):
+        async with routed(decode) as router:
+            await router.submit("a", [1, 2, 3], sampling={"max_tokens": 100})
+            await router.until(lambda: router.tokens["a"])
+            decode.kill_engine()
+            end = await router.ended("a", 2.0)
+            assert end.error.code == "internal_error"
+        assert await asyncio.wait_for(decode.process.wait(), 5) != 0
+
+
+@pytest.mark.parametrize("drill", ["flip", "swap", "replay", "incarnation", "torn"])
+async def test_damage_now_and_then_is_repaired(drill):
+    async with workers("prefill-0", "decode-0", prefill_drill=f"{drill}:3") as (prefill, decode):
+        async with routed(decode) as router:
+            for round_ in range(3):
+                prompt = [round_, *PROMPT * 5]
+                await router.submit(f"a{round_}", prompt, prefill)
+                end = await router.ended(f"a{round_}")
+                assert not end.HasField("error"), end.error.message
+                assert router.tokens[f"a{round_}"] == await golden(router, prompt, f"g{round_}")
+            await router.baseline()
+
+
+@pytest.mark.parametrize("drill", ["flip", "incarnation", "torn"])
+async def test_damage_that_never_stops_is_given_up_and_never_shown(drill):
+    async with workers("prefill-0", "decode-0", prefill_drill=f"{drill}:1") as (prefill, decode):
+        async with routed(decode) as router:
+            await router.submit("a", PROMPT, prefill)
+            await router.until(lambda: router.asks, 10.0)
+            assert not router.asks[0].peer_died
+            await router.send(
+                replacement=pb.PrefillReplacement(request_id="a", attempt=1, compute_locally=True)
+            )
+            assert not (await router.ended("a")).HasField("error")
+            assert router.tokens["a"] == await golden(router, PROMPT)
+            await router.until(lambda: router.status.transfers.failures >= 1)
+
+
+async def test_a_pool_that_is_full_preempts_and_finishes_all():
+    async with workers("prefill-0", "decode-0", decode_kv_blocks=40) as (prefill, decode):
+        async with routed(decode) as router:
+            for number in range(8):
+                prompt = [number, *PROMPT]
+                await router.submit(f"r{number}", prompt, prefill, sampling={"max_tokens": 60})
+            for number in range(8):
+                assert not (await router.ended(f"r{number}")).HasField("error")
+            for number in (0, 7):
+                want = await golden(
+                    router, [number, *PROMPT], f"g{number}", sampling={"max_tokens": 60}
+                )
+                assert router.tokens[f"r{number}"] == want
+            await router.baseline()
+
+
+async def test_a_deadline_ends_the_request_at_the_worker():
+    async with workers("decode-0", emulated_token_s=0.05) as (decode,), routed(decode) as router:
+        await router.submit(
+            "a", [1], sampling={"max_tokens": 100}, deadline_remaining_ns=300_000_000
+        )
+        end = await router.ended("a", 2.0)
+        assert end.error.code == "deadline_exceeded"
+        await router.baseline()
+
+
+async def test_what_cannot_fit_is_one_clients_error():
+    async with workers("decode-0", kv_blocks=8) as (decode,), routed(decode) as router:
+        await router.submit("a", list(range(200)))
+        end = await router.ended("a")
+        assert end.error.code == "invalid_request"
+        assert "8" in end.error.message
+
+
+async def test_an_older_attempt_is_refused():
+    async with workers("decode-0", emulated_token_s=0.05) as (decode,), routed(decode) as router:
+        await router.submit("a", [1], attempt=2, sampling={"max_tokens": 50})
+        await router.submit("a", [1], attempt=1)
+        end = await router.ended("a")
+        assert end.attempt == 1
+        assert "older attempt" in end.error.message
+
+
+async def test_calls_without_the_fleet_token_are_refused():
+    async with workers("decode-0") as (decode,):
+        channel = grpc_transport.open_channel(decode.record.address)
+        stub = decode_pb2_grpc.DecodeStub(channel)
+        for metadata in ((), grpc_transport.token_metadata("wrong")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Submit(pb.Submission(), metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await channel.close()
+
+
+async def test_garbage_on_the_stream_harms_nobody_else():
+    async with workers("decode-0") as (decode,), routed(decode) as router:
+        channel = grpc_transport.open_channel(decode.record.address)
+        raw = channel.stream_stream("/baton.v1.Decode/Serve")
+        call = raw(metadata=grpc_transport.token_metadata(TOKEN))
+        await call.write(b"\xff\xff\xff not a frame")
+        with pytest.raises(grpc.aio.AioRpcError):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            raise AssertionError("the worker took garbage for a stream")
+        await channel.close()
+        assert await golden(router, [1, 2, 3])
+
+
+async def test_drain_takes_nothing_new_and_finishes_the_rest():
+    async with workers("decode-0", emulated_token_s=0.02) as (decode,), routed(decode) as router:
+        await router.submit("old", [1], sampling={"max_tokens": 30})
+        await router.send(drain=pb.Drain(on=True))
+        await router.submit("new", [2])
+        assert (await router.ended("new")).error.code == "unavailable"
+        assert not (await router.ended("old")).HasField("error")
+        assert len(router.tokens["old"][0]) == 30
+
+
+def test_tokens_survive_the_wire():
+    assert wire.unpack_tokens(wire.pack_tokens([0, 1, 2**32 - 1])) == [0, 1, 2**32 - 1]
