@@ -14,9 +14,9 @@ from decode_worker.session import RouterSession, error_to_wire
 from engine import ipc
 from engine.core import events as ev
 from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
+from engine.core.finish import finish_reason
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken
-from engine.core.scheduler import finish_reason
 from engine.hub import EngineHub
 from fleet.telemetry import Metrics, Tracing, extract, inject
 from kvtransfer import chunk, wire

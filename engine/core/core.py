@@ -43,7 +43,7 @@ class EngineCore:
     def publications(self, plan: StepPlan) -> list["Publication"]:
         """What the PREFILL rows of a plan will let others read, layer group by layer group."""
         found = []
-        running = {s.sequence_id: s for s in self.scheduler._running}  # noqa: SLF001 - one engine
+        running = self.scheduler.running()
         for row in plan.rows:
             request = running[row.sequence_id].request
             if request.kind is not Kind.PREFILL:
@@ -77,7 +77,7 @@ class EngineCore:
     def fail(self, plan: StepPlan, error: NumericsError) -> list[ev.Event]:
         """A step found NaN or Inf: end the requests at fault, leave the others as they were."""
         self.numerics_failures += 1
-        running = {s.sequence_id: s for s in self.scheduler._running}  # noqa: SLF001 - one engine
+        running = self.scheduler.running()
         rows = getattr(error, "rows", ()) or range(len(plan.rows))
         for request_id in {running[plan.rows[i].sequence_id].request.request_id for i in rows}:
             self.scheduler.fail(request_id, error)
@@ -85,13 +85,11 @@ class EngineCore:
 
     def take_admissions(self) -> list[ev.Event]:
         """What planning a step has caused; ahead of what the step itself will say."""
-        events, self.scheduler.events = self.scheduler.events, []
-        return events
+        return self.scheduler.take_events()
 
     def take_events(self, plan: StepPlan | None = None, duration_ns: int = 0) -> list[ev.Event]:
         """Events gathered so far, with the cache changes and the load at the end."""
-        events = self.scheduler.events
-        self.scheduler.events = []
+        events = self.scheduler.take_events()
         stored, removed = self.pool.take_events()
         if stored or removed:
             events.append(ev.CacheChanged(tuple(stored), tuple(removed)))

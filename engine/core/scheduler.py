@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
+from engine.core.claims import Claim, Claims, ClaimState
 from engine.core.errors import BatonError, CancelledError_, InvalidRequestError
+from engine.core.finish import finish_reason
 from engine.core.geometry import BLOCK_TOKENS
-from engine.core.params import SampledToken, SamplingParams
+from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.reservation import Claim, ClaimState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence, blocks_for
 
 
@@ -40,17 +41,15 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.max_step_tokens = config.max_step_tokens  # the time bound may lower it
-        self.events: list[ev.Event] = []
+        self.claims = Claims(pool)
+        self.events = self.claims.events
         self.preemptions = 0
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[str, EngineRequest] = {}
         self._queue: list[TokenSequence | Claim] = []
         self._running: list[TokenSequence] = []
         self._held: dict[str, TokenSequence] = {}  # PREFILL done, waiting for release
-        self._claims: dict[str, Claim] = {}
-        self._draining: dict[tuple[str, int], list[int]] = {}
         self._next_sequence_id = 0
-        self._next_generation = 1
 
     # ---------------------------------------------------------------- commands
 
@@ -73,22 +72,15 @@ class Scheduler:
         request.live_choices = set(range(request.params.n))
         self._requests[request.request_id] = request
         if request.kind is Kind.REMOTE:
-            self._enqueue(self._new_claim(request))
+            self._enqueue(self.claims.new(request))
         else:
             self._enqueue(self._new_sequence(request, 0, list(request.prompt)))
 
     def bind(self, request_id: str, generation: int) -> None:
         """Turn a reserved claim into pages (``Bound`` follows); stale generations are ignored."""
-        claim = self._claim(request_id, generation, ClaimState.RESERVED)
-        if claim is None:
-            return
-        after = claim.pinned[-1] if claim.pinned else None
-        pages = self.pool.allocate(claim.need_blocks, after)
-        if pages is None:  # growth took what was counted: give the claim a new turn
-            self._revoke(claim)
-            return
-        claim.pages, claim.need_blocks, claim.state = pages, 0, ClaimState.BOUND
-        self.events.append(ev.Bound(request_id, generation, tuple(claim.blocks)))
+        claim = self.claims.find(request_id, generation, ClaimState.RESERVED)
+        if claim is not None and not self.claims.bind(claim):
+            self._revoke(claim)  # give it a new turn
 
     def commit(
         self, request_id: str, generation: int, first: Sequence[int | None], now_ns: int
@@ -104,11 +96,11 @@ class Scheduler:
         Returns:
             Whether the claim was there to be committed.
         """
-        claim = self._claim(request_id, generation, ClaimState.BOUND)
+        claim = self.claims.find(request_id, generation, ClaimState.BOUND)
         if claim is None:
             return False
         request = claim.request
-        del self._claims[request_id]
+        self.claims.take(request_id)
         request.prompt_done_ns = now_ns
         blocks = claim.blocks
         source = self._new_sequence(request, 0, list(request.prompt))
@@ -131,7 +123,7 @@ class Scheduler:
         ``first`` holds first tokens that the client may have seen already: facts, never drawn
         again. The caller has stopped writing into the request's pages.
         """
-        claim = self._claims.pop(request_id, None)
+        claim = self.claims.take(request_id)
         if claim is None:
             return
         self._drop(claim)
@@ -150,14 +142,14 @@ class Scheduler:
 
     def requeue_claim(self, request_id: str) -> None:
         """Abandon the present claim and ask for a new one (another prefill worker takes over)."""
-        claim = self._claims.get(request_id)
+        claim = self.claims.of(request_id)
         if claim is not None and claim.state is not ClaimState.WANTED:
             self._drop(claim)
-            self._renew(claim)
+            self._enqueue(self.claims.new(claim.request))
 
     def drained(self, request_id: str, generation: int) -> None:
         """Nobody writes into the revoked pages of ``generation`` any more."""
-        self.pool.absolve(self._draining.pop((request_id, generation), ()))
+        self.claims.drained(request_id, generation)
 
     def release(self, request_id: str) -> None:
         """The taker holds the KV of a PREFILL request: give its blocks back to the cache."""
@@ -205,7 +197,7 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int) -> None:
         """Record what a step computed and drew."""
-        by_id = {sequence.sequence_id: sequence for sequence in self._running}
+        by_id = self.running()
         for row, drawn in zip(plan.rows, results, strict=True):
             sequence = by_id[row.sequence_id]
             sequence.computed = row.start + len(row.tokens)
@@ -231,6 +223,16 @@ class Scheduler:
 
     # ---------------------------------------------------------------- reading
 
+    def running(self) -> dict[int, TokenSequence]:
+        """Running sequences by id."""
+        return {sequence.sequence_id: sequence for sequence in self._running}
+
+    def take_events(self) -> list[ev.Event]:
+        """What has happened since the last call."""
+        taken = list(self.events)
+        self.events.clear()
+        return taken
+
     def has_running(self) -> bool:
         """Whether ``plan`` will yield rows without any further command."""
         return bool(self._running)
@@ -242,7 +244,7 @@ class Scheduler:
     def load(self) -> tuple[int, int, int]:
         """(running requests, waiting requests, prompt tokens still to be computed)."""
         running = {s.request.request_id for s in self._running} | self._held.keys()
-        running |= {i for i, c in self._claims.items() if c.state is not ClaimState.WANTED}
+        running |= {c.request.request_id for c in self.claims if c.state is not ClaimState.WANTED}
         waiting = {item.request.request_id for item in self._queue} - running
         todo = sum(
             len(item.tokens) - item.computed
@@ -255,7 +257,7 @@ class Scheduler:
         """Recount blocks and references; see ``BlockPool.check_integrity``."""
         holders: list[Sequence[int]] = [s.blocks for s in self._running]
         holders += [s.blocks for s in self._held.values()]
-        holders += [claim.blocks for claim in self._claims.values()]
+        holders += [claim.blocks for claim in self.claims]
         self.pool.check_integrity(holders)
         for item in self._queue:
             if isinstance(item, TokenSequence) and item.blocks:
@@ -268,18 +270,6 @@ class Scheduler:
     ) -> TokenSequence:
         self._next_sequence_id += 1
         return TokenSequence(self._next_sequence_id, request, choice, tokens)
-
-    def _new_claim(self, request: EngineRequest) -> Claim:
-        claim = Claim(request, self._next_generation)
-        self._next_generation += 1
-        self._claims[request.request_id] = claim
-        return claim
-
-    def _claim(self, request_id: str, generation: int, state: ClaimState) -> Claim | None:
-        claim = self._claims.get(request_id)
-        if claim is None or claim.generation != generation or claim.state is not state:
-            return None
-        return claim
 
     def _enqueue(self, item: TokenSequence | Claim) -> None:
         bisect.insort(self._queue, item, key=lambda waiting: waiting.request.order)
@@ -311,18 +301,16 @@ class Scheduler:
             for choice in choices
         )
 
-    def _reserved_blocks(self) -> int:
-        return sum(c.need_blocks for c in self._claims.values() if c.state is ClaimState.RESERVED)
-
     def _admit(self, now_ns: int) -> TokenSequence | None:
         """Take waiting items that fit, in order; stop behind the first sequence taken."""
         while self._queue:
-            granted = sum(c.state is not ClaimState.WANTED for c in self._claims.values())
-            if len(self._running) + granted >= self.config.max_batch_requests:
+            if len(self._running) + self.claims.granted >= self.config.max_batch_requests:
                 return None
             item = self._queue[0]
             taken = (
-                self._grant(item) if isinstance(item, Claim) else self._admit_sequence(item, now_ns)
+                self.claims.grant(item)
+                if isinstance(item, Claim)
+                else self._admit_sequence(item, now_ns)
             )
             if not taken:
                 return None
@@ -333,19 +321,6 @@ class Scheduler:
                 return item
         return None
 
-    def _grant(self, claim: Claim) -> bool:
-        request = claim.request
-        names = self._names_of_prompt(request, len(request.prompt))
-        pinned = self.pool.match(names)
-        self.pool.pin(pinned)
-        need = blocks_for(len(request.prompt) + 1) - len(pinned)
-        if need > self.pool.available() - self._reserved_blocks():
-            self.pool.release(pinned)
-            return False
-        claim.pinned, claim.need_blocks, claim.state = pinned, need, ClaimState.RESERVED
-        self.events.append(ev.Reserved(request.request_id, claim.generation, len(pinned)))
-        return True
-
     def _admit_sequence(self, sequence: TokenSequence, now_ns: int) -> bool:
         request = sequence.request
         matched: list[int] = []
@@ -354,7 +329,7 @@ class Scheduler:
         self.pool.pin(matched)
         need = blocks_for(len(sequence.tokens)) - len(matched)
         pages: list[int] | None = None
-        room = self.pool.available() - self._reserved_blocks()
+        room = self.pool.available() - self.claims.reserved_blocks
         if need <= room and not self._pins_too_much(request, need):
             pages = self.pool.allocate(need, matched[-1] if matched else None)
         if pages is None:
@@ -381,12 +356,6 @@ class Scheduler:
         skip = request.skip_blocks
         count = matched - skip
         return ev.Published(request.request_id, 0, ev.ALL_LAYERS, skip, count, count * BLOCK_TOKENS)
-
-    def _names_of_prompt(self, request: EngineRequest, upto_tokens: int) -> list[bytes]:
-        if not request.cacheable:
-            return []
-        probe = TokenSequence(0, request, 0, request.prompt, names=request.names)
-        return probe.full_names(upto_tokens)
 
     def _note_admission(
         self,
@@ -426,11 +395,11 @@ class Scheduler:
 
     def _make_room(self, sequence: TokenSequence) -> bool:
         """Preempt lower tickets until one block is available, in the end the asker itself."""
-        while self.pool.available() - self._reserved_blocks() < 1:
+        while self.pool.available() - self.claims.reserved_blocks < 1:
             victims: list[TokenSequence | Claim] = [
                 s for s in self._running if s.request.kind is not Kind.PREFILL
             ]
-            victims += [c for c in self._claims.values() if c.state is ClaimState.RESERVED]
+            victims += [c for c in self.claims if c.state is ClaimState.RESERVED]
             victim = max(victims, key=lambda v: (v.request.order, isinstance(v, TokenSequence)))
             if isinstance(victim, Claim):
                 self._revoke(victim)
@@ -443,10 +412,10 @@ class Scheduler:
         return True
 
     def _revoke_lowest_bound(self, sequence: TokenSequence) -> None:
-        bound = [c for c in self._claims.values() if c.state is ClaimState.BOUND]
-        lower = [c for c in bound if c.order > sequence.request.order]
+        bound = [c for c in self.claims if c.state is ClaimState.BOUND]
+        lower = [c for c in bound if c.request.order > sequence.request.order]
         if lower:
-            self._revoke(max(lower, key=lambda claim: claim.order))
+            self._revoke(max(lower, key=lambda claim: claim.request.order))
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preemptions += 1
@@ -456,26 +425,14 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _revoke(self, claim: Claim) -> None:
-        """Take a claim's capacity away; pages someone may be writing into go to quarantine."""
-        self.events.append(ev.Revoked(claim.request.request_id, claim.generation))
-        if claim.pages:
-            self.pool.quarantine(claim.pages)
-            self._draining[(claim.request.request_id, claim.generation)] = claim.pages
-            claim.pages = []
-        self._drop(claim)
-        claim.request.preemptions += 1
+        self.claims.revoke(claim)
         self.preemptions += 1
-        self._renew(claim)
-
-    def _renew(self, claim: Claim) -> None:
-        self._enqueue(self._new_claim(claim.request))
+        self._enqueue(self.claims.new(claim.request))
 
     def _drop(self, claim: Claim) -> None:
-        """Give back what a claim holds; its pages are known not to be written any more."""
         if claim in self._queue:
             self._queue.remove(claim)
-        self.pool.release(claim.blocks)
-        claim.pinned, claim.pages, claim.need_blocks = [], [], 0
+        self.claims.drop(claim)
 
     def _vacate(self, sequence: TokenSequence) -> None:
         self.pool.release(sequence.blocks)
@@ -552,7 +509,7 @@ class Scheduler:
             return
         for sequence in self._sequences_of(request_id):
             self._remove(sequence)
-        claim = self._claims.pop(request_id, None)
+        claim = self.claims.take(request_id)
         if claim is not None:
             self._drop(claim)
         done_ns, admitted_ns = request.prompt_done_ns, request.admitted_ns
@@ -568,26 +525,3 @@ class Scheduler:
                 computed_tokens=len(request.prompt) - request.cached_tokens if done_ns else 0,
             )
         )
-
-
-def finish_reason(
-    params: SamplingParams, eos: frozenset[int], token: int, generated: int
-) -> tuple[str, int | None]:
-    """Whether a token just drawn ends its choice.
-
-    Args:
-        params: The request's parameters.
-        eos: The model's end tokens.
-        token: The token drawn.
-        generated: Tokens drawn so far, this one included.
-
-    Returns:
-        ``("", None)`` to go on, ``("stop", token)`` when the token itself is the end (it is not
-        part of the answer), ``("length", None)`` at the limit.
-    """
-    ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
-    if ends and generated > params.min_tokens:
-        return "stop", token
-    if generated >= params.max_tokens:
-        return "length", None
-    return "", None

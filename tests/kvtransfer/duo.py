@@ -332,12 +332,7 @@ class Duo:
 
     def assert_ours(self, handover: Handover, table: tuple[int, ...], place: Place) -> None:
         """A page is written only while its claim, or its quarantine, stands."""
-        scheduler = self.decode.core.scheduler
-        claim = scheduler._claims.get(handover.name)
-        mine = set(claim.pages) if claim else set()
-        for (name, _), pages in scheduler._draining.items():
-            if name == handover.name:
-                mine |= set(pages)
+        mine = self.decode.core.scheduler.claims.writable(handover.name)
         pages = set(table[place.block_begin : place.block_begin + place.block_count])
         assert pages <= mine, "a write after the pages were given back"
 

@@ -1,0 +1,72 @@
+"""A worker program small enough for tests: a real process tree and registration, no model."""
+
+import asyncio
+import os
+import secrets
+import sys
+from pathlib import Path
+
+import msgspec
+
+from fleet.registry import Presence, Registry, WorkerRecord
+from fleet.registry_types import Role
+from fleet.subprocesses import die_with_parent
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    role: Role
+    epoch: int
+    fleet: str
+    redis_url: str
+    host: str
+    threads: int
+    log_dir: str
+
+
+class Worker:
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> WorkerRecord:
+        settings = self._settings
+        if (Path(settings.log_dir) / f"fail-{settings.worker_id}").exists():
+            raise RuntimeError("told to fail")
+        self._engine = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "import time; time.sleep(600)", preexec_fn=die_with_parent()
+        )
+        record = WorkerRecord(
+            worker_id=settings.worker_id,
+            role=settings.role,
+            state="ready",
+            epoch=settings.epoch,
+            incarnation=secrets.token_bytes(16),
+            pid=self._engine.pid,
+            host=os.environ["OMP_WAIT_POLICY"],  # shows that the environment was in place
+            address=f"{settings.host}:{os.getpid()}",
+            threads=int(os.environ["OMP_NUM_THREADS"]),
+        )
+        self._presence = Presence(Registry(settings.redis_url, settings.fleet), record)
+        self._presence.start()
+        self._watch = asyncio.create_task(self._watch_engine())
+        return record
+
+    async def _watch_engine(self) -> None:
+        code = await self._engine.wait()
+        if not self._done.done():
+            self._done.set_result(code)
+
+    async def wait(self) -> int:
+        return await self._done
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._presence.update("draining")
+        await asyncio.sleep(0.1)
+        return True
+
+    async def stop(self) -> None:
+        await self._presence.stop()
+        self._engine.kill()
+        if not self._done.done():
+            self._done.set_result(0)

@@ -1,0 +1,217 @@
+"""The controller keeps the pools at size: one life per slot, counted, with back-off."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fleet.controller import (
+    BACKOFF_FIRST_NS,
+    BACKOFF_LIMIT_NS,
+    DRAIN_LIMIT_NS,
+    HEALTHY_AFTER_NS,
+    SECOND_NS,
+    START_LIMIT_NS,
+    Action,
+    Drain,
+    FleetController,
+    Launch,
+    Phase,
+    Publish,
+    Remove,
+    Stop,
+)
+
+
+def only(kind: type, actions: list[Action]) -> list[str]:
+    return [action.worker_id for action in actions if isinstance(action, kind)]
+
+
+def running(prefill: int = 1, decode: int = 1) -> FleetController:
+    fleet = FleetController({"prefill": prefill, "decode": decode}, 0)
+    fleet.tick(0)
+    for slot in fleet.slots.values():
+        fleet.started(slot.worker_id, 1, 0)
+    assert fleet.ready
+    return fleet
+
+
+def test_every_slot_is_launched_with_epoch_one() -> None:
+    fleet = FleetController({"prefill": 2, "decode": 1}, 0)
+    launches = [action for action in fleet.tick(0) if isinstance(action, Launch)]
+    assert launches == [
+        Launch("prefill-0", "prefill", 1),
+        Launch("prefill-1", "prefill", 1),
+        Launch("decode-0", "decode", 1),
+    ]
+    assert not fleet.ready
+
+
+def test_a_crashed_worker_comes_back_as_its_next_life() -> None:
+    fleet = running()
+    (dead,) = fleet.ended("decode-0", 1, "killed by signal 9", SECOND_NS)
+    assert dead == Publish("decode-0", "decode", "dead", 1, "killed by signal 9")
+    assert fleet.next_due_ns == SECOND_NS + BACKOFF_FIRST_NS
+    assert not fleet.tick(fleet.next_due_ns - 1)
+    actions = fleet.tick(fleet.next_due_ns)
+    assert actions[-1] == Launch("decode-0", "decode", 2)
+
+
+def test_repeated_crashes_wait_longer_up_to_a_limit_and_a_healthy_life_resets_it() -> None:
+    fleet, now, waits = running(), 0, []
+    for epoch in range(1, 10):
+        fleet.ended("decode-0", epoch, "crash", now)
+        waits.append(fleet.next_due_ns - now)
+        now = fleet.next_due_ns
+        fleet.tick(now)
+        fleet.started("decode-0", epoch + 1, now)
+    assert waits[:4] == [BACKOFF_FIRST_NS, SECOND_NS, 2 * SECOND_NS, 4 * SECOND_NS]
+    assert waits[-1] == BACKOFF_LIMIT_NS
+
+    now += HEALTHY_AFTER_NS
+    fleet.ended("decode-0", 10, "crash", now)
+    assert fleet.next_due_ns - now == BACKOFF_FIRST_NS
+
+
+def test_news_of_an_earlier_life_changes_nothing() -> None:
+    fleet = running()
+    fleet.ended("decode-0", 1, "crash", 0)
+    fleet.tick(BACKOFF_FIRST_NS)
+    assert fleet.ended("decode-0", 1, "crash, told twice", BACKOFF_FIRST_NS) == []
+    assert fleet.started("decode-0", 1, BACKOFF_FIRST_NS) == []
+    assert fleet.slots["decode-0"].phase is Phase.STARTING
+
+
+def test_a_start_that_hangs_is_ended_and_tried_again() -> None:
+    fleet = FleetController({"decode": 1}, 0)
+    fleet.tick(0)
+    assert only(Stop, fleet.tick(START_LIMIT_NS)) == ["decode-0"]
+    assert not only(Stop, fleet.tick(START_LIMIT_NS + 1)), "it is told once"
+    (dead,) = fleet.ended("decode-0", 1, "exit code -9", START_LIMIT_NS)
+    assert isinstance(dead, Publish) and "did not start within 300 s" in dead.reason
+
+
+def test_a_drained_worker_stays_down_until_it_is_restarted() -> None:
+    fleet = running()
+    actions = fleet.drain("decode-0", 0)
+    assert actions[-1] == Drain("decode-0", 1, DRAIN_LIMIT_NS)
+    assert only(Stop, fleet.drained("decode-0", 1, 5)) == ["decode-0"]
+    fleet.ended("decode-0", 1, "exit code 0", 6)
+    assert fleet.slots["decode-0"].phase is Phase.PARKED
+    assert not fleet.tick(10 * START_LIMIT_NS)
+    assert only(Launch, fleet.restart(["decode-0"], 20, rolling=False)) == ["decode-0"]
+
+
+def test_a_drain_that_takes_too_long_is_ended() -> None:
+    fleet = running()
+    fleet.drain("decode-0", 0)
+    assert only(Stop, fleet.tick(DRAIN_LIMIT_NS)) == ["decode-0"]
+
+
+def test_a_rolling_restart_takes_one_worker_at_a_time() -> None:
+    fleet = running(prefill=2, decode=1)
+    order = ["prefill-0", "prefill-1", "decode-0"]
+    actions = fleet.restart(order, 0, rolling=True)
+    for worker_id in order:
+        assert only(Drain, actions) == [worker_id]
+        assert only(Stop, fleet.drained(worker_id, 1, 1)) == [worker_id]
+        assert only(Launch, fleet.ended(worker_id, 1, "exit code 0", 2)) == [worker_id]
+        actions = fleet.started(worker_id, 2, 3)
+    assert only(Drain, actions) == []
+    assert [slot.epoch for slot in fleet.slots.values()] == [2, 2, 2]
+
+
+def test_scaling_in_takes_the_highest_numbers_and_scaling_out_counts_their_lives_on() -> None:
+    fleet = running(prefill=3)
+    assert only(Drain, fleet.resize("prefill", 1, 0)) == ["prefill-1", "prefill-2"]
+    for name in ("prefill-1", "prefill-2"):
+        fleet.drained(name, 1, 1)
+        assert only(Remove, fleet.ended(name, 1, "exit code 0", 2)) == [name]
+    assert set(fleet.slots) == {"prefill-0", "decode-0"}
+    actions = fleet.resize("prefill", 2, 3)
+    assert actions[-1] == Launch("prefill-1", "prefill", 2)
+
+
+def test_a_new_controller_adopts_the_lives_it_finds() -> None:
+    fleet = FleetController({"prefill": 1, "decode": 1}, 0)
+    fleet.adopt("decode-0", 4, ready=True, now_ns=0)
+    assert only(Launch, fleet.tick(0)) == ["prefill-0"]
+    fleet.ended("decode-0", 4, "crash", 0)
+    assert Launch("decode-0", "decode", 5) in fleet.tick(BACKOFF_FIRST_NS)
+
+
+class AnyFleet(RuleBasedStateMachine):
+    """Random operators and crashes: the world as Ray shows it stays consistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.fleet = FleetController({"prefill": 2, "decode": 2}, 0)
+        self.alive: dict[str, int] = {}  # worker id -> epoch of the process that runs
+        self.epochs: dict[str, int] = {}
+        self.take(self.fleet.tick(0))
+
+    def take(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Launch():
+                    assert action.worker_id not in self.alive, "two lives of one slot"
+                    assert action.epoch == self.epochs.get(action.worker_id, 0) + 1
+                    assert not self.fleet.stopped
+                    self.alive[action.worker_id] = action.epoch
+                    self.epochs[action.worker_id] = action.epoch
+                case Drain() | Stop():
+                    assert self.alive.get(action.worker_id) == action.epoch
+                case Remove():
+                    assert action.worker_id not in self.alive
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def a_worker_starts_ends_or_drains(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        epoch = self.alive[name]
+        match data.draw(st.sampled_from(["started", "ended", "drained"])):
+            case "started":
+                self.take(self.fleet.started(name, epoch, self.now))
+            case "drained":
+                self.take(self.fleet.drained(name, epoch, self.now))
+            case _:
+                del self.alive[name]
+                self.take(self.fleet.ended(name, epoch, "ended", self.now))
+
+    @rule(seconds=st.sampled_from([0, 1, 31, 301]))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds * SECOND_NS
+        self.take(self.fleet.tick(self.now))
+
+    @rule(role=st.sampled_from(["prefill", "decode"]), replicas=st.integers(0, 3))
+    def resize(self, role: str, replicas: int) -> None:
+        self.take(self.fleet.resize(role, replicas, self.now))
+
+    @rule(data=st.data(), what=st.sampled_from(["drain", "restart", "roll"]))
+    def an_operator_asks(self, data: st.DataObject, what: str) -> None:
+        if not self.fleet.slots:
+            return
+        name = data.draw(st.sampled_from(sorted(self.fleet.slots)))
+        if what == "drain":
+            self.take(self.fleet.drain(name, self.now))
+        else:
+            self.take(self.fleet.restart([name], self.now, rolling=what == "roll"))
+
+    @invariant()
+    def a_slot_with_a_process_is_known_to_have_one(self) -> None:
+        for name, slot in self.fleet.slots.items():
+            assert (slot.phase in (Phase.WAITING, Phase.PARKED)) == (name not in self.alive)
+        assert set(self.alive) <= set(self.fleet.slots)
+
+    def teardown(self) -> None:
+        """From anywhere, a stop ends everything."""
+        self.take(self.fleet.stop(self.now))
+        for name, epoch in list(self.alive.items()):
+            del self.alive[name]
+            self.take(self.fleet.ended(name, epoch, "exit code 0", self.now))
+        self.take(self.fleet.tick(self.now + START_LIMIT_NS))
+        assert self.fleet.idle and not self.alive
+
+
+AnyFleet.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAnyFleet = AnyFleet.TestCase

@@ -1,0 +1,167 @@
+"""Real Ray, real Redis, real processes: dead workers come back, and a stop leaves nothing."""
+
+import gc
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import ray
+
+from fleet.config import FleetConfig, PoolsConfig
+from fleet.pools import NAMESPACE, controller_name
+from fleet.ray_controller import ControllerSpec
+from fleet.ray_runtime import Controller, start_local
+from fleet.redis_server import EmbeddedRedis
+from fleet.registry import Registry, WorkerRecord
+from fleet.subprocesses import ProcessKey
+
+pytestmark = [
+    pytest.mark.fleet,
+    # Ray's own: it leaves a pipe and a socket to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+class Fleet(NamedTuple):
+    controller: Controller
+    redis_url: str
+    logs: Path
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    folder = Path(tempfile.mkdtemp(prefix="bt-"))
+    config = FleetConfig(
+        fleet="test", pools=PoolsConfig(prefill=1, decode=1), cpus_per_rank=0.5, threads_per_rank=1
+    )
+    redis = EmbeddedRedis()
+    try:
+        redis.start()
+        start_local(folder / "r", config)
+        spec = ControllerSpec(
+            config_json=config.to_json(),
+            redis_url=redis.url,
+            fleet_token="t",
+            host="127.0.0.1",
+            log_dir=str(folder / "logs"),
+            program="tests.fleet.small_worker",
+        )
+        yield Fleet(Controller.start("test", spec), redis.url, folder / "logs")
+    finally:
+        ray.shutdown()
+        redis.stop()
+        shutil.rmtree(folder)
+        gc.collect()  # Ray's pipes and process handles, while their warnings are ignored
+
+
+async def records(fleet: Fleet) -> dict[str, WorkerRecord]:
+    registry = Registry(fleet.redis_url, "test")
+    try:
+        return (await registry.records())[1]
+    finally:
+        await registry.close()
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.05)
+
+
+def slot(fleet: Fleet, worker_id: str) -> dict[str, Any]:
+    return next(item for item in fleet.controller.status() if item["worker_id"] == worker_id)
+
+
+def wait_ready(fleet: Fleet, worker_id: str, epoch: int) -> None:
+    wanted = {"phase": "ready", "epoch": epoch}
+    wait_for(lambda: wanted.items() <= slot(fleet, worker_id).items())
+
+
+async def test_the_pools_come_up_with_their_environment(fleet: Fleet) -> None:
+    wait_ready(fleet, "prefill-0", 1)
+    wait_ready(fleet, "decode-0", 1)
+    found = await records(fleet)
+    assert sorted(found) == ["decode-0", "prefill-0"]
+    assert {(record.host, record.threads) for record in found.values()} == {("passive", 1)}
+    assert len(ray.util.placement_group_table()) == 2
+
+
+@pytest.mark.parametrize("victim", ["engine", "actor"])
+async def test_kill_9_brings_a_new_incarnation(fleet: Fleet, victim: str) -> None:
+    before = (await records(fleet))["decode-0"]
+    engine = ProcessKey.of(before.pid)
+    assert engine is not None
+    actor_pid = int(before.address.rpartition(":")[2])
+    os.kill(before.pid if victim == "engine" else actor_pid, signal.SIGKILL)
+    wait_ready(fleet, "decode-0", before.epoch + 1)
+    after = (await records(fleet))["decode-0"]
+    assert after.incarnation != before.incarnation
+    assert after.epoch == before.epoch + 1
+    assert engine.find() is None, "the engine never outlives its worker"
+    reason = "killed by SIGKILL (9)" if victim == "engine" else "its process is gone"
+    assert f"dead {reason}" in (fleet.logs / "controller.log").read_text()
+
+
+async def test_operators_drain_and_restart_through_redis(fleet: Fleet) -> None:
+    epoch = slot(fleet, "prefill-0")["epoch"]
+    registry = Registry(fleet.redis_url, "test")
+    assert "no such worker: prefill-9" in str(await registry.ask("drain", ["prefill-9"]))
+    assert await registry.ask("drain", ["prefill-0"]) == ""
+    wait_for(lambda: slot(fleet, "prefill-0")["phase"] == "parked")
+    assert (await registry.records())[0]["prefill-0"].state == "dead"
+
+    assert await registry.ask("restart", ["prefill-0"]) == ""
+    wait_ready(fleet, "prefill-0", epoch + 1)
+    decode_epoch = slot(fleet, "decode-0")["epoch"]
+    assert await registry.ask("roll", []) == ""
+    wait_ready(fleet, "prefill-0", epoch + 2)
+    wait_ready(fleet, "decode-0", decode_epoch + 1)
+    await registry.close()
+
+
+async def test_a_worker_that_cannot_start_says_why_and_is_tried_again(fleet: Fleet) -> None:
+    marker = fleet.logs / "fail-decode-0"
+    marker.touch()
+    os.kill((await records(fleet))["decode-0"].pid, signal.SIGKILL)
+    wait_for(lambda: "told to fail" in slot(fleet, "decode-0")["reason"])
+    marker.unlink()
+    wait_for(lambda: slot(fleet, "decode-0")["phase"] == "ready")
+
+
+async def test_workers_outlive_their_controller_and_are_adopted(fleet: Fleet) -> None:
+    before = await records(fleet)
+    actor = ray.get_actor(controller_name("test"), namespace=NAMESPACE)
+    ray.kill(actor, no_restart=False)
+    wait_for(
+        lambda: (
+            _goes_on(fleet) and (fleet.logs / "controller.log").read_text().count("adopted") == 2
+        )
+    )
+    for worker_id, record in before.items():
+        wait_ready(fleet, worker_id, record.epoch)
+    assert {name: record.pid for name, record in (await records(fleet)).items()} == {
+        name: record.pid for name, record in before.items()
+    }
+
+
+def _goes_on(fleet: Fleet) -> bool:
+    try:
+        fleet.controller.keep_running(timeout_s=2)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+async def test_a_stop_ends_every_worker(fleet: Fleet) -> None:
+    engines = [ProcessKey.of(record.pid) for record in (await records(fleet)).values()]
+    assert fleet.controller.stop()
+    wait_for(lambda: not any(engine and engine.find() for engine in engines), limit_s=5)
+    assert await records(fleet) == {}

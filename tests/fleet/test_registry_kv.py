@@ -1,0 +1,269 @@
+"""The prefix index: what workers publish is what readers hold, whatever happens to Redis."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.redis_server import EmbeddedRedis
+from fleet.registry import (
+    EventBatch,
+    FeedMachine,
+    Forget,
+    KvEventPublisher,
+    NameLedger,
+    Registry,
+    Snapshot,
+    names_checksum,
+)
+from fleet.registry_store import STREAM_BATCHES
+from tests.fleet.conftest import Reader, eventually
+
+STREAM = "baton:{test}:kv:events"
+
+
+def names(count: int) -> list[bytes]:
+    return [secrets.token_bytes(16) for _ in range(count)]
+
+
+@pytest.fixture
+async def publisher(registry: Registry) -> AsyncIterator[KvEventPublisher]:
+    made = KvEventPublisher(registry, secrets.token_bytes(16))
+    made.start()
+    yield made
+    await made.stop()
+
+
+def raw(server: EmbeddedRedis) -> redis.Redis:
+    return redis.Redis.from_url(server.url)
+
+
+async def test_what_is_stored_and_removed_reaches_a_reader(
+    publisher: KvEventPublisher, reader: Reader
+) -> None:
+    held = names(5000)  # more than fits into one batch
+    publisher.publish(stored=held)
+    publisher.publish(removed=held[:10])
+    await eventually(lambda: list(reader.names.values()) == [set(held[10:])])
+
+    publisher.publish(stored=held[:3], cleared=True)
+    await eventually(lambda: list(reader.names.values()) == [set(held[:3])])
+    assert reader.feed.gaps == 0
+
+
+async def test_a_reader_that_comes_late_starts_with_a_snapshot(
+    publisher: KvEventPublisher, registry: Registry
+) -> None:
+    held = names(100)
+    publisher.publish(stored=held)
+    await eventually(lambda: publisher.sequence > 0 and publisher.connected)
+    late = Reader(registry)
+    await eventually(lambda: list(late.names.values()) == [set(held)])
+    assert isinstance(late.items[0], Snapshot)
+    await late.close()
+
+
+async def test_many_publishers_at_once_do_not_disturb_each_other(
+    registry: Registry, reader: Reader
+) -> None:
+    publishers = [KvEventPublisher(registry, secrets.token_bytes(16)) for _ in range(6)]
+    expected: dict[bytes, set[bytes]] = {}
+    for publisher in publishers:
+        publisher.start()
+    for _ in range(20):
+        for publisher in publishers:
+            held = expected.setdefault(publisher._ledger.incarnation, set())
+            new = names(20)
+            gone = list(held)[:5]
+            publisher.publish(stored=new, removed=gone)
+            held.difference_update(gone)
+            held.update(new)
+        await asyncio.sleep(0.01)
+    await eventually(lambda: reader.names == expected)
+    await asyncio.gather(*(publisher.stop() for publisher in publishers))
+
+
+async def test_redis_killed_and_restarted_empty_is_filled_again(
+    redis_server: EmbeddedRedis, publisher: KvEventPublisher, reader: Reader
+) -> None:
+    held = names(50)
+    publisher.publish(stored=held)
+    await eventually(lambda: list(reader.names.values()) == [set(held)])
+
+    redis_server.kill()
+    more = names(5)
+    publisher.publish(stored=more, removed=held[:1])  # while it is away: nothing raises
+    await eventually(lambda: not publisher.connected and not reader.feed.connected)
+    assert list(reader.names.values()) == [set(held)], "the mirror serves on"
+
+    redis_server.start()
+    await eventually(lambda: list(reader.names.values()) == [{*held[1:], *more}])
+    assert not any(isinstance(item, Forget) for item in reader.items)
+    assert not reader.task.done()
+
+
+async def test_a_set_that_redis_evicted_is_published_again(
+    redis_server: EmbeddedRedis, publisher: KvEventPublisher, registry: Registry
+) -> None:
+    held = names(50)
+    publisher.publish(stored=held)
+    await eventually(lambda: publisher.checksum == names_checksum(held))
+    with raw(redis_server) as client:
+        (key,) = client.keys("*:set")
+        client.delete(key)
+        await eventually(lambda: client.scard(key) == 50)
+
+
+async def test_events_lost_from_a_trimmed_stream_are_noticed(
+    redis_server: EmbeddedRedis, publisher: KvEventPublisher, reader: Reader
+) -> None:
+    held = names(10)
+    publisher.publish(stored=held)
+    await eventually(lambda: list(reader.names.values()) == [set(held)])
+    reader.feed._registry, registry = (
+        Registry("redis://127.0.0.1:1/0", "test"),
+        reader.feed._registry,
+    )
+    await eventually(lambda: not reader.feed.connected)
+    lost = names(3)
+    with raw(redis_server) as client:
+        for name in lost:
+            before = client.xlen(STREAM)
+            publisher.publish(stored=[name])
+            await eventually(lambda before=before: client.xlen(STREAM) > before)
+        client.xtrim(STREAM, maxlen=1, approximate=False)
+    reader.feed._registry = registry
+    await eventually(lambda: list(reader.names.values()) == [{*held, *lost}])
+    assert reader.feed.gaps == 1
+
+
+async def test_a_mirror_that_differs_by_checksum_is_read_again(
+    publisher: KvEventPublisher, reader: Reader
+) -> None:
+    publisher.publish(stored=names(4))
+    await eventually(lambda: len(reader.names) == 1 and bool(*reader.names.values()))
+    (incarnation,) = reader.names
+    reader.feed._machine._tracks[incarnation].checksum ^= 1
+    reader.items.clear()
+    await eventually(lambda: any(isinstance(item, Snapshot) for item in reader.items))
+
+
+async def test_a_dead_incarnation_is_forgotten_at_once(
+    redis_server: EmbeddedRedis, registry: Registry, publisher: KvEventPublisher, reader: Reader
+) -> None:
+    publisher.publish(stored=names(200))
+    await eventually(lambda: len(reader.names) == 1)
+    await publisher.stop()
+    await registry.forget(*reader.names)
+    await eventually(lambda: not reader.names)
+    with raw(redis_server) as client:
+        assert not client.keys("*:set") and not client.keys("*:meta")
+        assert client.zcard("baton:{test}:kv:live") == 0
+
+
+async def test_the_stream_stays_bounded(redis_server: EmbeddedRedis, registry: Registry) -> None:
+    incarnation = secrets.token_bytes(16)
+    batches = [EventBatch(incarnation=incarnation, sequence=n) for n in range(STREAM_BATCHES + 500)]
+    for batch in batches:
+        await registry.publish(batch, 0)
+    with raw(redis_server) as client:
+        assert client.xlen(STREAM) <= STREAM_BATCHES + 200
+        unbounded = [key for key in client.keys("*") if client.ttl(key) < 0]
+        assert set(unbounded) == {STREAM.encode(), b"baton:{test}:kv:live"}
+
+
+NAMES = [bytes([n]) * 16 for n in range(12)]
+CHANGES = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(NAMES), max_size=6),
+        st.lists(st.sampled_from(NAMES), max_size=6),
+        st.booleans(),
+        st.sampled_from(["deliver", "lose", "trim", "redis empty", "hold"]),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(CHANGES)
+def test_reader_and_worker_agree_after_any_losses(
+    changes: list[tuple[list[bytes], list[bytes], bool, str]],
+) -> None:
+    """Model: a ledger publishes into a channel that loses things; heartbeats heal the reader."""
+    ledger, machine = NameLedger(b"i" * 16), FeedMachine()
+    machine.wants.add(ledger.incarnation)
+    mirror: set[bytes] = set()
+    truth: set[bytes] = set()
+    stored_set: set[bytes] = set()  # what Redis holds
+
+    def apply(items: list[object]) -> None:
+        for item in items:
+            if isinstance(item, Snapshot):
+                mirror.clear()
+                mirror.update(item.names)
+            elif isinstance(item, EventBatch):
+                if item.cleared:
+                    mirror.clear()
+                assert not mirror.intersection(item.stored), "batches hold net changes only"
+                mirror.difference_update(item.removed)
+                mirror.update(item.stored)
+
+    def publish() -> EventBatch | None:
+        if ledger.needs_snapshot:
+            stored_set.clear()
+            stored_set.update(ledger.take_snapshot().names)
+            return None
+        batch = ledger.take_batch()
+        if batch.cleared:
+            stored_set.clear()
+        stored_set.difference_update(batch.removed)
+        stored_set.update(batch.stored)
+        return batch
+
+    def heal() -> None:
+        apply(machine.on_live({ledger.incarnation: (ledger.sequence, ledger.checksum)}, 0.0))
+        if machine.wants:
+            snapshot = Snapshot(
+                incarnation=ledger.incarnation,
+                sequence=ledger.sequence,
+                names=frozenset(stored_set),
+            )
+            apply(machine.on_snapshot(snapshot, ledger.checksum))
+
+    for stored, removed, cleared, fate in changes:
+        ledger.change(stored, removed, cleared)
+        if cleared:
+            truth.clear()
+        truth.difference_update(removed)
+        truth.update(stored)
+        if fate == "hold":
+            continue
+        if fate == "redis empty":
+            ledger.lost()
+            stored_set.clear()
+        while ledger.pending:
+            batch = publish()
+            if batch is not None and fate == "deliver":
+                apply(machine.on_entry(batch))
+                apply(machine.on_entry(batch))  # twice is as good as once
+        if fate == "trim":
+            heal()
+        assert stored_set == ledger.names
+
+    while ledger.pending:
+        publish()
+    heal()
+    assert mirror == ledger.names == truth
+    assert ledger.taken_names == len(truth)
+
+
+def test_changes_that_undo_each_other_publish_nothing() -> None:
+    ledger = NameLedger(b"i" * 16)
+    ledger.change(stored=NAMES[:2])
+    ledger.change(removed=NAMES[:2])
+    ledger.change(removed=NAMES[:2], cleared=True)
+    assert not ledger.pending

@@ -1,0 +1,121 @@
+"""The list of workers: who writes what, and that it outlives Redis."""
+
+import asyncio
+import secrets
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fleet.redis_server import EmbeddedRedis
+from fleet.registry import (
+    Presence,
+    Registry,
+    RegistryUnavailableError,
+    RegistryWatcher,
+    WorkerRecord,
+)
+from fleet.registry_workers import merged
+from tests.fleet.conftest import eventually
+
+
+def worker(worker_id: str = "decode-0", **changes: object) -> WorkerRecord:
+    record = WorkerRecord(
+        worker_id=worker_id,
+        role="decode",
+        state="ready",
+        epoch=1,
+        incarnation=secrets.token_bytes(16),
+        pid=4711,
+        address="127.0.0.1:50051",
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+async def test_a_watcher_sees_a_worker_come_change_and_leave(registry: Registry) -> None:
+    watcher = RegistryWatcher(registry)
+    presence = Presence(registry, worker())
+    assert await watcher.poll() == []
+    presence.start()
+    await eventually(lambda: presence.connected)
+    (came,) = await watcher.poll()
+    assert came.before is None
+    assert came.after is not None and came.after.state == "ready"
+
+    presence.update("draining", reason="scale-in")
+    await asyncio.sleep(0.1)
+    (changed,) = await watcher.poll()
+    assert changed.after is not None
+    assert (changed.after.state, changed.after.reason) == ("draining", "scale-in")
+    assert await watcher.poll() == [], "a refreshed heartbeat is no change"
+    await presence.stop()
+    assert (await registry.records())[1] == {}
+
+
+async def test_an_emptied_redis_heals_without_anyone_being_dropped(
+    redis_server: EmbeddedRedis, registry: Registry
+) -> None:
+    watcher, presence = RegistryWatcher(registry), Presence(registry, worker())
+    presence.start()
+    await eventually(lambda: presence.connected)
+    await watcher.poll()
+
+    redis_server.kill()
+    assert await watcher.poll() == []
+    assert not watcher.connected
+    assert list(watcher.workers) == ["decode-0"]
+    await eventually(lambda: not presence.connected)
+
+    redis_server.start()
+    assert await watcher.poll() == [], "still on the list while Redis is empty"
+    await eventually(lambda: presence.connected)
+    assert list((await registry.records())[1]) == ["decode-0"]
+    await presence.stop()
+
+
+async def test_the_last_known_list_survives_a_restart_without_redis(
+    redis_server: EmbeddedRedis, registry: Registry, tmp_path: Path
+) -> None:
+    file = tmp_path / "workers.json"
+    await registry.register(worker())
+    await RegistryWatcher(registry, file).poll()
+    redis_server.kill()
+
+    restarted = RegistryWatcher(registry, file)
+    (change,) = await restarted.poll()
+    assert change.after is not None and change.after.address == "127.0.0.1:50051"
+    assert not restarted.connected
+
+
+async def test_a_silent_worker_leaves_the_list_after_a_while(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleet.registry_workers.FORGET_AFTER_S", 0.1)
+    watcher = RegistryWatcher(registry)
+    await registry.register(worker())
+    await watcher.poll()
+    await registry.remove_slot("decode-0")
+    assert await watcher.poll() == []
+    await asyncio.sleep(0.15)
+    (change,) = await watcher.poll()
+    assert change.after is None and watcher.workers == {}
+
+
+async def test_connecting_to_nothing_is_one_typed_error() -> None:
+    with pytest.raises(RegistryUnavailableError):
+        await Registry.connect("redis://127.0.0.1:1/0", "test")
+
+
+def test_the_later_life_of_a_slot_wins() -> None:
+    old, new = worker(epoch=1), worker(epoch=2, state="starting", incarnation=b"")
+    assert merged({"decode-0": new}, {"decode-0": old}) == {"decode-0": new}
+    assert merged({"decode-0": old}, {"decode-0": new}) == {"decode-0": new}
+
+
+def test_within_a_life_the_controller_knows_of_death_and_the_worker_of_its_address() -> None:
+    alive = worker()
+    slot = worker(state="dead", reason="exit code -9", incarnation=b"", pid=0, address="")
+    both = merged({"decode-0": slot}, {"decode-0": alive})["decode-0"]
+    assert (both.state, both.reason, both.pid) == ("dead", "exit code -9", 4711)
+    starting = worker(state="starting", incarnation=b"")
+    assert merged({"decode-0": starting}, {"decode-0": alive})["decode-0"] is alive

@@ -1,0 +1,159 @@
+"""A real router over HTTP, emulated workers over real gRPC, the real tokenizer and template."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from engine.text.artifact import resolve_model
+from fleet.config import DEFAULT_MODEL
+from fleet.registry_types import WorkerRecord
+from router.app import Router
+from router.directory import StaticDirectory
+from router.model import ServedModel
+from router.settings import RouterSettings
+from tests.router.emulated_worker import EmulatedWorker, Script
+
+MODEL = "smollm2"
+
+
+@pytest.fixture(scope="session")
+def artifact():
+    return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def model(artifact):
+    return ServedModel(artifact, (MODEL, "alias"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def record_of(worker_id: str, address: str, role: str = "decode", **more) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=worker_id, role=role, state="ready", epoch=1, address=address, **more
+    )
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Wait until ``condition()`` holds."""
+    limit = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit, "it did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+class Fleet:
+    """One router and its workers."""
+
+    def __init__(self, router: Router, server: uvicorn.Server, directory: StaticDirectory) -> None:
+        self.router = router
+        self.directory = directory
+        self.workers: dict[str, EmulatedWorker] = {}
+        self.processes: list[asyncio.subprocess.Process] = []
+        self.server = server
+        port = server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=20)
+
+    async def add(self, worker_id: str, script: Script | None = None) -> EmulatedWorker:
+        role = worker_id.split("-")[0]
+        worker = await EmulatedWorker(worker_id, role, script).start()
+        self.workers[worker_id] = worker
+        self.directory.put(record_of(worker_id, worker.address, role))
+        await until(lambda: self.state(worker_id) == "ready")
+        return worker
+
+    async def spawn(self, worker_id: str, *arguments: str) -> asyncio.subprocess.Process:
+        """A worker in a process of its own."""
+        role = worker_id.split("-")[0]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("emulated_worker.py")),
+            *("--port", "0", "--id", worker_id, "--role", role, *arguments),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self.processes.append(process)
+        address = (await process.stdout.readline()).decode().strip()
+        self.directory.put(record_of(worker_id, address, role))
+        await until(lambda: self.state(worker_id) == "ready")
+        return process
+
+    def state(self, worker_id: str) -> str:
+        slot = self.router.gateway.workers.get(worker_id)
+        return slot.state if slot is not None else ""
+
+    async def chat(self, text: str = "hi", headers: dict | None = None, **body) -> httpx.Response:
+        messages = [{"role": "user", "content": text}]
+        return await self.http.post(
+            "/v1/chat/completions",
+            json={"model": MODEL, "messages": messages, "seed": 1, "max_tokens": 4} | body,
+            headers=headers or {},
+        )
+
+    async def complete(self, prompt="hi", headers: dict | None = None, **body) -> httpx.Response:
+        return await self.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": prompt, "seed": 1} | body,
+            headers=headers or {},
+        )
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        self.server.should_exit = True
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        for worker in self.workers.values():
+            await worker.stop()
+
+
+@pytest.fixture
+async def make_fleet(model):
+    """Call with worker ids and scripts: ``await make_fleet({"decode-0": Script()}, port=…)``."""
+    fleets: list[tuple[Fleet, asyncio.Task]] = []
+
+    async def make(workers: dict[str, Script | None], served=model, **settings) -> Fleet:
+        base = RouterSettings(model=DEFAULT_MODEL, model_names=served.names, fleet_token="secret")
+        directory = StaticDirectory()
+        router = Router(replace(base, **settings), served, directory)
+        server = uvicorn.Server(
+            uvicorn.Config(router.app(), port=0, log_level="critical", timeout_graceful_shutdown=1)
+        )
+        server.capture_signals = contextlib.nullcontext
+        task = asyncio.create_task(server.serve())
+        await until(lambda: server.started)
+        fleet = Fleet(router, server, directory)
+        fleets.append((fleet, task))
+        for worker_id, script in workers.items():
+            await fleet.add(worker_id, script)
+        return fleet
+
+    yield make
+    for fleet, task in fleets:
+        await fleet.close()
+        await task
+
+
+def events_of(text: str) -> list:
+    """The events of an SSE body; ``"[DONE]"`` as it stands, comments left out."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            found.append(data if data == "[DONE]" else json.loads(data))
+    return found

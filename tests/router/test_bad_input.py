@@ -1,0 +1,249 @@
+"""What is refused: by name, with OpenAI's body, never clamped, never coerced."""
+
+import pytest
+
+from tests.router.conftest import MODEL
+from tests.router.emulated_worker import Script
+
+USER = [{"role": "user", "content": "hi"}]
+
+BAD_CHAT = [
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 33}, "n"),
+    ({"n": 1.0}, "n"),
+    ({"n": True}, "n"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 49153}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": "1"}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [49152]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"logit_bias": {"49152": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 8192}, "max_tokens"),
+    ({"max_completion_tokens": 8192}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"ignore_eos": "no"}, "ignore_eos"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+    ({"priority": 2**31}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"user": 5}, "user"),
+    ({"nonsense": 1}, "nonsense"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"store": True}, "store"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"echo": True}, "echo"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [*USER, {"role": "user", "content": 5}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"model": 5}, "model"),
+    ({"model": ""}, "model"),
+]
+
+BAD_COMPLETION = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [49152]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt[0]"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ["a"] * 65}, "prompt"),
+    ({"prompt": "hi " * 9000}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"messages": USER}, "messages"),
+]
+
+
+@pytest.fixture
+async def fleet(make_fleet):
+    return await make_fleet({"decode-0": Script(step_s=0)})
+
+
+def check_problem(response, status: int, param: str | None) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+    return error
+
+
+async def test_bad_chat_parameters_are_named(fleet):
+    for change, param in BAD_CHAT:
+        response = await fleet.http.post(
+            "/v1/chat/completions", json={"model": MODEL, "messages": USER} | change
+        )
+        error = check_problem(response, 400, param)
+        assert error["type"] == "invalid_request_error", change
+    assert not fleet.workers["decode-0"].submissions
+
+
+async def test_bad_completion_parameters_are_named(fleet):
+    for change, param in BAD_COMPLETION:
+        response = await fleet.http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "hi"} | change
+        )
+        check_problem(response, 400, param)
+    assert not fleet.workers["decode-0"].submissions
+
+
+async def test_neutral_values_of_unsupported_parameters_are_accepted(fleet):
+    neutral = {
+        "tools": None,
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "metadata": {"a": "b"},
+        "store": False,
+        "modalities": ["text"],
+        "service_tier": "auto",
+        "reasoning_effort": None,
+        "temperature": None,
+        "stop": None,
+        "max_completion_tokens": 4,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            *USER,
+            {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": None},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        ],
+    }
+    assert (await fleet.chat(**neutral)).status_code == 200
+    assert (await fleet.complete(best_of=1, suffix=None, max_tokens=1)).status_code == 200
+
+
+async def test_messages_and_text_parts_reach_the_prompt(fleet, model):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    await fleet.chat(messages=messages)
+    sent = fleet.workers["decode-0"].submissions[0].prompt_tokens
+    ids = [int.from_bytes(sent[i : i + 4], "little") for i in range(0, len(sent), 4)]
+    assert model.tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+        "<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+async def test_a_prompt_too_long_is_told_with_the_numbers(fleet):
+    error = check_problem(await fleet.complete("hi " * 9000), 400, "prompt")
+    assert error["code"] == "context_length_exceeded"
+    assert "8192" in error["message"]
+    assert "900" in error["message"]
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[]", b"", b'{"model": NaN}', b"\xff\xfe"])
+async def test_malformed_json_is_400(fleet, raw):
+    response = await fleet.http.post("/v1/chat/completions", content=raw)
+    check_problem(response, 400, None)
+
+
+async def test_bodies_over_4_mib_are_413(fleet):
+    big = b'{"model": "' + b"x" * (4 * 1024 * 1024) + b'"}'
+    response = await fleet.http.post("/v1/chat/completions", content=big)
+    assert check_problem(response, 413, None)["code"] == "payload_too_large"
+
+    async def pieces():
+        for _ in range(70):
+            yield b" " * 65536
+
+    response = await fleet.http.post("/v1/chat/completions", content=pieces())
+    check_problem(response, 413, None)
+
+
+async def test_unknown_paths_methods_and_models_have_openais_body(fleet):
+    check_problem(await fleet.http.get("/nothing"), 404, None)
+    check_problem(await fleet.http.get("/v1/chat/completions"), 405, None)
+    check_problem(await fleet.http.get("/v1/models/other"), 404, "model")
+    check_problem(await fleet.http.get("/fleet/requests/other"), 404, None)
+    error = check_problem(await fleet.chat(model="other"), 404, "model")
+    assert error["code"] == "model_not_found"
+    assert (await fleet.chat(model="alias")).json()["model"] == "alias"
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("x-baton-mode", "fast"),
+        ("x-baton-timeout-ms", "0"),
+        ("x-baton-timeout-ms", "soon"),
+        ("x-baton-timeout-ms", "86400001"),
+        ("x-baton-tenant", "a b"),
+        ("x-baton-tenant", ""),
+    ],
+)
+async def test_bad_headers_are_named(fleet, header, value):
+    check_problem(await fleet.chat(headers={header: value}), 400, header)
+
+
+async def test_api_keys_name_tenants(make_fleet):
+    fleet = await make_fleet({"decode-0": None}, api_keys={"sk-one-key": "one"})
+    refused = check_problem(await fleet.chat(), 401, None)
+    assert refused["code"] == "invalid_api_key"
+    for wrong in ("Bearer sk-other", "sk-one-key", "Basic sk-one-key"):
+        check_problem(await fleet.chat(headers={"authorization": wrong}), 401, None)
+    check_problem(await fleet.http.get("/v1/models"), 401, None)
+    headers = {"authorization": "Bearer sk-one-key", "x-baton-tenant": "other"}
+    assert (await fleet.chat(headers=headers)).status_code == 200
+    assert fleet.workers["decode-0"].submissions[0].tenant == "one"
+    assert (await fleet.http.get("/health/live")).status_code == 200
+
+
+async def test_a_model_without_template_cannot_chat(make_fleet, artifact):
+    from dataclasses import replace
+
+    from router.model import ServedModel
+
+    base = ServedModel(replace(artifact, chat_template=None), ("base",))
+    fleet = await make_fleet({"decode-0": None}, served=base)
+    error = check_problem(await fleet.chat(model="base"), 400, "messages")
+    assert "no chat template" in error["message"]
+    assert (await fleet.complete(model="base")).status_code == 200

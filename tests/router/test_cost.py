@@ -1,0 +1,218 @@
+"""The cost of a placement: seconds, and no worker left behind."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.registry_types import EventBatch
+from router.cost import Edge, Terms, WorkerLoad, candidates, choose
+from router.load import LoadBook
+from router.mirror import Mirror
+
+TRACE = Path(__file__).with_name("conversation_sample.jsonl")
+
+
+def worker(worker_id: str, **more) -> WorkerLoad:
+    base = WorkerLoad(
+        worker_id=worker_id,
+        incarnation=worker_id.encode(),
+        role=worker_id.split("-")[0],
+        prefill_tokens_per_s=1000.0,
+        prefill_overhead_s=0.01,
+        decode_step_s=0.02,
+        block_bytes=368_640,
+        total_blocks=1024,
+    )
+    return replace(base, **more)
+
+
+def found(workers, mode="auto", prompt=1000, expected=100, choices=1):
+    return candidates(
+        workers, mode=mode, prompt_tokens=prompt, expected_tokens=expected, choices=choices
+    )
+
+
+def test_the_candidates_are_every_pair_and_every_worker_alone():
+    workers = [worker(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
+    names = {(c.prefill and c.prefill.worker_id, c.decode.worker_id) for c in found(workers)}
+    assert len(names) == 8
+    assert (None, "prefill-0") in names
+    assert all(c.prefill is not None for c in found(workers, "disaggregated"))
+    assert len(found(workers, "disaggregated")) == 4
+    assert all(c.prefill is None for c in found(workers, "colocated"))
+    assert found(workers[:2], "disaggregated") == []
+
+
+def test_pairs_of_different_formats_are_not_candidates():
+    workers = [worker("prefill-0", format_id="a"), worker("decode-0", format_id="b")]
+    assert found(workers, "disaggregated") == []
+
+
+def test_an_idle_fleet_computes_where_it_decodes():
+    best = found([worker("prefill-0"), worker("decode-0")])[0]
+    assert best.mode == "colocated"
+
+
+def test_a_busy_decode_worker_is_spared_the_prompt():
+    workers = [worker("prefill-0", decode_step_s=0.1), worker("decode-0", streams=16)]
+    best = found(workers)[0]
+    assert best.mode == "disaggregated"
+
+
+def test_a_slow_edge_makes_the_hand_off_not_worth_it():
+    fast, slow = Edge(bytes_per_s=1e10), Edge(bytes_per_s=1e5)
+    prefill = worker("prefill-0", decode_step_s=0.1)
+    decode = worker("decode-0", streams=8, edges={"prefill-0": fast})
+    assert found([prefill, decode])[0].mode == "disaggregated"
+    assert found([prefill, replace(decode, edges={"prefill-0": slow})])[0].mode == "colocated"
+
+
+def test_a_cached_prefix_is_worth_its_compute_and_no_more():
+    warm = worker("decode-0", cached_blocks=60)
+    cold = worker("decode-1")
+    assert found([warm, cold])[0].decode.worker_id == "decode-0"
+    # Longest-prefix-first would stay; the queue in front of the warm one costs more.
+    assert found([replace(warm, queued_tokens=2000), cold])[0].decode.worker_id == "decode-1"
+
+
+def test_even_a_whole_prefix_leaves_a_token_to_compute():
+    best = found([worker("decode-0", cached_blocks=1000)], prompt=160)[0]
+    assert best.uncached_tokens == 1
+
+
+def test_blocks_that_decode_holds_do_not_travel():
+    prefill = worker("prefill-0")
+    edge = {"prefill-0": Edge(bytes_per_s=1e6)}
+    cold = found([prefill, worker("decode-0", edges=edge)], "disaggregated")[0]
+    warm = found(
+        [prefill, worker("decode-0", edges=edge, cached_blocks=62)], "disaggregated"
+    )[0]  # fmt: skip
+    assert warm.terms.transfer_s < cold.terms.transfer_s / 10
+    assert warm.terms.compute_s == cold.terms.compute_s
+
+
+def test_a_full_pool_costs():
+    roomy, full = worker("decode-0"), worker("decode-1", room_blocks=0)
+    assert found([full, roomy])[0].decode.worker_id == "decode-0"
+    assert found([full])[0].terms.room_s > 0
+
+
+LOADS = st.builds(
+    worker,
+    st.sampled_from(["prefill-0", "decode-0", "decode-1"]),
+    queued_tokens=st.integers(0, 10**6),
+    streams=st.integers(0, 500),
+    cached_blocks=st.integers(0, 1000),
+    room_blocks=st.integers(0, 1024),
+    prefill_tokens_per_s=st.floats(1, 1e6),
+    decode_step_s=st.floats(1e-4, 10),
+)
+
+
+@given(load=LOADS, prompt=st.integers(1, 10**5), expected=st.integers(1, 10**4))
+def test_costs_are_positive_seconds_and_more_load_never_costs_less(load, prompt, expected):
+    workers = [load, worker("prefill-9")]
+    for candidate in found(workers, prompt=prompt, expected=expected):
+        parts = [getattr(candidate.terms, name) for name in Terms.__dataclass_fields__]
+        assert all(part >= 0 for part in parts)
+        assert candidate.terms.total_s == pytest.approx(sum(parts))
+    busier = replace(load, queued_tokens=load.queued_tokens + 100, streams=load.streams + 1)
+    before = found([load], "colocated", prompt, expected)[0].terms.total_s
+    assert found([busier], "colocated", prompt, expected)[0].terms.total_s > before
+
+
+def test_near_ties_are_drawn_and_clear_winners_are_not():
+    equal = found([worker(f"decode-{i}") for i in range(4)])
+    generator = random.Random(1)
+    drawn = {choose(equal, tie_s=0.002, pick=generator.choice).decode.worker_id for _ in range(99)}
+    assert len(drawn) == 4
+    clear = found([worker("decode-0"), worker("decode-1", queued_tokens=500)])
+    drawn = {choose(clear, tie_s=0.002, pick=generator.choice).decode.worker_id for _ in range(99)}
+    assert drawn == {"decode-0"}
+
+
+class TestLoadBook:
+    """Load that the workers' reports do not show yet."""
+
+    def test_a_booking_counts_until_a_younger_report(self):
+        book = LoadBook()
+        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        assert book.unreported("w") == (100, 2)
+        book.reported("w", now_ns=10_000_000)  # too soon: it may not have arrived there
+        assert book.unreported("w") == (100, 2)
+        book.reported("w", now_ns=300_000_000)
+        assert book.unreported("w") == (0, 0)
+
+    def test_the_first_token_takes_the_prompt_off_and_the_end_the_rest(self):
+        book = LoadBook()
+        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        book.computed("r")
+        assert book.unreported("w") == (0, 2)
+        book.release("r")
+        assert book.unreported("w") == (0, 0)
+
+    def test_a_burst_spreads_before_any_report_comes(self):
+        book, generator = LoadBook(), random.Random(7)
+        counts = dict.fromkeys(("decode-0", "decode-1", "decode-2", "decode-3"), 0)
+        for number in range(40):
+            loads = []
+            for name in counts:
+                tokens, streams = book.unreported(name)
+                loads.append(worker(name, queued_tokens=tokens, streams=streams))
+            best = choose(found(loads), tie_s=0.002, pick=generator.choice)
+            counts[best.decode.worker_id] += 1
+            book.book(best.decode.worker_id, str(number), tokens=1000, streams=1, now_ns=0)
+        assert max(counts.values()) <= 11
+
+
+def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
+    """Reuse is near the bound of one endless cache, and does not pile work up on one node.
+
+    Replays a sample of Mooncake's conversation trace (its LICENSE lies beside it).
+    """
+    rows = [json.loads(line) for line in TRACE.read_text().splitlines()]
+    nodes, rate, reused = 8, 8000.0, 0
+    mirror, generator = Mirror(), random.Random(3)
+    names = [f"decode-{i}" for i in range(nodes)]
+    sequences, work, busy_until_s = [0] * nodes, [0.0] * nodes, [0.0] * nodes
+    seen: set[bytes] = set()
+    bound = 0
+    for row in rows:
+        now_s = row["timestamp"] / 1000
+        # A block of the trace has 512 tokens; the model's blocks have 16.
+        blocks = [f"{i}/{part}".encode() for i in row["hash_ids"] for part in range(32)]
+        blocks = blocks[: row["input_length"] // 16]
+        loads = [
+            worker(
+                name,
+                queued_tokens=int(max(busy_until_s[i] - now_s, 0) * rate),
+                cached_blocks=mirror.prefix_blocks(name.encode(), blocks),
+                prefill_tokens_per_s=rate,
+            )
+            for i, name in enumerate(names)
+        ]
+        best = choose(
+            found(loads, prompt=row["input_length"], expected=row["output_length"]),
+            tie_s=0.002,
+            pick=generator.choice,
+        )
+        node = names.index(best.decode.worker_id)
+        sequences[node] += 1
+        mirror.apply(
+            EventBatch(
+                incarnation=names[node].encode(), sequence=sequences[node], stored=tuple(blocks)
+            )
+        )
+        work[node] += best.uncached_tokens
+        busy_until_s[node] = max(busy_until_s[node], now_s) + best.uncached_tokens / rate
+        known = [block in seen for block in blocks]
+        bound += 16 * (known.index(False) if False in known else len(known))
+        seen.update(blocks)
+        reused += row["input_length"] - best.uncached_tokens
+    assert max(work) / (sum(work) / nodes) < 1.5
+    assert reused > 0.8 * bound

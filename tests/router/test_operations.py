@@ -1,0 +1,298 @@
+"""What operators see: the fleet, readiness, metrics, models, one request's story, a clean stop."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router.conftest import MODEL, events_of, free_port, until
+from tests.router.emulated_worker import Script
+
+FIELDS = {
+    *("id", "role", "state", "incarnation", "epoch", "pid", "host", "address"),
+    *("kv_blocks", "running", "waiting", "threads"),
+}
+
+
+@pytest.fixture
+async def fleet(make_fleet):
+    return await make_fleet({"decode-0": Script(step_s=0.002), "prefill-0": Script(step_s=0.002)})
+
+
+def samples(page: str) -> dict[tuple, float]:
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+async def test_fleet_has_every_field_of_every_worker(fleet):
+    document = (await fleet.http.get("/fleet")).json()
+    assert set(document) == {"workers", "transfers"}
+    assert document["transfers"] == {"count": 0, "bytes": 0, "failures": 0}
+    assert [worker["id"] for worker in document["workers"]] == ["decode-0", "prefill-0"]
+    for worker in document["workers"]:
+        assert set(worker) == FIELDS
+        assert worker["state"] == "ready"
+        assert worker["pid"] == os.getpid()
+        assert worker["epoch"] == 1
+        assert len(bytes.fromhex(worker["incarnation"])) == 16
+        assert worker["kv_blocks"] == {
+            "total": 512,
+            "free": 500,
+            "cached": 8,
+            "leased": 4,
+            "quarantined": 0,
+        }
+
+
+async def test_transfers_never_fall_over_a_death(make_fleet):
+    fleet = await make_fleet({"decode-0": None, "prefill-0": None}, dead_shown_s=0.5)
+    for _ in range(3):
+        await fleet.chat(headers={"x-baton-mode": "disaggregated"})
+
+    async def count() -> int:
+        return (await fleet.http.get("/fleet")).json()["transfers"]["count"]
+
+    await asyncio.sleep(0.3)
+    assert await count() == 3
+    await fleet.workers["decode-0"].stop()
+    await until(lambda: fleet.state("decode-0") == "dead")
+    assert await count() == 3
+    await fleet.add("decode-0")
+    await fleet.chat(headers={"x-baton-mode": "disaggregated"})
+    await asyncio.sleep(0.3)
+    assert await count() == 4
+
+
+async def test_the_dead_leave_after_a_while_and_come_back_as_they_were(make_fleet):
+    fleet = await make_fleet({"decode-0": None, "decode-1": None}, dead_shown_s=0.4)
+
+    async def states() -> dict[str, str]:
+        workers = (await fleet.http.get("/fleet")).json()["workers"]
+        return {worker["id"]: worker["state"] for worker in workers}
+
+    address = fleet.workers["decode-0"].address
+    await fleet.workers["decode-0"].stop()
+    await until(lambda: fleet.state("decode-0") == "dead")
+    assert await states() == {"decode-0": "dead", "decode-1": "ready"}
+    await asyncio.sleep(0.5)
+    assert await states() == {"decode-1": "ready"}
+    # A new life at the same address needs no word from the directory.
+    worker = fleet.workers["decode-0"]
+    worker.incarnation, worker.epoch = b"n" * 16, 2
+    await worker.start(int(address.rsplit(":", 1)[1]))
+    await until(lambda: fleet.state("decode-0") == "ready")
+    workers = (await fleet.http.get("/fleet")).json()["workers"]
+    assert workers[0]["epoch"] == 2
+    assert workers[0]["incarnation"] == (b"n" * 16).hex()
+
+
+async def test_ready_sends_a_token_through_every_live_pair(make_fleet):
+    fleet = await make_fleet({"decode-0": None, "decode-1": None, "prefill-0": None})
+    response = await fleet.http.get("/health/ready")
+    assert response.status_code == 200
+    pairs = {(pair["prefill"], pair["decode"]) for pair in response.json()["pairs"]}
+    assert pairs == {("prefill-0", "decode-0"), ("prefill-0", "decode-1")}
+    probes = [s for worker in fleet.workers.values() for s in worker.submissions]
+    assert all(probe.probe and probe.sampling.max_tokens == 1 for probe in probes)
+    assert all(probe.prefill.worker_id == "prefill-0" for probe in probes)
+    for _ in range(5):
+        await fleet.http.get("/health/ready")
+    assert sum(len(worker.submissions) for worker in fleet.workers.values()) == 2
+    page = (await fleet.http.get("/metrics")).text
+    values = samples(page)
+    assert not any(name[0] == "baton_requests_total" for name in values)
+    assert values.get(("baton_time_to_first_token_seconds_count",), 0) == 0
+    assert not any(name[0] == "baton_prompt_tokens_total" for name in values)
+
+
+async def test_not_ready_names_the_pair_that_fails(make_fleet):
+    fleet = await make_fleet(
+        {"decode-0": None, "decode-1": Script(fail=("numerics_error", "NaN", False))}
+    )
+    response = await fleet.http.get("/health/ready")
+    assert response.status_code == 503
+    failed = [pair for pair in response.json()["pairs"] if not pair["ok"]]
+    assert [(pair["decode"], pair["error"]) for pair in failed] == [("decode-1", "NaN")]
+    empty = await make_fleet({})
+    assert (await empty.http.get("/health/ready")).status_code == 503
+    assert (await empty.http.get("/health/live")).json() == {"status": "live"}
+
+
+async def test_a_request_can_be_explained(fleet):
+    response = await fleet.chat()
+    story = (await fleet.http.get(f"/fleet/requests/{response.json()['id']}")).json()
+    assert story["state"] == "ended"
+    assert story["attempts"] == 1
+    assert {c["mode"] for c in story["candidates"]} == {"colocated", "disaggregated"}
+    assert len(story["candidates"]) == 3
+    costs = [candidate["cost_s"] for candidate in story["candidates"]]
+    assert costs == sorted(costs)
+    assert set(story["chosen"]["terms"]) == {
+        *("queue_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s")
+    }
+    assert sum(story["chosen"]["terms"].values()) == pytest.approx(
+        story["chosen"]["cost_s"], abs=1e-5
+    )
+    events = [entry["event"] for entry in story["timeline"]]
+    assert events[0] == "arrived"
+    assert events[-1] == "finished"
+    assert [entry["at_s"] for entry in story["timeline"]] == sorted(
+        entry["at_s"] for entry in story["timeline"]
+    )
+    assert story["route"]["decode"] in ("decode-0", "prefill-0")
+    assert story["finish_reasons"] == ["length"]
+
+
+async def test_records_are_bounded(make_fleet):
+    fleet = await make_fleet({"decode-0": None}, kept_records=3)
+    ids = [(await fleet.chat(max_tokens=1)).json()["id"] for _ in range(5)]
+    found = [(await fleet.http.get(f"/fleet/requests/{i}")).status_code for i in ids]
+    assert found == [404, 404, 200, 200, 200]
+    await until(lambda: fleet.router.gateway.in_flight == 0)
+
+
+async def test_metrics_count_each_request_once_and_phases_add_up(fleet):
+    for index in range(6):
+        await fleet.chat(stream=index % 2 == 0)
+    await fleet.chat(temperature=9)
+    await until(lambda: fleet.router.gateway.in_flight == 0)
+    values = samples((await fleet.http.get("/metrics")).text)
+    tenant = ("tenant", "default")
+    ok = ("baton_requests_total", ("endpoint", "chat"), ("status", "200"), tenant)
+    assert values[ok] == 6
+    bad = (
+        "baton_requests_total", ("endpoint", "chat"), ("status", "400"), ("tenant", "all")
+    )  # fmt: skip
+    assert values[bad] == 1
+    assert values["baton_generation_tokens_total", tenant] == 24
+    assert values["baton_time_to_first_token_seconds_count", tenant] == 6
+    model = ("model_name", MODEL)
+    assert values["vllm:generation_tokens_total", model, tenant] == 24
+    phases = sum(v for name, v in values.items() if name[0] == "baton_phase_seconds_sum")
+    assert phases == pytest.approx(values["baton_e2e_seconds_sum", tenant], rel=0.02)
+    by_source = [v for name, v in values.items() if name[0] == "baton_prefix_tokens_total"]
+    assert sum(by_source) == values["baton_prompt_tokens_total", tenant]
+    ready = ("baton_workers", ("role", "decode"), ("state", "ready"))
+    assert values[ready] == 1
+
+
+async def test_models_carry_the_artifact_record(fleet, model):
+    listed = (await fleet.http.get("/v1/models")).json()
+    assert [entry["id"] for entry in listed["data"]] == [MODEL, "alias"]
+    one = (await fleet.http.get("/v1/models/alias")).json()
+    assert one["id"] == "alias"
+    assert one["root"] == MODEL
+    assert one["architecture"] == "llama"
+    assert one["context_tokens"] == 8192
+    assert one["dtype"] == "bf16"
+    assert one["quantisation"] == "Q4_1"
+    assert one["license"] == "apache-2.0"
+    assert one["weights_digest"] == model.artifact.weights_digest.hex()
+    assert {"source", "revision", "tokenizer_digest", "template_digest"} <= set(one)
+    assert "generation_defaults" in one
+
+
+async def test_tokenize_and_detokenize(fleet):
+    answer = (await fleet.http.post("/tokenize", json={"prompt": "Hello, world!"})).json()
+    assert answer == {"count": 4, "max_model_len": 8192, "tokens": [19556, 28, 905, 17]}
+    back = await fleet.http.post("/detokenize", json={"tokens": answer["tokens"]})
+    assert back.json() == {"prompt": "Hello, world!"}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}
+    answer = (await fleet.http.post("/tokenize", json=chat)).json()
+    assert answer["token_strs"][0] == "<|im_start|>"
+    for bad in ({}, {"prompt": "a", "messages": chat["messages"]}, {"prompt": 5}):
+        assert (await fleet.http.post("/tokenize", json=bad)).status_code == 400
+    for bad in ({"tokens": [49152]}, {"tokens": "a"}, {}):
+        assert (await fleet.http.post("/detokenize", json=bad)).status_code == 400
+
+
+async def test_docs_describe_the_bodies(fleet):
+    assert (await fleet.http.get("/docs")).status_code == 200
+    document = (await fleet.http.get("/openapi.json")).json()
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    assert body["content"]["application/json"]["schema"]["$ref"].endswith("ChatBody")
+    assert "logit_bias" in document["components"]["schemas"]["ChatBody"]["properties"]
+    assert "Message" in document["components"]["schemas"]
+
+
+async def test_targets_are_prometheus_http_discovery(make_fleet):
+    from tests.router.conftest import record_of
+
+    fleet = await make_fleet({"decode-0": None})
+    worker = fleet.workers["decode-0"]
+    fleet.directory.put(record_of("decode-0", worker.address, metrics_address="127.0.0.1:9"))
+    await asyncio.sleep(0.05)
+    targets = (await fleet.http.get("/fleet/targets")).json()
+    assert targets[0]["labels"]["component"] == "router"
+    assert targets[1]["targets"] == ["127.0.0.1:9"]
+    assert targets[1]["labels"]["worker"] == "decode-0"
+
+
+async def test_silence_after_the_first_token_is_broken_by_comments(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(step_s=0.3)}, keep_alive_s=0.1)
+    response = await fleet.chat(stream=True, max_tokens=2)
+    assert ": keep-alive" in response.text
+    assert events_of(response.text)[-1] == "[DONE]"
+
+
+async def test_a_slow_reader_gets_tokens_together(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(step_s=0)})
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 2000, "stream": True, "logprobs": 20}
+    small = socket.socket()
+    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    small.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(small, ("127.0.0.1", int(fleet.url.rsplit(":", 1)[1])))
+    reader, writer = await asyncio.open_connection(sock=small, limit=2**16)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    data = json.dumps(body)
+    writer.write(f"{head}content-length: {len(data)}\r\n\r\n{data}".encode())
+    await asyncio.sleep(2.5)  # the worker is done by now, and the buffers on the way are full
+    assert not fleet.router.gateway.workers.link("decode-0").status.running
+    raw = (await reader.read(-1)).decode(errors="replace")
+    writer.close()
+    indexes = raw.count('"index":0')
+    assert raw.count('"token_logprobs":') == indexes
+    assert "[DONE]" in raw
+    assert 10 < indexes < 1500  # 2000 tokens: many came together
+
+
+async def test_the_process_stops_within_five_seconds_of_sigterm(tmp_path):
+    config, port = tmp_path / "fleet.yaml", free_port()
+    config.write_text(yaml.safe_dump({"port": port, "served_model_name": MODEL}))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "router", "--config", str(config)),
+        env={**os.environ, "BATON_REDIS_URL": "redis://127.0.0.1:1/0"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            for _ in range(200):
+                try:
+                    response = await client.get("/health/live")
+                    break
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.1)
+            assert response.status_code == 200
+            refused = await client.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
+            assert refused.status_code == 503
+        told_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+        assert time.monotonic() - told_s < 5
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
