@@ -67,15 +67,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
             return
         session = self._session(first.hello.router_id)
-        session.connected()
+        stream = session.connected()
         for request in self._requests.values():
             if request.session is session:
                 request.resumed = False
-        frames = session.frames(self._step)
         listener = asyncio.create_task(self._listen(request_iterator, session))
         session.status(self.status(with_capabilities=True))
         try:
-            async for frame in frames:
+            async for frame in session.frames(stream, self._step):
                 yield frame
         finally:
             listener.cancel()

@@ -34,22 +34,25 @@ class RouterSession:
         self._stream = 0
         self._pending_bytes = 0
 
-    def connected(self) -> None:
-        """A stream of this router has begun."""
+    def connected(self) -> int:
+        """Begin a stream and return its number.
+
+        What the last one did not take is dropped: the router asks for it by ``Resume``.
+        """
         self.renewed_ns = self.connected_ns = time.monotonic_ns()
+        self._frame = pb.WorkerFrame()
+        self._stream += 1
+        return self._stream
 
     def renew(self) -> None:
         """The router is alive: all its requests live on."""
         self.renewed_ns = time.monotonic_ns()
 
-    async def frames(self, step: "StepCounter") -> AsyncIterator[pb.WorkerFrame]:
-        """Frames for the newest stream; an older stream of the same router ends."""
-        self._stream += 1
-        mine = self._stream
-        self._frame = pb.WorkerFrame()  # what the lost stream did not take, Resume asks for again
+    async def frames(self, stream: int, step: "StepCounter") -> AsyncIterator[pb.WorkerFrame]:
+        """Frames for the stream of that number; it ends when a newer one has begun."""
         while True:
             await self._dirty.wait()
-            if self._stream != mine:
+            if self._stream != stream:
                 self._dirty.set()  # that was meant for the newer stream
                 return
             self._dirty.clear()

@@ -108,6 +108,7 @@ class MiniRouter:
             asyncio.create_task(self._beat()),
         ]
         await self.until(lambda: self.status is not None)
+        assert self.status.capabilities.numerics_id, "a stream begins with what the worker can"
 
     async def send(self, **frame: object) -> None:
         async with self._lock:
