@@ -271,11 +271,6 @@ class DecodeRequest:
             error = from_code(report.error_code, report.error_message)
         self._close(error, report)
 
-    def fail(self, error: BatonError) -> None:
-        """End at once: the engine is gone."""
-        if not self.ended:
-            self._close(error, None)
-
     def _close(self, error: BatonError | None, report: ev.Ended | None) -> None:
         self.ended = True
         self.ended_ns = time.monotonic_ns()

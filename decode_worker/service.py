@@ -233,11 +233,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """Requests that have not ended."""
         return sum(not request.ended for request in self._requests.values())
 
-    def fail_all(self, error: BatonError) -> None:
-        """The engine died: every request ends with this error."""
-        for request in self._requests.values():
-            request.fail(error)
-
     def cancel_all(self, error: BatonError) -> None:
         """Drain ran out of time: end what is left."""
         for request in self._requests.values():

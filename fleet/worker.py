@@ -22,7 +22,7 @@ from decode_worker.request import WorkerParts
 from decode_worker.service import DecodeService
 from engine import ipc
 from engine.core import events as ev
-from engine.core.errors import InternalError, UnavailableError
+from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
 from engine.hub import EngineHub
 from engine.process import die_with_parent
@@ -226,9 +226,9 @@ class Worker:
         for task in self._tasks:
             if task is not this:
                 task.cancel()
+        await self._server.stop(0.2 if code == 0 else None)
         await self._presence.stop()
         await self._publisher.stop()
-        await self._server.stop(0.2)
         await self._peers.close()
         await self._hub.client.stop()
         await self._metrics_server.close()
@@ -240,15 +240,15 @@ class Worker:
     async def _watch_engine(self) -> None:
         code = await self._hub.client.exited
         why = self._hub.client.fatal or f"the engine process ended with code {code}"
-        _LOG.error("%s: %s", self._settings.worker_id, why)
         await self._fail(why, code or 1)
 
     async def _fail(self, why: str, code: int) -> None:
-        """The worker fails as one: its requests hear of it, then it goes."""
-        error = InternalError(why)
-        self._decode.fail_all(error)
-        self._prefill.fail_all(error)
-        await asyncio.sleep(0.1)  # let the last frames out
+        """The worker fails as one.
+
+        Its streams break, which tells every router and every decode worker that this incarnation
+        is gone; what to do next is theirs to decide.
+        """
+        _LOG.error("%s fails: %s", self._settings.worker_id, why)
         await self._leave(code)
 
     async def _watch_quarantine(self) -> None:

@@ -21,7 +21,7 @@ from kvtransfer.chunk import manifest_digest
 from kvtransfer.place import Place, cut
 from kvtransfer.sender import all_covered
 
-MAX_REPAIRS = 8
+MAX_TRIES = 4  # of one frame
 MAX_REOPENS = 2
 
 
@@ -121,6 +121,7 @@ class HandoffReceiver:
     _rectangles: list[Place] = field(default_factory=list)
     _todo: deque[Place] = field(default_factory=deque)
     _asked: set[Place] = field(default_factory=set)
+    _tries: dict[Place, int] = field(default_factory=dict)
     _committed: bool = False
     _reopens: int = 0
     _drains: int | None = None
@@ -199,8 +200,10 @@ class HandoffReceiver:
             return self._settle()
         self._asked.discard(place)
         self.repairs += 1
-        if self.repairs > MAX_REPAIRS:
-            return [*self._give_up(f"{self.repairs} damaged frames", died=False), *self._settle()]
+        self._tries[place] = self._tries.get(place, 0) + 1
+        if self._tries[place] >= MAX_TRIES:
+            reason = f"{MAX_TRIES} times damaged: {place}"
+            return [*self._give_up(reason, died=False), *self._settle()]
         self._todo.appendleft(place)
         return self._pulls()
 
@@ -304,7 +307,7 @@ class HandoffReceiver:
 
     def _restart(self, now_ns: int) -> None:
         self._rectangles, self._todo, self._asked = [], deque(), set()
-        self._committed, self._reopens, self.repairs = False, 0, 0
+        self._committed, self._reopens, self._tries = False, 0, {}
         self.progress_ns = now_ns
 
     def _pulls(self) -> list[Action]:

@@ -17,7 +17,7 @@ from batonpb import prefill_pb2 as pb
 
 from engine import ipc
 from engine.core import events as ev
-from engine.core.errors import BatonError, InternalError, UnavailableError
+from engine.core.errors import BatonError, UnavailableError
 from engine.hub import EngineHub
 from fleet.telemetry import Metrics, Tracing, extract
 from kvtransfer import chunk, sender, wire
@@ -299,13 +299,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 self._perform(handoff, handoff.machine.tick(now_ns))
                 if was_open and handoff.machine.state is not sender.SenderState.OPEN:
                     self._metrics.inc("baton_orphans")
-
-    def fail_all(self, error: InternalError) -> None:
-        """The engine died: tell every decode worker that listens."""
-        for handoff in list(self._handoffs.values()):
-            handoff.events.put_nowait(pb.PrefillEvent(failed=_error(error)))
-            handoff.ended = True
-        self._handoffs.clear()
 
     @property
     def open_handoffs(self) -> int:

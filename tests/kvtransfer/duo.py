@@ -282,8 +282,7 @@ class Duo:
                     scheduler.compute_locally(handover.name, first)
 
     def open(self, handover: Handover, action: receiver.Open) -> None:
-        handover.opened += 1
-        handover.wanted.clear()
+        handover.opened += 1  # pulls go on: they do not hang on the control stream
         stream = handover.opened
         known = (
             handover.out is not None

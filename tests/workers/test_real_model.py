@@ -32,7 +32,7 @@ async def test_exact_the_path_never_shows_in_the_tokens(sampling):
             prefix_hit = await answer(router, "prefix hit", LONG, None, **sampling)
             assert router.routes["prefix hit"].cached_tokens == 288
             crowd = [
-                answer(router, f"crowd {i}", [*LONG[:20 * i + 1], i], prefill, max_tokens=40)
+                answer(router, f"crowd {i}", [*LONG[: 20 * i + 1], i], prefill, max_tokens=40)
                 for i in range(9)
             ]
             crowded, *_ = await asyncio.gather(
