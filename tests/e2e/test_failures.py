@@ -14,12 +14,6 @@ STORY = "Tell me a long story about a lighthouse keeper and the sea."
 LONG_PROMPT = "Read this list and say one word. " + " ".join(f"item {i}" for i in range(250))
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    with fleet(tmp_path_factory.mktemp("f"), "prefill-0", "prefill-1", "decode-0") as running:
-        yield running
-
-
 async def test_paris_disaggregated_then_cached(shared):
     before = shared.transfers()
     body = chat("What is the capital of France?")

@@ -148,4 +148,4 @@ class Handovers(RuleBasedStateMachine):
 
 
 TestHandovers = Handovers.TestCase
-TestHandovers.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestHandovers.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

@@ -1,0 +1,102 @@
+"""Readiness by experiment: a one-token request through every live pair of workers."""
+
+import asyncio
+import secrets
+from time import monotonic, monotonic_ns
+from typing import Any
+
+from engine.core.errors import BatonError
+from engine.core.params import SamplingParams
+from router.gateway import Gateway
+from router.request import GenerationRequest, Pinned
+from router.settings import RouterSettings
+
+_AT_ONCE = 4
+_PROMPT = (1, 2, 3)
+
+
+class Prober:
+    """Keeps the last result for ``probe_every_s``; callers that come meanwhile share it.
+
+    A result speaks of the workers that were there: when others are, it is asked for anew.
+
+    Args:
+        gateway: Sends the probes.
+        settings: How often, and how long a probe may take.
+    """
+
+    def __init__(self, gateway: Gateway, settings: RouterSettings) -> None:
+        self._gateway = gateway
+        self._settings = settings
+        self._lock = asyncio.Lock()
+        self._last: dict[str, Any] = {}
+        self._last_s = 0.0
+        self._last_lives: frozenset[bytes] = frozenset()
+
+    async def check(self) -> dict[str, Any]:
+        """The state of the fleet: ``ready``, or ``not ready`` with the reasons."""
+        async with self._lock:
+            age_s = monotonic() - self._last_s
+            lives = frozenset(slot.incarnation for slot in self._gateway.workers.usable)
+            stale = age_s > self._settings.probe_every_s or lives != self._last_lives
+            if not self._last or stale:
+                self._last = await self._probe_all()
+                self._last_s, self._last_lives, age_s = monotonic(), lives, 0.0
+            return {**self._last, "age_s": round(age_s, 3)}
+
+    async def _probe_all(self) -> dict[str, Any]:
+        starting = [slot.worker_id for slot in self._gateway.workers if slot.state == "starting"]
+        wanted = {s.role for s in self._gateway.workers if s.state in ("starting", "ready")}
+        served = {slot.role for slot in self._gateway.workers.usable}
+        pairs = self._pairs()
+        gate = asyncio.Semaphore(_AT_ONCE)
+        results = await asyncio.gather(*(self._probe(pair, gate) for pair in pairs))
+        good = bool(results) and all(result["ok"] for result in results)
+        ready = good and wanted == served  # a pool that is still starting is waited for
+        return {
+            "status": "ready" if ready else "not ready",
+            "pairs": results,
+            "starting": starting,
+        }
+
+    def _pairs(self) -> list[Pinned]:
+        """Every prefill worker with every decode worker; with one pool only, each worker alone."""
+        usable = self._gateway.workers.usable
+        prefills = [slot.worker_id for slot in usable if slot.role == "prefill"]
+        decodes = [slot.worker_id for slot in usable if slot.role == "decode"]
+        if prefills and decodes:
+            return [
+                Pinned(prefill=prefill, decode=decode) for prefill in prefills for decode in decodes
+            ]
+        return [Pinned(prefill=None, decode=name) for name in prefills + decodes]
+
+    async def _probe(self, pair: Pinned, gate: asyncio.Semaphore) -> dict[str, Any]:
+        async with gate:
+            began_ns = monotonic_ns()
+            bell = asyncio.Event()
+            request = GenerationRequest(
+                request_id=f"probe-{secrets.token_hex(16)}",
+                prompt=_PROMPT,
+                sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+                mode="disaggregated" if pair.prefill else "colocated",
+                arrived_ns=began_ns,
+                deadline_ns=began_ns + int(self._settings.probe_timeout_s * 1e9),
+                probe=True,
+                pinned=pair,
+            )
+            error: BatonError | None = None
+            try:
+                flight = self._gateway.submit(request, bell)
+                while not flight.record.ended:
+                    bell.clear()
+                    await bell.wait()
+                error = flight.record.error
+            except BatonError as refused:
+                error = refused
+            return {
+                "prefill": pair.prefill or pair.decode,
+                "decode": pair.decode,
+                "ok": error is None,
+                "seconds": round((monotonic_ns() - began_ns) / 1e9, 4),
+                "error": error.message if error is not None else None,
+            }
