@@ -247,6 +247,7 @@ class TestPrefillRepair:
         response = await fleet.chat(headers=DISAGGREGATED)
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "transfer_failed"
+        await until(lambda: only(fleet).replacements)
         assert only(fleet).replacements[0].refuse.code == "transfer_failed"
 
     async def test_after_a_crash_it_waits_for_a_new_life(self, make_fleet):

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.router.conftest import MODEL, events_of
+from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -194,6 +194,7 @@ async def test_a_stop_string_over_tokens_ends_one_choice_and_tells_the_worker(
         reason = response.json()["choices"][0]["finish_reason"]
         assert response.json()["choices"][0]["stop_reason"] == "ee fo"
     assert (text, reason) == ("one two thr", "stop")
+    await until(lambda: fleet.workers["decode-0"].cancels)
     await asyncio.sleep(0.1)
     assert len(fleet.workers["decode-0"].cancels) == 1
 
@@ -207,6 +208,7 @@ async def test_a_stop_string_ends_only_the_choice_that_has_it(make_fleet, model)
     assert first["message"]["content"] == text_of(model, 1, 2)
     assert second["finish_reason"] == "length"
     assert second["message"]["content"] == text_of(model, 1, 8, 1)
+    await until(lambda: fleet.workers["decode-0"].cancels)
     cancel = fleet.workers["decode-0"].cancels[0]
     assert list(cancel.choices) == [0]
 

@@ -1,0 +1,158 @@
+"""A model's chat template, rendered in a sandbox with a budget.
+
+Templates come with the model, so they are code from outside: no access to Python's insides, no
+mutation of what they are given, a bound on time and on the size of what they write.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from time import monotonic
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.ext import loopcontrols
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.core.errors import InvalidRequestError
+
+_MAX_CHARACTERS = 16 * 1024 * 1024
+_MAX_SECONDS = 2.0
+
+
+class _BudgetError(TemplateError):
+    """The template wrote or worked too much."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Looks at the clock whenever a template calls or looks something up."""
+
+    # One product of a string and a number could take all memory, between two looks at the clock.
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        self.deadline_s: ContextVar[float] = ContextVar("deadline_s")
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def check_time(self) -> None:
+        if monotonic() > self.deadline_s.get():
+            raise _BudgetError(f"it ran for more than {_MAX_SECONDS} s")
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        size = len(left) if isinstance(left, str | list | tuple) else 1
+        times = right if isinstance(right, int) else 1
+        if operator == "**" or (not numbers and size * times > _MAX_CHARACTERS):
+            raise _BudgetError(f"{operator!r} would make something too large")
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_time()
+        return super().call(*args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.check_time()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.check_time()
+        return super().getitem(obj, argument)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    # Jinja's own filter escapes HTML, which would change what the model reads.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: Jinja text, or None for a model without one.
+        special_tokens: ``bos_token`` and the like, as the template knows them.
+
+    Raises:
+        ValueError: The template does not compile.
+    """
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
+        self._special_tokens = dict(special_tokens or {})
+        self._environment = _Environment()
+        self._template = None
+        if source is not None:
+            try:
+                self._template = self._environment.from_string(source)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"the chat template does not compile: {error}") from error
+
+    @property
+    def exists(self) -> bool:
+        """Whether the model has a template at all."""
+        return self._template is not None
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt that a conversation makes.
+
+        Raises:
+            InvalidRequestError: There is no template, it refused the messages, or it went over
+                its budget of time or size.
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template, so it cannot chat; "
+                "use /v1/completions, or set `chat_template` in the fleet's configuration",
+                param="messages",
+            )
+        values = {
+            **self._special_tokens,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._write(values)
+        except (TemplateError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(
+                f"the model's chat template refused these messages: {error}", param="messages"
+            ) from error
+
+    def _write(self, values: Mapping[str, Any]) -> str:
+        template = self._template
+        if template is None:
+            raise TemplateError("there is none")
+        environment = self._environment
+        token = environment.deadline_s.set(monotonic() + _MAX_SECONDS)
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in template.generate(values):
+                environment.check_time()
+                size += len(piece)
+                if size > _MAX_CHARACTERS:
+                    raise _BudgetError(f"it wrote more than {_MAX_CHARACTERS} characters")
+                pieces.append(piece)
+        finally:
+            environment.deadline_s.reset(token)
+        return "".join(pieces)
+
+
+def special_tokens_of(
+    spell: Callable[[int], str], *, bos: int | None, eos: int | None
+) -> dict[str, str]:
+    """The names under which templates look for the ends of a text."""
+    named = {"bos_token": bos, "eos_token": eos}
+    return {name: spell(token_id) for name, token_id in named.items() if token_id is not None}

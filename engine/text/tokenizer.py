@@ -1,0 +1,135 @@
+"""Text to token ids and back, from a `tokenizer.json` or from a GGUF file's own metadata.
+
+Only the `tokenizers` wheel is used. Ids turn back into *bytes*, not text: a token may hold half a
+character, so whoever shows text decodes the joined bytes (``engine/text/detokenizer.py``).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer, decoders
+
+from engine.text.gguf_tokenizer import build_from_gguf
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"  # how SentencePiece writes a space
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's table: the printable character that stands for each byte.
+
+    Bytes that print well stand for themselves; the others are shifted to U+0100 and up.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in plain}
+    shifted = (byte for byte in range(256) if byte not in plain)
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(shifted)})
+    return table
+
+
+class TextTokenizer:
+    """A tokenizer of one of the two families that language models use.
+
+    ``byte-level`` (GPT-2, Llama 3, Qwen, SmolLM …) writes every byte as one printable character;
+    ``sentencepiece`` (Llama 2, Gemma …) writes spaces as ``▁`` and unknown bytes as ``<0x..>``.
+
+    Args:
+        backend: The `tokenizers` object that encodes.
+        strip_first_space: The encoder put a space before the text, which decoding takes away.
+
+    Raises:
+        ValueError: The decoder is of neither family.
+    """
+
+    def __init__(self, backend: Tokenizer, *, strip_first_space: bool = False) -> None:
+        self._backend = backend
+        self._added = backend.get_added_tokens_decoder()
+        self.strip_first_space = strip_first_space
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        self._byte_level = _is_byte_level(backend)
+        self._bytes: dict[int, bytes] = {}
+
+    @cached_property
+    def _alphabet(self) -> dict[str, int]:
+        return byte_alphabet()
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of ``text``.
+
+        Args:
+            text: Any text; special tokens written in it are recognised.
+            add_special_tokens: Whether to put what the model wants in front (such as a BOS token).
+                A chat template writes these itself.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, special ones included; empty for an unknown id."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return str(added.content).encode()
+        piece: str | None = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if not self._byte_level:
+            raw = _BYTE_TOKEN.fullmatch(piece)
+            return bytes([int(raw[1], 16)]) if raw else piece.replace(_SPACE, " ").encode()
+        alphabet = self._alphabet
+        if all(character in alphabet for character in piece):
+            return bytes(alphabet[character] for character in piece)
+        return piece.encode()
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """The bytes that a user sees of a token: none of a special one."""
+        return b"" if token_id in self.special_ids else self.token_bytes(token_id)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        spell = self.shown_bytes if skip_special_tokens else self.token_bytes
+        text = b"".join(map(spell, ids)).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strip_first_space else text
+
+    def token_text(self, token_id: int) -> str:
+        """One token for a human, as the ``token`` field of logprobs shows it."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _is_byte_level(backend: Tokenizer) -> bool:
+    decoder = backend.decoder
+    if isinstance(decoder, decoders.ByteLevel):
+        return True
+    described = repr(decoder)
+    if "ByteLevel" in described:
+        return True
+    if "ByteFallback" in described or "Metaspace" in described:
+        return False
+    raise ValueError(
+        f"the tokenizer decodes with {described[:80]}; byte-level and SentencePiece are supported"
+    )
+
+
+def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
+    """Build a tokenizer.
+
+    Args:
+        source: The text of a `tokenizer.json`, or a GGUF file's ``tokenizer.ggml.*`` metadata.
+
+    Raises:
+        ValueError: The kind of tokenizer is not supported; the message names it.
+    """
+    if isinstance(source, str):
+        backend = Tokenizer.from_str(source)
+        strip = "Strip(" in repr(backend.decoder) or "Metaspace" in repr(backend.decoder)
+        return TextTokenizer(backend, strip_first_space=strip and not _is_byte_level(backend))
+    backend, strip_first_space = build_from_gguf(source)
+    return TextTokenizer(backend, strip_first_space=strip_first_space)

@@ -1,0 +1,117 @@
+"""`python -m router --config FILE [--port N]`: one router process.
+
+SIGTERM and SIGINT end it within five seconds: no new connections, requests in flight are told, the
+workers are told to stop them. Secrets come by environment (``router/settings.py``).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from fleet.config import ConfigError, load_config
+from fleet.registry import EventFeed, Registry, RegistryWatcher
+from router.app import Router
+from router.directory import WorkerDirectory
+from router.feed import EventSource
+from router.model import ServedModel
+from router.settings import RouterSettings
+
+_GRACE_S = 3
+
+
+def main() -> int:
+    """Run a router until it is told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the fleet's YAML file")
+    parser.add_argument("--port", type=int, help="instead of the one in the file")
+    parser.add_argument("--host", help="instead of the one in the file")
+    arguments = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    overrides = {"host": arguments.host} if arguments.host else {}
+    try:
+        config = load_config(arguments.config, overrides, said_by="--host")
+        settings = RouterSettings.from_config(config, port=arguments.port)
+        model = ServedModel.load(settings)
+    except (ConfigError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(settings, model))
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Stops on a signal, and then ends with code 0: uvicorn would raise the signal again."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stopping = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.should_exit = True
+        self.stopping.set()
+
+
+async def serve(settings: RouterSettings, model: ServedModel) -> None:
+    """Serve HTTP until a signal comes."""
+    registry = Registry(settings.redis_url, settings.fleet)
+    state_dir = Path(settings.state_dir) if settings.state_dir else None
+    last_known = state_dir / "workers.json" if state_dir is not None else None
+    directory: WorkerDirectory = RegistryWatcher(registry, last_known)
+    events: EventSource = EventFeed(registry)
+    router = Router(settings, model, directory, events)
+    server = _Server(
+        uvicorn.Config(
+            router.app(),
+            host=settings.host,
+            port=settings.port,
+            http="httptools",
+            ws="none",
+            loop="uvloop",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+    ender = asyncio.create_task(_end_requests(server, router))
+    try:
+        await server.serve()
+    finally:
+        ender.cancel()
+        await registry.close()
+
+
+async def _end_requests(server: _Server, router: Router) -> None:
+    """After a signal, answers have a short time to finish; then they end with a typed error."""
+    await server.stopping.wait()
+    await asyncio.sleep(_GRACE_S - 1)
+    router.gateway.end_all()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

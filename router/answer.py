@@ -1,0 +1,241 @@
+"""Writes one HTTP answer, whole or as server-sent events, and watches for the client going away.
+
+The response starts with the first token or with the error, whichever comes first: until then the
+status can still say what happened, and the headers can say where the request ran. So there is
+nothing to keep a connection alive with before the first token (a comment would fix the status at
+200); after it, silence is broken by comments. A client that reads slowly gets the tokens of
+several steps in one chunk; what waits for it is bounded by its own ``max_tokens``.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import Any
+
+import orjson
+from opentelemetry.trace import Span
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.core.errors import BatonError
+from router.flight import Flight
+from router.formats import AnswerFormat, usage
+from router.gateway import Gateway
+from router.observe import Observer
+from router.problems import problem_response
+from router.request import GenerationRequest
+
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerContext:
+    """What an answer needs besides the requests."""
+
+    gateway: Gateway
+    observer: Observer
+    span: Span
+    endpoint: str
+    request_id: str
+    keep_alive_s: float
+
+
+class Answer(Response):
+    """The answer to one generation call.
+
+    Args:
+        context: Shared parts.
+        requests: One for each prompt.
+        layout: How to write them.
+        stream: As server-sent events.
+        include_usage: A stream ends with its usage.
+    """
+
+    def __init__(
+        self,
+        context: AnswerContext,
+        requests: Sequence[GenerationRequest],
+        layout: AnswerFormat,
+        *,
+        stream: bool,
+        include_usage: bool,
+    ) -> None:
+        super().__init__()
+        self._context = context
+        self._requests = requests
+        self._layout = layout
+        self._stream = stream
+        self._include_usage = include_usage
+        self._bell = asyncio.Event()
+        self._gone = False
+        self._flights: list[Flight] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the requests to their ends and write the answer."""
+        watcher = asyncio.create_task(self._watch(receive), name="disconnect")
+        status = 499
+        try:
+            status = await self._run(scope, receive, send)
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+            for flight in self._flights:
+                self._context.gateway.cancel(flight)
+                self._context.gateway.delivered(flight)
+            self._report(status)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._bell.set()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
+        gateway = self._context.gateway
+        try:
+            for request in self._requests:
+                self._flights.append(gateway.submit(request, self._bell))
+            if not await self._wait(self._may_start):
+                return 499
+            self._raise_early_error()
+        except BatonError as error:
+            tenant = self._requests[0].tenant
+            self._context.observer.rejected(error.code, tenant)
+            response = problem_response(error, self._context.request_id)
+            await response(scope, receive, send)
+            return error.status
+        if self._stream:
+            return await self._write_stream(send)
+        return await self._write_whole(send)
+
+    async def _wait(self, ready: Callable[[], bool], idle: Callable[[], Any] | None = None) -> bool:
+        """Wait until ``ready()``. Returns False when the client went away instead."""
+        while not self._gone:
+            self._bell.clear()
+            if ready():
+                return True
+            try:
+                async with asyncio.timeout(self._context.keep_alive_s if idle else None):
+                    await self._bell.wait()
+            except TimeoutError:
+                if idle is not None:
+                    await idle()
+        return False
+
+    def _may_start(self) -> bool:
+        if any(flight.record.error is not None for flight in self._flights):
+            return True
+        if not self._stream:
+            return all(flight.record.ended for flight in self._flights)
+        return any(flight.record.begun for flight in self._flights)
+
+    def _raise_early_error(self) -> None:
+        for flight in self._flights:
+            if flight.record.error is not None:
+                raise flight.record.error
+
+    def _start_headers(self, kind: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        begun = [flight for flight in self._flights if flight.record.begun] or self._flights
+        return [
+            (b"content-type", kind),
+            (b"x-request-id", self._context.request_id.encode()),
+            (b"x-baton-route", begun[0].route_header().encode()),
+            *more,
+        ]
+
+    async def _write_whole(self, send: Send) -> int:
+        for flight in self._flights:
+            flight.record.sent = True
+        body = orjson.dumps(self._layout.whole(self._flights))
+        size = (b"content-length", str(len(body)).encode())
+        headers = self._start_headers(b"application/json", size)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        for flight in self._flights:
+            self._context.observer.first_byte(flight, monotonic_ns())
+        return 200
+
+    async def _write_stream(self, send: Send) -> int:
+        headers = self._start_headers(
+            b"text/event-stream; charset=utf-8",
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
+        )
+        for flight in self._flights:
+            flight.record.sent = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._write(send, b"".join(map(_event, self._layout.opening())))
+        shown: set[str] = set()
+        while True:
+            news = self._collect(shown)
+            if news:
+                await self._write(send, news)
+            failed = next((f.record.error for f in self._flights if f.record.error), None)
+            if failed is not None:
+                await self._end(send, _event(failed.body()))
+                return 200
+            if all(flight.record.ended for flight in self._flights) and not self._has_news():
+                break
+            if not await self._wait(self._has_news, lambda: self._write(send, _KEEP_ALIVE)):
+                return 499
+        last = b""
+        if self._include_usage:
+            last = _event(self._layout.usage_chunk(self._flights))
+        await self._end(send, last + _DONE)
+        return 200
+
+    def _has_news(self) -> bool:
+        return any(flight.record.has_news for flight in self._flights)
+
+    def _collect(self, shown: set[str]) -> bytes:
+        """All that is new, as one piece: one write, however far the client is behind."""
+        pieces = []
+        for prompt, flight in enumerate(self._flights):
+            for delta in flight.record.take():
+                if delta.text and flight.id not in shown:
+                    shown.add(flight.id)
+                    self._context.observer.first_byte(flight, monotonic_ns())
+                pieces.append(_event(self._layout.chunk(prompt, delta)))
+        return b"".join(pieces)
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        if body and not self._gone:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _end(self, send: Send, body: bytes) -> None:
+        if not self._gone:
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _report(self, status: int) -> None:
+        context = self._context
+        context.observer.answered(context.endpoint, status, self._requests[0].tenant)
+        span = context.span
+        counted = usage(self._flights)
+        reasons = [
+            choice.finish_reason or "error"
+            for flight in self._flights
+            for choice in flight.record.choices
+        ]
+        span.set_attribute("gen_ai.response.id", context.request_id)
+        span.set_attribute("gen_ai.response.finish_reasons", reasons)
+        span.set_attribute("gen_ai.usage.input_tokens", counted["prompt_tokens"])
+        span.set_attribute("gen_ai.usage.output_tokens", counted["completion_tokens"])
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
+        span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+        span.set_attribute("http.response.status_code", status)
+        for flight in self._flights:
+            if flight.record.first_token_ns:
+                waited_ns = flight.record.first_token_ns - flight.request.arrived_ns
+                span.set_attribute("gen_ai.response.time_to_first_chunk", waited_ns / 1e9)
+                span.set_attribute("baton.route", flight.route_header())
+            if flight.record.error is not None:
+                span.set_attribute("error.type", flight.record.error.code)
+        span.end()
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -1,0 +1,354 @@
+"""The router's HTTP face: one FastAPI application over one gateway."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from opentelemetry.trace import Span
+from pydantic import BaseModel
+
+from engine.core.errors import BatonError, InvalidRequestError, PayloadTooLargeError
+from fleet.telemetry import Metrics, Tracing
+from router import problems
+from router.answer import Answer, AnswerContext
+from router.directory import WorkerDirectory
+from router.feed import EventSource, MirrorFeeder
+from router.formats import ChatFormat, CompletionFormat
+from router.gateway import Gateway
+from router.mirror import Mirror
+from router.model import ServedModel
+from router.observe import Observer
+from router.prepare import Caller, Preparer, read_headers, tenant_of
+from router.probes import Prober
+from router.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    parse,
+)
+from router.settings import RouterSettings
+from router.spans import ended_on_error, gateway_span, traceparent_of
+
+
+class Router:
+    """Everything that one router process holds.
+
+    Args:
+        settings: Its configuration.
+        model: The model it serves.
+        directory: Which workers there are.
+        events: KV events for the mirror, or None to route without an index.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        model: ServedModel,
+        directory: WorkerDirectory,
+        events: EventSource | None = None,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.metrics = Metrics("router", model=model.names[0])
+        self.tracing = Tracing("router")
+        self.observer = Observer(self.metrics)
+        self.mirror = Mirror()
+        self.gateway = Gateway(settings, model.tokenizer, directory, self.mirror, self.observer)
+        self.preparer = Preparer(model, settings)
+        self.prober = Prober(self.gateway, settings)
+        self.created = int(time.time())
+        self._feeder = MirrorFeeder(self.mirror, events, self.metrics)
+
+    @contextlib.asynccontextmanager
+    async def running(self, _: object = None) -> AsyncIterator[None]:
+        """Connected to the workers, for as long as the context lasts."""
+        self.gateway.start()
+        self._feeder.start()
+        try:
+            yield
+        finally:
+            await self._feeder.close()
+            await self.gateway.close()
+            self.tracing.shutdown()
+
+    def app(self) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(
+            title="Baton router",
+            summary="OpenAI's API over a disaggregated fleet",
+            lifespan=self.running,
+            redoc_url=None,
+        )
+        problems.install(app)
+        self._add_generation(app)
+        self._add_models(app)
+        self._add_text(app)
+        self._add_operations(app)
+        _describe_bodies(app)
+        return app
+
+    # --- generation -----------------------------------------------------------------------------
+
+    def _add_generation(self, app: FastAPI) -> None:
+        @app.post("/v1/chat/completions", **_documented(ChatBody))
+        async def chat_completions(request: Request) -> Response:
+            """Answer a conversation."""
+            now_ns = time.monotonic_ns()
+            with self._counted(request, "chat"):
+                caller = read_headers(request.headers, self.settings)
+                body = parse(ChatBody, await self._body(request))
+                self.model.check_name(body.model)
+                return await self._chat(body, caller, now_ns)
+
+        @app.post("/v1/completions", **_documented(CompletionBody))
+        async def completions(request: Request) -> Response:
+            """Continue a text."""
+            now_ns = time.monotonic_ns()
+            with self._counted(request, "completions"):
+                caller = read_headers(request.headers, self.settings)
+                body = parse(CompletionBody, await self._body(request))
+                self.model.check_name(body.model)
+                return await self._completions(body, caller, now_ns)
+
+    async def _chat(self, body: ChatBody, caller: Caller, now_ns: int) -> Response:
+        span = gateway_span(self.tracing, "chat", body, caller)
+        with ended_on_error(span):
+            prepared = await self.preparer.chat(body, traceparent_of(span, caller), now_ns)
+        layout = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
+        context = self._context("chat", prepared.request_id, span)
+        return Answer(
+            context,
+            [prepared],
+            layout,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+        )
+
+    async def _completions(self, body: CompletionBody, caller: Caller, now_ns: int) -> Response:
+        span = gateway_span(self.tracing, "text_completion", body, caller)
+        with ended_on_error(span):
+            requests = await self.preparer.completions(body, traceparent_of(span, caller), now_ns)
+        answer_id = requests[0].request_id
+        if len(requests) > 1:
+            answer_id = answer_id.rpartition("-")[0]
+        echoes = [self._echo(prompt) for prompt in body.prompts()] if body.echo else None
+        layout = CompletionFormat(
+            n=requests[0].sampling.n, echoes=echoes, **self._format_parts(answer_id, body)
+        )
+        return Answer(
+            self._context("completions", answer_id, span),
+            requests,
+            layout,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+        )
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
+
+    def _format_parts(self, answer_id: str, body: GenerationBody) -> dict[str, Any]:
+        return {
+            "answer_id": answer_id,
+            "created": int(time.time()),
+            "model": body.model,
+            "fingerprint": f"baton-{self.model.artifact.weights_digest.hex()[:12]}",
+            "tokenizer": self.model.tokenizer,
+            "include_usage": body.include_usage,
+        }
+
+    def _context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
+        return AnswerContext(
+            gateway=self.gateway,
+            observer=self.observer,
+            span=span,
+            endpoint=endpoint,
+            request_id=request_id,
+            keep_alive_s=self.settings.keep_alive_s,
+        )
+
+    @contextlib.contextmanager
+    def _counted(self, request: Request, endpoint: str) -> Any:
+        """Count what is refused before there is an answer to count."""
+        try:
+            yield
+        except BatonError as error:
+            self.observer.rejected(error.code, "all")
+            self.observer.answered(endpoint, error.status, "all")
+            raise
+
+    async def _body(self, request: Request) -> bytes:
+        """The request's body, read no further than the limit."""
+        limit = self.settings.max_body_bytes
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise _too_large(limit)
+        return bytes(body)
+
+    # --- the model ------------------------------------------------------------------------------
+
+    def _add_models(self, app: FastAPI) -> None:
+        @app.get("/v1/models")
+        async def models(request: Request) -> dict[str, Any]:
+            """The model that this fleet serves, under each of its names."""
+            tenant_of(request.headers, self.settings)
+            return {"object": "list", "data": [self._record(name) for name in self.model.names]}
+
+        @app.get("/v1/models/{model_id:path}")
+        async def model(request: Request, model_id: str) -> dict[str, Any]:
+            """The artifact record: what exactly is served."""
+            tenant_of(request.headers, self.settings)
+            return self._record(self.model.check_name(model_id))
+
+    def _record(self, name: str) -> dict[str, Any]:
+        dtypes = {
+            group.dtype
+            for slot in self.gateway.workers.usable
+            if slot.link is not None
+            for group in slot.link.capabilities.kv_groups
+        }
+        return self.model.record(name, self.created, ",".join(sorted(dtypes)))
+
+    def _add_text(self, app: FastAPI) -> None:
+        @app.post("/tokenize", **_documented(TokenizeBody))
+        async def tokenize(request: Request) -> dict[str, Any]:
+            """Token ids of a prompt, or of the prompt that a conversation makes."""
+            tenant_of(request.headers, self.settings)
+            body = parse(TokenizeBody, await self._body(request))
+            tokens = self._tokens_of(body)
+            answer: dict[str, Any] = {
+                "count": len(tokens),
+                "max_model_len": self.model.max_context_tokens,
+                "tokens": tokens,
+            }
+            if body.return_token_strs:
+                answer["token_strs"] = [self.model.tokenizer.token_text(i) for i in tokens]
+            return answer
+
+        @app.post("/detokenize", **_documented(DetokenizeBody))
+        async def detokenize(request: Request) -> dict[str, Any]:
+            """The text of token ids, special ones included."""
+            tenant_of(request.headers, self.settings)
+            body = parse(DetokenizeBody, await self._body(request))
+            if body.model is not None:
+                self.model.check_name(body.model)
+            self.model.check_ids(body.tokens, "tokens")
+            text = self.model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+            return {"prompt": text}
+
+    def _tokens_of(self, body: TokenizeBody) -> list[int]:
+        if body.model is not None:
+            self.model.check_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            return self.model.encode_chat(
+                [{"role": item.role, "content": item.text()} for item in body.messages],
+                add_generation_prompt=body.add_generation_prompt,
+            )
+        return self.model.tokenizer.encode(
+            body.prompt or "", add_special_tokens=body.add_special_tokens
+        )
+
+    # --- operations -----------------------------------------------------------------------------
+
+    def _add_operations(self, app: FastAPI) -> None:
+        @app.get("/health/live")
+        async def live() -> dict[str, str]:
+            """This process answers."""
+            return {"status": "live"}
+
+        @app.get("/health/ready")
+        async def ready(response: Response) -> dict[str, Any]:
+            """A real one-token request went through every live pair of workers."""
+            result = await self.prober.check()
+            response.status_code = 200 if result["status"] == "ready" else 503
+            return result
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            """Prometheus' text format."""
+            self._set_gauges()
+            return Response(self.metrics.render(), media_type=self.metrics.content_type)
+
+        @app.get("/fleet")
+        async def fleet() -> dict[str, Any]:
+            """The workers, at most half a second old."""
+            return self.gateway.workers.describe()
+
+        @app.get("/fleet/targets")
+        async def targets(request: Request) -> list[dict[str, Any]]:
+            """Prometheus' HTTP service discovery."""
+            return self._targets(request.url.netloc)
+
+        @app.get("/fleet/requests/{request_id}")
+        async def explain(request: Request, request_id: str) -> dict[str, Any]:
+            """What was decided for a request, and why."""
+            tenant_of(request.headers, self.settings)
+            found = self.gateway.explain(request_id)
+            if found is None:
+                raise HTTPException(404, "this router does not know the request (any more)")
+            return found
+
+    def _set_gauges(self) -> None:
+        counts: dict[tuple[str, str], int] = {}
+        for slot in self.gateway.workers:
+            counts[slot.role, slot.state] = counts.get((slot.role, slot.state), 0) + 1
+        for role in ("prefill", "decode"):
+            for state in ("starting", "ready", "draining", "dead"):
+                count = counts.get((role, state), 0)
+                self.metrics.set("baton_workers", count, role=role, state=state)
+        self.metrics.set("baton_mirror_names", self.mirror.total_names)
+
+    def _targets(self, own: str) -> list[dict[str, Any]]:
+        fleet = self.settings.fleet
+        found = [{"targets": [own], "labels": {"component": "router", "fleet": fleet}}]
+        found += [
+            {
+                "targets": [slot.record.metrics_address],
+                "labels": {
+                    "component": "worker",
+                    "fleet": fleet,
+                    "worker": slot.worker_id,
+                    "role": slot.role,
+                },
+            }
+            for slot in self.gateway.workers
+            if slot.record.metrics_address and slot.state != "dead"
+        ]
+        return found
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"the body is larger than {limit} bytes")
+
+
+def _documented(kind: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI's description of a body that the endpoint parses itself."""
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    content = {"application/json": {"schema": reference}}
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add the schemas of the bodies to what FastAPI knows of the endpoints."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody):
+            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[kind.__name__] = schema
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,228 @@
+"""What a placement costs, in seconds, and which one to take. Sans-IO.
+
+    P → D   queue(P) + compute(P) + exposed transfer(P, D) + room(D) + decode(D) + slowdown(P, D)
+    W       queue(W) + compute(W)                          + room(W) + decode(W) + slowdown(W)
+
+One unit for everything, so that nothing needs a weight: the seconds that this request waits plus
+the seconds by which it delays the streams that run already. Rates are those that the workers
+fitted to their own steps; until they have, the priors below stand in.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from engine.core.geometry import BLOCK_TOKENS
+from router.request import Mode
+
+# Until a worker reports: a small model on a laptop, and loopback.
+PRIOR_PREFILL_TOKENS_PER_S = 1500.0
+PRIOR_PREFILL_OVERHEAD_S = 0.01
+PRIOR_DECODE_STEP_S = 0.03
+PRIOR_EDGE_BYTES_PER_S = 500e6
+PRIOR_EDGE_OVERHEAD_S = 0.005
+# One more sequence in a batch makes its step longer by about this part (measured: 29 → 50 ms from
+# batch 1 to 32).
+STEP_SHARE_PER_STREAM = 0.023
+# The last layer group cannot hide behind compute.
+EXPOSED_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """Measured transfer rate from one prefill worker to one decode worker."""
+
+    bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S
+    overhead_s: float = PRIOR_EDGE_OVERHEAD_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A live worker as this router sees it, with what it booked itself.
+
+    ``cached_blocks`` is how much of the prompt at hand the worker holds, by the mirror.
+    """
+
+    worker_id: str
+    incarnation: bytes
+    role: str
+    queued_tokens: int = 0
+    streams: int = 0
+    room_blocks: int = 1 << 30  # free and cached
+    total_blocks: int = 1 << 30
+    cached_blocks: int = 0
+    prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
+    prefill_overhead_s: float = PRIOR_PREFILL_OVERHEAD_S
+    decode_step_s: float = PRIOR_DECODE_STEP_S
+    block_bytes: int = 0
+    format_id: str = ""  # equal on both sides of a pair that can hand over
+    edges: Mapping[str, Edge] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The parts of one candidate's cost, all in seconds."""
+
+    queue_s: float
+    compute_s: float
+    transfer_s: float
+    room_s: float
+    decode_s: float
+    slowdown_s: float
+
+    @property
+    def total_s(self) -> float:
+        """What is compared."""
+        before_s = self.queue_s + self.compute_s + self.transfer_s + self.room_s
+        return before_s + self.decode_s + self.slowdown_s
+
+    @property
+    def first_token_s(self) -> float:
+        """Predicted time from placement to the first token (prefill samples it)."""
+        return self.queue_s + self.compute_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A placement. ``prefill`` is None where the worker computes the prompt itself."""
+
+    prefill: WorkerLoad | None
+    decode: WorkerLoad
+    terms: Terms
+    uncached_tokens: int
+
+    @property
+    def mode(self) -> Mode:
+        """As ``x-baton-mode`` names it."""
+        return "colocated" if self.prefill is None else "disaggregated"
+
+    @property
+    def computes(self) -> WorkerLoad:
+        """The worker that computes the prompt."""
+        return self.decode if self.prefill is None else self.prefill
+
+    def explain(self) -> dict[str, object]:
+        """For ``GET /fleet/requests/{id}``."""
+        return {
+            "prefill": self.prefill.worker_id if self.prefill else None,
+            "decode": self.decode.worker_id,
+            "mode": self.mode,
+            "uncached_tokens": self.uncached_tokens,
+            "cost_s": round(self.terms.total_s, 6),
+            "terms": {name: round(value, 6) for name, value in asdict(self.terms).items()},
+        }
+
+
+def candidates(
+    workers: Sequence[WorkerLoad],
+    *,
+    mode: Mode,
+    prompt_tokens: int,
+    expected_tokens: int,
+    choices: int = 1,
+) -> list[Candidate]:
+    """Every placement that ``mode`` allows, cheapest first.
+
+    Args:
+        workers: Live workers that take new requests.
+        mode: ``disaggregated`` wants two different workers, ``colocated`` one, ``auto`` either.
+        prompt_tokens: Length of the prompt.
+        expected_tokens: Tokens that one answer is expected to have.
+        choices: Answers to run at once.
+    """
+    found: list[Candidate] = []
+    expected = _Work(prompt_tokens, expected_tokens, choices)
+    if mode != "disaggregated":
+        found += [_alone(worker, expected) for worker in workers]
+    if mode != "colocated":
+        found += [
+            _pair(prefill, decode, expected)
+            for prefill in workers
+            if prefill.role == "prefill"
+            for decode in workers
+            if decode.role == "decode" and decode.format_id == prefill.format_id
+        ]
+    return sorted(found, key=lambda candidate: candidate.terms.total_s)
+
+
+def choose(
+    found: Sequence[Candidate], *, tie_s: float, pick: Callable[[Sequence[Candidate]], Candidate]
+) -> Candidate:
+    """The cheapest; among those that differ from it by less than ``tie_s``, one at random.
+
+    Without the draw, routers that see the same figures all run to the same worker.
+
+    Args:
+        found: Sorted by cost, not empty.
+        tie_s: Below this, a difference is noise.
+        pick: Such as ``random.choice``.
+    """
+    limit = found[0].terms.total_s + tie_s
+    return pick([candidate for candidate in found if candidate.terms.total_s < limit])
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    prompt_tokens: int
+    expected_tokens: int
+    choices: int
+
+    def uncached(self, worker: WorkerLoad) -> int:
+        # The last token is always computed: its logits are wanted.
+        cached = min(worker.cached_blocks * BLOCK_TOKENS, self.prompt_tokens - 1)
+        return self.prompt_tokens - cached
+
+    @property
+    def blocks(self) -> int:
+        tokens = self.prompt_tokens + self.choices * self.expected_tokens
+        return -(-tokens // BLOCK_TOKENS)
+
+
+def _compute_s(worker: WorkerLoad, work: _Work) -> float:
+    return worker.prefill_overhead_s + work.uncached(worker) / worker.prefill_tokens_per_s
+
+
+def _decode_terms(worker: WorkerLoad, work: _Work) -> tuple[float, float, float]:
+    """Waiting for room, own decoding, and what that costs the streams there."""
+    step_s, marginal_s = worker.decode_step_s, worker.decode_step_s * STEP_SHARE_PER_STREAM
+    decode_s = work.expected_tokens * (step_s + marginal_s * worker.streams)
+    slowdown_s = work.expected_tokens * marginal_s * worker.streams * work.choices
+    lacking = max(0, work.blocks - worker.cached_blocks - worker.room_blocks)
+    # Running answers free the whole pool in about one answer's time: wait in proportion.
+    room_s = lacking / max(worker.total_blocks, 1) * work.expected_tokens * step_s
+    return room_s, decode_s, slowdown_s
+
+
+def _alone(worker: WorkerLoad, work: _Work) -> Candidate:
+    compute_s = _compute_s(worker, work)
+    room_s, decode_s, slowdown_s = _decode_terms(worker, work)
+    terms = Terms(
+        queue_s=worker.queued_tokens / worker.prefill_tokens_per_s,
+        compute_s=compute_s,
+        transfer_s=0.0,
+        room_s=room_s,
+        decode_s=decode_s,
+        slowdown_s=slowdown_s + compute_s * worker.streams,
+    )
+    return Candidate(
+        prefill=None, decode=worker, terms=terms, uncached_tokens=work.uncached(worker)
+    )
+
+
+def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
+    compute_s = _compute_s(prefill, work)
+    room_s, decode_s, slowdown_s = _decode_terms(decode, work)
+    edge = decode.edges.get(prefill.worker_id) or Edge()
+    prompt_blocks = -(-work.prompt_tokens // BLOCK_TOKENS)
+    payload_bytes = max(0, prompt_blocks - decode.cached_blocks) * decode.block_bytes
+    wire_s = payload_bytes / edge.bytes_per_s
+    terms = Terms(
+        queue_s=prefill.queued_tokens / prefill.prefill_tokens_per_s,
+        compute_s=compute_s,
+        transfer_s=edge.overhead_s + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
+        room_s=room_s,
+        decode_s=decode_s,
+        slowdown_s=slowdown_s + compute_s * prefill.streams,
+    )
+    return Candidate(
+        prefill=prefill, decode=decode, terms=terms, uncached_tokens=work.uncached(prefill)
+    )

@@ -1,0 +1,44 @@
+"""Where the router's list of workers comes from."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
+
+from fleet.registry_types import WorkerRecord
+from fleet.registry_workers import WorkerChange
+
+
+class WorkerDirectory(Protocol):
+    """Says which workers there are, for as long as it is iterated.
+
+    Liveness is not its business: that is what the streams to the workers tell.
+    ``fleet.registry.RegistryWatcher`` is one.
+    """
+
+    def __aiter__(self) -> AsyncIterator[WorkerChange]:
+        """Every present worker first, then each change."""
+
+
+class StaticDirectory:
+    """A list of workers that changes only when told: for tests, and for fleets without Redis."""
+
+    def __init__(self, records: Iterable[WorkerRecord] = ()) -> None:
+        self._records: dict[str, WorkerRecord] = {}
+        self._changes: asyncio.Queue[WorkerChange] = asyncio.Queue()
+        for record in records:
+            self.put(record)
+
+    def put(self, record: WorkerRecord) -> None:
+        """Add or change a worker."""
+        before = self._records.get(record.worker_id)
+        self._records[record.worker_id] = record
+        self._changes.put_nowait(WorkerChange(record.worker_id, before, record))
+
+    def remove(self, worker_id: str) -> None:
+        """Take a worker off the list."""
+        before = self._records.pop(worker_id, None)
+        self._changes.put_nowait(WorkerChange(worker_id, before, None))
+
+    async def __aiter__(self) -> AsyncIterator[WorkerChange]:
+        while True:
+            yield await self._changes.get()

@@ -1,0 +1,55 @@
+"""Feeds the mirror from the stream of KV events."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from fleet.registry_types import FeedItem, Snapshot
+from fleet.telemetry import Metrics
+from router.mirror import Applied, Mirror
+
+
+class EventSource(Protocol):
+    """KV events of all workers; ``fleet.registry.EventFeed`` is one. Heals gaps by itself."""
+
+    def __aiter__(self) -> AsyncIterator[FeedItem]:
+        """Items without end."""
+
+
+class MirrorFeeder:
+    """A task that applies what comes.
+
+    Args:
+        mirror: Where to.
+        events: Where from; None: there is no index, and routing goes by load alone.
+        metrics: Of the router.
+    """
+
+    def __init__(self, mirror: Mirror, events: EventSource | None, metrics: Metrics) -> None:
+        self._mirror = mirror
+        self._events = events
+        self._metrics = metrics
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to read. Needs a running event loop."""
+        if self._events is not None:
+            self._task = asyncio.create_task(self._run(self._events), name="mirror")
+
+    async def close(self) -> None:
+        """Stop reading."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, events: EventSource) -> None:
+        applied = 0
+        async for item in events:
+            # A gap cannot be healed from here: the source reads the snapshot, and sends it.
+            if self._mirror.apply(item) is Applied.SNAPSHOT_NEEDED:
+                self._metrics.inc("baton_mirror_sequence_gaps")
+            if isinstance(item, Snapshot):
+                self._metrics.inc("baton_mirror_snapshots")
+            applied += 1
+            if applied % 64 == 0:
+                await asyncio.sleep(0)  # a backlog must not hold up tokens

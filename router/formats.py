@@ -1,0 +1,218 @@
+"""OpenAI's response objects, whole and as stream chunks, made from the same deltas."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from engine.text.tokenizer import TextTokenizer
+from router.flight import Flight
+from router.lifecycle import Delta, ShownLogprob
+
+
+class AnswerFormat(Protocol):
+    """How an endpoint writes its answers. ``prompt`` is the index of a flight."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before the first delta."""
+
+    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
+        """One delta of one choice."""
+
+    def usage_chunk(self, flights: Sequence[Flight]) -> dict[str, Any]:
+        """The last chunk, when the client asked for usage."""
+
+    def whole(self, flights: Sequence[Flight]) -> dict[str, Any]:
+        """The answer in one piece."""
+
+
+def usage(flights: Iterable[Flight]) -> dict[str, Any]:
+    """Tokens read and written. Cached ones are prompt tokens that were not computed for this."""
+    prompt = completion = cached = 0
+    for flight in flights:
+        prompt += len(flight.request.prompt)
+        completion += flight.record.completion_tokens
+        cached += flight.record.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class _Format:
+    """What both formats share.
+
+    Args:
+        answer_id: ``chatcmpl-…`` or ``cmpl-…``.
+        created: Unix time in seconds.
+        model: The name that the client asked for.
+        fingerprint: Changes when weights or numerics do.
+        tokenizer: For tokens as text.
+        include_usage: Every chunk of a stream has a ``usage`` field then.
+    """
+
+    def __init__(
+        self,
+        *,
+        answer_id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        tokenizer: TextTokenizer,
+        include_usage: bool,
+    ) -> None:
+        self._head = {
+            "id": answer_id,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._tokenizer = tokenizer
+        self._include_usage = include_usage
+
+    def _chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": kind, "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+class ChatFormat(_Format):
+    """``chat.completion`` and ``chat.completion.chunk``."""
+
+    def __init__(self, *, n: int, **common: Any) -> None:
+        super().__init__(**common)
+        self._n = n
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The role of every choice."""
+        delta = {"role": "assistant", "content": ""}
+        return [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
+
+    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
+        """A piece of content; the last one of a choice has its finish reason."""
+        content = {"content": delta.text} if delta.text else {}
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        return self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason)
+
+    def _choice_chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return self._chunk("chat.completion.chunk", [choice])
+
+    def usage_chunk(self, flights: Sequence[Flight]) -> dict[str, Any]:
+        """No choices, only usage."""
+        return {**self._chunk("chat.completion.chunk", []), "usage": usage(flights)}
+
+    def whole(self, flights: Sequence[Flight]) -> dict[str, Any]:
+        """All choices with their messages."""
+        record = flights[0].record
+        wanted = record.request.sampling.logprobs is not None
+        choices = [
+            {
+                "index": delta.choice,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "logprobs": self._logprobs(delta.logprobs) if wanted else None,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": record.choices[delta.choice].stop_reason,
+            }
+            for delta in record.take()
+        ]
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": usage(flights)}
+
+    def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._token(entry.token_id, entry.logprob),
+                    "top_logprobs": [self._token(*alternative) for alternative in entry.top],
+                }
+                for entry in shown
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        spelled = self._tokenizer.token_bytes(token_id)
+        text = spelled.decode("utf-8", "replace")
+        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+
+
+class CompletionFormat(_Format):
+    """``text_completion``; choices are numbered over all prompts."""
+
+    def __init__(self, *, n: int, echoes: Sequence[str] | None, **common: Any) -> None:
+        super().__init__(**common)
+        self._n = n
+        self._echoes = echoes
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The prompts, when they are to be echoed."""
+        return [
+            self._choice_chunk(prompt * self._n + choice, text, None, None)
+            for prompt, text in enumerate(self._echoes or ())
+            for choice in range(self._n)
+        ]
+
+    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
+        """A piece of text."""
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        index = prompt * self._n + delta.choice
+        return self._choice_chunk(index, delta.text, logprobs, delta.finish_reason)
+
+    def _choice_chunk(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return self._chunk("text_completion", [choice])
+
+    def usage_chunk(self, flights: Sequence[Flight]) -> dict[str, Any]:
+        """No choices, only usage."""
+        return {**self._chunk("text_completion", []), "usage": usage(flights)}
+
+    def whole(self, flights: Sequence[Flight]) -> dict[str, Any]:
+        """All choices of all prompts."""
+        choices = []
+        for prompt, flight in enumerate(flights):
+            echo = self._echoes[prompt] if self._echoes is not None else ""
+            wanted = flight.request.sampling.logprobs is not None
+            choices += [
+                {
+                    "index": prompt * self._n + delta.choice,
+                    "text": echo + delta.text,
+                    "logprobs": self._logprobs(delta.logprobs) if wanted else None,
+                    "finish_reason": delta.finish_reason,
+                    "stop_reason": flight.record.choices[delta.choice].stop_reason,
+                }
+                for delta in flight.record.take()
+            ]
+        head = {**self._head, "object": "text_completion"}
+        return {**head, "choices": choices, "usage": usage(flights)}
+
+    def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
+        spell = self._tokenizer.token_text
+        return {
+            "tokens": [spell(entry.token_id) for entry in shown],
+            "token_logprobs": [entry.logprob for entry in shown],
+            # Where two ids are spelled alike, the likelier one stands (they come best first).
+            "top_logprobs": [
+                {spell(token): value for token, value in reversed(entry.top)} for entry in shown
+            ],
+            "text_offset": [entry.text_offset for entry in shown],
+        }

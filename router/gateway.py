@@ -1,0 +1,414 @@
+"""The router's middle: admits requests, places them, follows them to their one end.
+
+    handler ── submit ──▶ queue ── window ──▶ place ──▶ worker link
+       ▲                                                   │ frames
+       └── bell ◀── record ◀── on_frame / on_dead ◀────────┘
+
+Everything here runs in one event loop and nothing in it waits: a frame is handled, or a death, or a
+timer, and the handlers that are concerned hear the bell.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from time import monotonic_ns
+from typing import Any
+
+from batonpb.decode_pb2 import (
+    Cancel,
+    Hello,
+    RequestEnd,
+    Resume,
+    RouterFrame,
+    Submission,
+    TokenRun,
+    WorkerFrame,
+)
+
+from engine.core.errors import (
+    BatonError,
+    CancelledError_,
+    DeadlineError,
+    InternalError,
+    UnavailableError,
+    WorkerLostError,
+    from_code,
+)
+from engine.text.tokenizer import TextTokenizer
+from router.admission import Admission, Waiting
+from router.directory import WorkerDirectory
+from router.flight import Flight
+from router.handoff import HandoffRepairs
+from router.lifecycle import RequestRecord
+from router.load import LoadBook
+from router.mirror import Mirror
+from router.observe import Observer
+from router.placement import Placer
+from router.repair import MAX_ATTEMPTS, after_worker_death
+from router.request import GenerationRequest
+from router.settings import RouterSettings
+from router.streams import WorkerLink, own_wire
+from router.workers import WorkerTable
+
+_LOG = logging.getLogger(__name__)
+
+_LINGER_S = 10.0  # how long an ended request may still hear of its worker
+
+
+class Gateway:
+    """One router's requests and workers.
+
+    Args:
+        settings: Limits and timeouts.
+        tokenizer: For the text of answers.
+        directory: Which workers there are.
+        mirror: Who holds which blocks; fed from outside.
+        observer: Metrics.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        tokenizer: TextTokenizer,
+        directory: WorkerDirectory,
+        mirror: Mirror,
+        observer: Observer,
+    ) -> None:
+        self.settings = settings
+        self.mirror = mirror
+        self.router_id = f"router-{secrets.token_hex(4)}"
+        hello = Hello(
+            router_id=self.router_id, router_incarnation=secrets.token_bytes(16), wire=own_wire()
+        )
+        self.workers = WorkerTable(directory, settings, hello, self)
+        self.admission = Admission(settings.max_queued_requests)
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._book = LoadBook()
+        self._placer = Placer(settings, self.workers, mirror, self._book, observer, self.router_id)
+        self._repairs = HandoffRepairs(settings, self.workers, self._book, observer, self._fail_at)
+        self._flights: dict[str, Flight] = {}
+        self._kept: OrderedDict[str, Flight] = OrderedDict()
+        self._pumping = False
+        self._closing = False
+
+    def start(self) -> None:
+        """Connect to the workers. Needs a running event loop."""
+        self.workers.start()
+
+    async def close(self) -> None:
+        """End every request and hang up."""
+        self.end_all()
+        await asyncio.sleep(0.05)  # let the cancels out
+        await self.workers.close()
+
+    def end_all(self) -> None:
+        """End every request: the router is shutting down."""
+        self._closing = True
+        for flight in list(self._flights.values()):
+            self._finish(flight, UnavailableError("the router is shutting down"))
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, bell: asyncio.Event) -> Flight:
+        """Take a request in.
+
+        Args:
+            request: What to do.
+            bell: Set whenever there is news of it.
+
+        Raises:
+            QueueFullError: Too many wait already.
+            UnavailableError: No worker can serve it in the mode asked for.
+        """
+        self._check_served(request)
+        ticket = self.admission.draw_ticket()
+        flight = Flight(RequestRecord(request, self._tokenizer, ticket), bell)
+        flight.submitted_ns = now_ns = monotonic_ns()
+        if not request.probe:
+            entry = Waiting(request.priority, ticket, flight.id, request.sampling.n)
+            self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
+            self._keep(flight)
+        self._flights[flight.id] = flight
+        loop = asyncio.get_running_loop()
+        delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
+        flight.timer = loop.call_later(delay_s, self._expire, flight)
+        if request.probe:
+            self._place(flight)
+        else:
+            self._pump()
+        return flight
+
+    def cancel(self, flight: Flight) -> None:
+        """The client went away."""
+        if not flight.record.ended:
+            self._observer.cancelled(flight)
+        self._finish(flight, CancelledError_("the client went away"))
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """What was decided for a request and why; None when it is not known (any more)."""
+        flight = self._kept.get(request_id)
+        return None if flight is None else flight.explain()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended, and those whose worker has not confirmed the end."""
+        return len(self._flights)
+
+    def _keep(self, flight: Flight) -> None:
+        self._kept[flight.id] = flight
+        while len(self._kept) > self.settings.kept_records:
+            self._kept.popitem(last=False)
+
+    def _check_served(self, request: GenerationRequest) -> None:
+        if self._closing:
+            raise UnavailableError("the router is shutting down")
+        usable = self.workers.usable
+        if not usable:
+            states = sorted(f"{slot.worker_id} is {slot.state}" for slot in self.workers)
+            raise UnavailableError(f"no worker is ready ({', '.join(states[:8]) or 'none known'})")
+        if request.mode != "disaggregated":
+            return
+        for role in ("prefill", "decode"):
+            if all(slot.role != role for slot in usable):
+                raise UnavailableError(
+                    f"x-baton-mode is disaggregated, and no {role} worker is ready"
+                )
+
+    def _window(self) -> int:
+        return len(self.workers.usable) * self.settings.window_requests
+
+    def _pump(self) -> None:
+        """Place what fits into the window."""
+        if self._pumping:  # a placement failed at once, which freed its place: the loop sees it
+            return
+        self._pumping = True
+        try:
+            while (entry := self.admission.pop(self._window())) is not None:
+                flight = self._flights[entry.request_id]  # who leaves the queue is taken out of it
+                flight.admitted = True
+                self._place(flight)
+        finally:
+            self._pumping = False
+        self._observer.queue(self.admission.waiting, self.admission.max_waiting)
+
+    # --- placement ------------------------------------------------------------------------------
+
+    def _place(self, flight: Flight, avoid: bytes = b"") -> None:
+        """Choose workers and send. ``avoid`` is an incarnation that just failed."""
+        error = self._placer.place(flight, avoid)
+        if error is not None:
+            flight.decode_id = None
+            self._fail_placed(flight, error)
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def _expire(self, flight: Flight) -> None:
+        waited_s = (flight.request.deadline_ns - flight.request.arrived_ns) / 1e9
+        self._observer.timed_out(flight)
+        self._finish(flight, DeadlineError(f"the request did not end within {waited_s:g} s"))
+
+    def _finish(self, flight: Flight, error: BatonError) -> None:
+        """End with an error; the worker is told to stop."""
+        if not flight.record.fail(error, monotonic_ns()):
+            return
+        self._tell_cancelled(flight)
+        self._after_end(flight)
+
+    def _tell_cancelled(self, flight: Flight, choices: tuple[int, ...] = ()) -> None:
+        link = self.workers.link(flight.decode_id)
+        if link is None or flight.record.attempt == 0:
+            return
+        if not choices:
+            flight.cancelled_ns = monotonic_ns()
+        cancel = Cancel(request_id=flight.id, attempt=flight.record.attempt, choices=choices)
+        link.send(RouterFrame(cancel=cancel))
+
+    def _after_end(self, flight: Flight) -> None:
+        """The client's view has ended: free its place, keep it until the worker confirms."""
+        now_ns = monotonic_ns()
+        flight.stop_timers()
+        flight.wants_prefill = False
+        self._book.release(flight.id)
+        if flight.admitted:
+            self.admission.release(flight.request.sampling.n, now_ns)
+            flight.admitted = False
+        elif flight.decode_id is None and not flight.request.probe:
+            self.admission.leave(flight.id)
+        if flight.decode_id is None:
+            self._flights.pop(flight.id, None)
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LINGER_S, self._linger_over, flight)
+        if flight.record.error is None:
+            self._placer.learn(flight)
+        flight.ring()
+        self._pump()
+
+    def delivered(self, flight: Flight) -> None:
+        """The handler has written the last byte (or has nobody to write to)."""
+        flight.delivered_ns = monotonic_ns()
+        if flight.id not in self._flights or flight.record.times is not None:
+            self._observer.over(flight)
+
+    def _linger_over(self, flight: Flight) -> None:
+        if self._flights.pop(flight.id, None) is not None and flight.delivered_ns:
+            self._observer.over(flight)
+
+    # --- what workers say -----------------------------------------------------------------------
+
+    def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
+        """A worker answers: resume what it holds, or give work to the newcomer."""
+        self.workers.note_live(link)
+        if same_life:
+            for flight in self._held_by(link.worker_id):
+                if not flight.record.ended:
+                    self._resume(link, flight)
+        self._repairs.on_live(list(self._flights.values()))
+        self._pump()
+
+    def _resume(self, link: WorkerLink, flight: Flight) -> None:
+        record = flight.record
+        resume = Resume(
+            request_id=flight.id, attempt=record.attempt, next_index=record.next_indices
+        )
+        record.note("resumed", monotonic_ns())
+        link.send(RouterFrame(resume=resume))
+
+    def on_broken(self, link: WorkerLink, kind: str) -> None:
+        """A stream broke and is being opened again."""
+        self._observer.stream_error(kind)
+
+    def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str) -> None:
+        """A worker died: its requests go elsewhere, or end."""
+        _LOG.warning("%s is dead to this router: %s", link.worker_id, reason)
+        self._observer.stream_error("dead")
+        self.workers.note_dead(link)
+        self.mirror.forget(incarnation)
+        self._book.forget(link.worker_id)
+        for flight in self._held_by(link.worker_id):
+            if flight.record.ended:
+                self._flights.pop(flight.id, None)
+            else:
+                self._move(flight, incarnation, f"{link.worker_id}: {reason}")
+
+    def _held_by(self, worker_id: str) -> list[Flight]:
+        return [flight for flight in self._flights.values() if flight.decode_id == worker_id]
+
+    def _move(self, flight: Flight, dead: bytes, reason: str) -> None:
+        flight.record.note(f"worker lost: {reason}", monotonic_ns())
+        error = after_worker_death(flight.record, dead=dead, reason=reason)
+        if error is not None:
+            if error.code == "poison_request":
+                self._observer.poison()
+            flight.decode_id = None
+            self._fail_placed(flight, error)
+            return
+        self._retry(flight, dead, "worker lost", WorkerLostError(f"the worker was lost: {reason}"))
+
+    def _retry(self, flight: Flight, avoid: bytes, why: str, otherwise: BatonError) -> None:
+        if not self._placer.eligible(flight.request, avoid):
+            flight.decode_id = None
+            self._fail_placed(flight, otherwise)
+            return
+        self._observer.retried(why)
+        self._book.release(flight.id)
+        self._place(flight, avoid)
+
+    def _fail_placed(self, flight: Flight, error: BatonError) -> None:
+        """End a request that no worker holds any more."""
+        self._flights.pop(flight.id, None)
+        if flight.record.fail(error, monotonic_ns()):
+            self._after_end(flight)
+
+    def _fail_at(self, flight: Flight, error: BatonError) -> None:
+        """End a request whose worker was told already."""
+        if flight.record.fail(error, monotonic_ns()):
+            self._after_end(flight)
+
+    def on_submit_failed(self, link: WorkerLink, submission: Submission, reason: str) -> None:
+        """A long prompt did not arrive."""
+        flight = self._flights.get(submission.request_id)
+        if flight is None or flight.record.ended or flight.record.attempt != submission.attempt:
+            return
+        error = UnavailableError(f"{link.worker_id} did not take the request: {reason}")
+        if flight.record.attempt >= MAX_ATTEMPTS:
+            self._fail_placed(flight, error)
+        else:
+            self._retry(flight, link.incarnation, "submit failed", error)
+
+    def on_frame(self, link: WorkerLink, frame: WorkerFrame) -> None:
+        """Everything that a worker did in one step."""
+        now_ns = monotonic_ns()
+        if frame.HasField("status"):
+            self.workers.note_status(link)
+            self._book.reported(link.worker_id, now_ns)
+        flights = self._flights
+        for route in frame.routes:
+            flight = flights.get(route.request_id)
+            if flight is not None:
+                flight.record.on_route(route, now_ns)
+        for run in frame.tokens:
+            flight = flights.get(run.request_id)
+            if flight is not None:
+                self._on_run(link, flight, run, now_ns)
+        for needed in frame.prefill_needed:
+            flight = flights.get(needed.request_id)
+            if flight is not None:
+                self._repairs.on_needed(flight, needed)
+        for end in frame.ends:
+            flight = flights.get(end.request_id)
+            if flight is not None:
+                self._on_end(link, flight, end, now_ns)
+
+    def _on_run(self, link: WorkerLink, flight: Flight, run: TokenRun, now_ns: int) -> None:
+        record = flight.record
+        if record.ended or run.attempt != record.attempt:
+            return
+        before_ns = record.last_token_ns
+        result = record.on_run(run, now_ns)
+        if result.gap:
+            self._resume(link, flight)
+            return
+        if result.fresh_tokens:
+            if not before_ns:
+                self._book.computed(flight.id)
+            self._observer.tokens(flight, before_ns, now_ns, result.fresh_tokens)
+        if record.ended:
+            if result.stopped:
+                self._tell_cancelled(flight)
+            self._after_end(flight)
+        else:
+            if result.stopped:
+                self._tell_cancelled(flight, (run.choice,))
+            flight.ring()
+
+    def _on_end(self, link: WorkerLink, flight: Flight, end: RequestEnd, now_ns: int) -> None:
+        record = flight.record
+        if end.attempt != record.attempt:
+            return
+        record.times = end.times
+        if flight.cancelled_ns:
+            self._observer.released(now_ns - flight.cancelled_ns)
+        if record.ended:  # the worker confirms what the client knows already
+            self._flights.pop(flight.id, None)
+            if flight.delivered_ns:
+                self._observer.over(flight)
+            return
+        if not end.HasField("error"):
+            error: BatonError = InternalError("the worker ended the request before its answer")
+            self._fail_placed(flight, error)
+            return
+        error = from_code(end.error.code, end.error.message)
+        if isinstance(error, WorkerLostError):  # its shell still speaks, its engine is dead
+            self._move(flight, link.incarnation, f"{link.worker_id}: {error.message}")
+            return
+        movable = end.error.retryable and not record.sent and record.attempt < MAX_ATTEMPTS
+        if movable and not isinstance(error, DeadlineError):
+            # Better elsewhere, but a worker that forgot the request may take it again.
+            alone = not self._placer.eligible(flight.request, link.incarnation)
+            avoid = b"" if alone else link.incarnation
+            self._retry(flight, avoid, end.error.code, error)
+        else:
+            self._fail_placed(flight, error)

@@ -1,0 +1,136 @@
+"""A prefill worker failed a request that a decode worker holds: finds it another one, or an end.
+
+The decode worker keeps its reservation and asks (``PrefillNeeded``); what is decided stands in
+``router/repair.py``.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from time import monotonic_ns
+
+from batonpb.common_pb2 import Error
+from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
+
+from engine.core.errors import BatonError, TransferError
+from router import wire
+from router.flight import Flight
+from router.load import LoadBook
+from router.observe import Observer
+from router.repair import after_prefill_failure
+from router.settings import RouterSettings
+from router.workers import Slot, WorkerTable, load_of
+
+
+class HandoffRepairs:
+    """Answers ``PrefillNeeded``, at once or when another prefill worker has come.
+
+    Args:
+        settings: How long to wait for one.
+        workers: Who is there.
+        book: Load that reports do not show yet.
+        observer: Metrics.
+        end: Ends a flight whose worker has been told.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: WorkerTable,
+        book: LoadBook,
+        observer: Observer,
+        end: Callable[[Flight, BatonError], None],
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._book = book
+        self._observer = observer
+        self._end = end
+
+    def on_needed(self, flight: Flight, needed: PrefillNeeded) -> None:
+        """The decode worker asks."""
+        record = flight.record
+        if record.ended or needed.attempt != record.attempt:
+            return
+        now_ns = monotonic_ns()
+        record.note(f"prefill {needed.failed.worker_id} failed: {needed.reason.message}", now_ns)
+        repair = after_prefill_failure(
+            record,
+            failed=needed.failed.incarnation,
+            peer_died=needed.peer_died,
+            others=[slot.incarnation for slot in self._prefills(flight)],
+            may_wait=now_ns < record.request.deadline_ns,
+        )
+        match repair.action:
+            case "replace":
+                self._try_replacement(flight)
+            case "local":
+                self._observer.fallback("local prefill")
+                flight.prefill_id = None
+                self._answer(flight, PrefillReplacement(compute_locally=True))
+            case "wait":
+                self._wait(flight)
+            case "refuse":
+                self._refuse(flight, repair.refusal or TransferError("the hand-off failed"))
+
+    def on_live(self, flights: Iterable[Flight]) -> None:
+        """A worker came up: it may be what some of ``flights`` wait for."""
+        for flight in flights:
+            if flight.wants_prefill and not flight.record.ended:
+                self._try_replacement(flight)
+
+    def _prefills(self, flight: Flight) -> list[Slot]:
+        return [
+            slot
+            for slot in self._workers.usable
+            if slot.role == "prefill" and slot.worker_id != flight.decode_id
+        ]
+
+    def _try_replacement(self, flight: Flight) -> None:
+        """The least loaded prefill worker that has not failed this request, if there is one."""
+        tried = flight.record.failed_prefills
+        fit = [slot for slot in self._prefills(flight) if slot.incarnation not in tried]
+        link = None
+        if fit:
+            best = min(fit, key=lambda slot: load_of(slot, 0, self._book).queued_tokens)
+            link = best.link
+        if link is None:
+            self._wait(flight)
+            return
+        now_ns = monotonic_ns()
+        flight.wants_prefill = False
+        if flight.repair_timer is not None:
+            flight.repair_timer.cancel()
+            flight.repair_timer = None
+        flight.prefill_id = link.worker_id
+        flight.record.note(f"prefill replaced by {link.worker_id}", now_ns)
+        tokens = len(flight.request.prompt)
+        self._book.book(link.worker_id, flight.id, tokens=tokens, streams=0, now_ns=now_ns)
+        self._observer.retried("prefill replaced")
+        self._answer(flight, PrefillReplacement(prefill=wire.target(link)))
+
+    def _wait(self, flight: Flight) -> None:
+        if flight.wants_prefill:
+            return
+        flight.wants_prefill = True
+        flight.record.note("waits for another prefill worker", monotonic_ns())
+        limit_s = self._settings.repair_wait_s
+        loop = asyncio.get_running_loop()
+        flight.repair_timer = loop.call_later(limit_s, self._give_up, flight, limit_s)
+
+    def _give_up(self, flight: Flight, limit_s: float) -> None:
+        error = f"the prefill worker was lost and no other one came within {limit_s:g} s"
+        self._refuse(flight, TransferError(error))
+
+    def _refuse(self, flight: Flight, error: BatonError) -> None:
+        if error.code == "poison_request":
+            self._observer.poison()
+        told = Error(code=error.code, message=error.message, retryable=error.retryable)
+        self._answer(flight, PrefillReplacement(refuse=told))
+        self._end(flight, error)
+
+    def _answer(self, flight: Flight, replacement: PrefillReplacement) -> None:
+        link = self._workers.link(flight.decode_id)
+        if link is not None:
+            replacement.request_id = flight.id
+            replacement.attempt = flight.record.attempt
+            link.send(RouterFrame(replacement=replacement))

@@ -1,0 +1,230 @@
+"""The record of one request: what was emitted, what may be shown, how it ended. Sans-IO.
+
+Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and the end come out
+(``take``). An emitted token is a fact: from this record alone the answer can be continued.
+
+    received ── index 0 … ── next_index      duplicates below are dropped, a hole asks for a resume
+    shown    ── pending ── held              pending waits for the client, held for a stop string
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from batonpb.common_pb2 import TokenLogprob
+from batonpb.decode_pb2 import RequestRoute, RequestTimes, TokenRun
+
+from engine.core.errors import BatonError, InternalError
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import TextTokenizer
+from router.request import GenerationRequest, unpack
+
+
+class ShownLogprob(NamedTuple):
+    """Log-probability of one token, and where its text begins in the choice's text."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    text_offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice since the client was last written to."""
+
+    choice: int
+    text: str = ""
+    logprobs: list[ShownLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class RunResult(NamedTuple):
+    """What to do after a run of tokens."""
+
+    fresh_tokens: int = 0
+    stopped: bool = False  # a stop string ended the choice: the worker must be told
+    gap: bool = False  # tokens are missing: ask for a resume
+
+
+class ChoiceRecord:
+    """One of the ``n`` answers."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.logprobs: list[ShownLogprob] = []
+        self.next_index = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.completion_tokens = 0
+        self._detokenizer = detokenizer
+        self._pending = Delta(index)
+
+    def push(self, run: TokenRun) -> RunResult:
+        """Take a run of tokens of this choice."""
+        if self.finish_reason is not None:
+            return RunResult()
+        if run.index > self.next_index:
+            return RunResult(gap=True)
+        ids = unpack(run.token_ids)  # a stop token is not among them
+        skip = self.next_index - run.index
+        fresh = 0
+        for offset in range(skip, len(ids)):
+            self._push_token(ids[offset], run.logprobs[offset] if run.logprobs else None)
+            fresh += 1
+            if self._detokenizer.stopped_by is not None:
+                self._end("stop", self._detokenizer.stopped_by)
+                return RunResult(fresh, stopped=not run.finish_reason)
+        if run.finish_reason:
+            self.completion_tokens += run.has_stop_token
+            self._end(run.finish_reason, run.stop_token_id if run.has_stop_token else None)
+        return RunResult(fresh)
+
+    def _push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        offset = self._detokenizer.text_length
+        self.token_ids.append(token_id)
+        self.next_index += 1
+        self.completion_tokens += 1
+        self._pending.text += self._detokenizer.push(token_id)
+        if logprob is not None:
+            top = zip(unpack(logprob.top_ids), logprob.top_logprobs, strict=True)
+            shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
+            self.logprobs.append(shown)
+            self._pending.logprobs.append(shown)
+
+    def _end(self, reason: str, stop_reason: str | int | None) -> None:
+        self.finish_reason = self._pending.finish_reason = reason
+        self.stop_reason = stop_reason
+        self._pending.text += self._detokenizer.finish()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to take."""
+        pending = self._pending
+        return bool(pending.text or pending.logprobs or pending.finish_reason)
+
+    def take(self) -> Delta | None:
+        """What the client has not got yet, or None. Tokens of several steps come out as one."""
+        if not self.has_news:
+            return None
+        pending, self._pending = self._pending, Delta(self.index)
+        return pending
+
+
+class RequestRecord:
+    """One request over all its attempts.
+
+    Args:
+        request: What was asked.
+        tokenizer: For the text of the answers.
+        ticket: Its number; order everywhere is (priority, ticket).
+    """
+
+    def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer, ticket: int) -> None:
+        self.request = request
+        self.ticket = ticket
+        self.attempt = 0
+        self.error: BatonError | None = None
+        self.route: RequestRoute | None = None
+        self.times: RequestTimes | None = None
+        self.sent = False  # something of the answer has left for the client
+        self.ended = False
+        self.died_holding: set[bytes] = set()  # incarnations that died with this request
+        self.failed_prefills: set[bytes] = set()  # incarnations that failed it, dead or not
+        self.first_token_ns = 0
+        self.second_token_ns = 0
+        self.last_token_ns = 0
+        self.timeline: list[tuple[str, int]] = [("arrived", request.arrived_ns)]
+        self._tokenizer = tokenizer
+        self.choices = self._fresh_choices()
+
+    def _fresh_choices(self) -> list[ChoiceRecord]:
+        sampling = self.request.sampling
+        return [
+            ChoiceRecord(
+                index, Detokenizer(self._tokenizer, self.request.stops, sampling.min_tokens)
+            )
+            for index in range(sampling.n)
+        ]
+
+    def note(self, event: str, now_ns: int) -> None:
+        """Write an event into the timeline (bounded)."""
+        if len(self.timeline) < 256:
+            self.timeline.append((event, now_ns))
+
+    def next_attempt(self) -> int:
+        """Begin (again). Nothing may have been sent: what was computed is forgotten."""
+        if self.sent:
+            raise InternalError("an answer that has begun cannot be started again")
+        self.attempt += 1
+        self.route = None
+        self.first_token_ns = self.second_token_ns = self.last_token_ns = 0
+        self.choices = self._fresh_choices()
+        return self.attempt
+
+    @property
+    def next_indices(self) -> list[int]:
+        """Per choice, the first token index that is not here: what a resume asks for."""
+        return [choice.next_index for choice in self.choices]
+
+    @property
+    def begun(self) -> bool:
+        """Whether any token is here."""
+        return self.first_token_ns > 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended well."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed for this request."""
+        return self.route.cached_tokens if self.route is not None else 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated, those that ended a choice included."""
+        return sum(choice.completion_tokens for choice in self.choices)
+
+    def on_route(self, route: RequestRoute, now_ns: int) -> None:
+        """The worker says where the request runs."""
+        if route.attempt == self.attempt and not self.ended:
+            self.route = route
+            self.note("routed", now_ns)
+
+    def on_run(self, run: TokenRun, now_ns: int) -> RunResult:
+        """Tokens came. Those of another attempt, or after the end, are dropped."""
+        if run.attempt != self.attempt or self.ended or run.choice >= len(self.choices):
+            return RunResult()
+        result = self.choices[run.choice].push(run)
+        if not result.fresh_tokens and not run.finish_reason:
+            return result
+        if not self.first_token_ns:
+            self.first_token_ns = now_ns
+            self.note("first token", now_ns)
+        elif not self.second_token_ns:
+            self.second_token_ns = now_ns
+        self.last_token_ns = now_ns
+        if self.finished:
+            self.ended = True
+            self.note("finished", now_ns)
+        return result
+
+    def fail(self, error: BatonError, now_ns: int) -> bool:
+        """End with an error. Returns False where it had ended already: the first end counts."""
+        if self.ended:
+            return False
+        self.ended = True
+        self.error = error
+        self.note(f"failed: {error.code}", now_ns)
+        return True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything for the client: text, an end, or an error."""
+        return self.error is not None or any(choice.has_news for choice in self.choices)
+
+    def take(self) -> list[Delta]:
+        """Everything that the client has not got yet."""
+        return [delta for choice in self.choices if (delta := choice.take()) is not None]

@@ -1,0 +1,65 @@
+"""Load that was placed and that the worker's own reports do not show yet. Sans-IO.
+
+A status frame is up to 250 ms old. Requests placed since then would be invisible, and a burst would
+go to one worker. So each placement is booked before it is sent, and counts until a report that is
+young enough to hold it has come.
+"""
+
+from dataclasses import dataclass
+
+# A report counts for bookings at least this much older than it: the submission needs to arrive,
+# and a prefill worker hears of it from the decode worker.
+_SETTLE_NS = 50_000_000
+
+
+@dataclass(slots=True)
+class _Booking:
+    tokens: int
+    streams: int
+    at_ns: int
+    reported: bool = False
+
+
+class LoadBook:
+    """Bookings by worker and request."""
+
+    def __init__(self) -> None:
+        self._booked: dict[str, dict[str, _Booking]] = {}
+
+    def book(
+        self, worker_id: str, request_id: str, *, tokens: int, streams: int, now_ns: int
+    ) -> None:
+        """Count a placement: prompt tokens to compute, and sequences to run."""
+        worker = self._booked.setdefault(worker_id, {})
+        worker[request_id] = _Booking(tokens, streams, now_ns)
+
+    def computed(self, request_id: str) -> None:
+        """The first token came: the prompt is no longer a load."""
+        for worker in self._booked.values():
+            booking = worker.get(request_id)
+            if booking is not None:
+                booking.tokens = 0
+
+    def release(self, request_id: str) -> None:
+        """The request ended."""
+        for worker in self._booked.values():
+            worker.pop(request_id, None)
+
+    def reported(self, worker_id: str, now_ns: int) -> None:
+        """A report of the worker came."""
+        for booking in self._booked.get(worker_id, {}).values():
+            if now_ns - booking.at_ns >= _SETTLE_NS:
+                booking.reported = True
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone."""
+        self._booked.pop(worker_id, None)
+
+    def unreported(self, worker_id: str) -> tuple[int, int]:
+        """Tokens and streams that the worker's last report does not hold yet."""
+        tokens = streams = 0
+        for booking in self._booked.get(worker_id, {}).values():
+            if not booking.reported:
+                tokens += booking.tokens
+                streams += booking.streams
+        return tokens, streams

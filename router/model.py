@@ -1,0 +1,142 @@
+"""The model that the fleet serves, as the router knows it: names, text, limits. No weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import InvalidRequestError, ModelNotFoundError
+from engine.text.artifact import ModelArtifact, resolve_model
+from engine.text.template import ChatTemplate, special_tokens_of
+from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from router.settings import RouterSettings
+
+
+class ServedModel:
+    """Names, tokenizer and chat template.
+
+    Args:
+        artifact: What the weights files say.
+        names: The served name, then its aliases.
+        max_context_tokens: Prompt and answer together; at most the model's own limit.
+        chat_template: Jinja text that replaces the model's own.
+
+    Raises:
+        ValueError: The limit is beyond the model's, or tokenizer or template cannot be used.
+    """
+
+    def __init__(
+        self,
+        artifact: ModelArtifact,
+        names: Sequence[str],
+        *,
+        max_context_tokens: int | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        limit = artifact.config.max_context_tokens
+        if max_context_tokens is not None and max_context_tokens > limit:
+            raise ValueError(
+                f"max_context_tokens = {max_context_tokens}: the model has only {limit}"
+            )
+        self.artifact = artifact
+        self.names = tuple(names)
+        self.max_context_tokens = max_context_tokens or limit
+        self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
+        config = artifact.config
+        self.vocab_size = config.vocab_size
+        eos = config.eos_token_ids[0] if config.eos_token_ids else None
+        self.template = ChatTemplate(
+            chat_template or artifact.chat_template,
+            special_tokens_of(self.tokenizer.token_text, bos=config.bos_token_id, eos=eos),
+        )
+
+    @classmethod
+    def load(cls, settings: RouterSettings) -> "ServedModel":
+        """The model of the settings; reads files, so not for the event loop."""
+        template = settings.chat_template
+        return cls(
+            resolve_model(settings.model),
+            settings.model_names,
+            max_context_tokens=settings.max_context_tokens,
+            chat_template=Path(template).read_text("utf-8") if template else None,
+        )
+
+    def check_name(self, name: str) -> str:
+        """Return ``name`` if the fleet serves it.
+
+        Raises:
+            ModelNotFoundError: It does not; the message says what it serves.
+        """
+        if name not in self.names:
+            raise ModelNotFoundError(
+                f"model {name[:200]!r} is not served here; this fleet serves {self.names[0]!r}",
+                param="model",
+            )
+        return name
+
+    def encode_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
+        """Token ids of a completion's prompt.
+
+        Raises:
+            InvalidRequestError: It is empty, or an id is outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
+        else:
+            tokens = list(prompt)
+            self.check_ids(tokens, "prompt")
+        if not tokens:
+            raise InvalidRequestError("prompt: must not be empty", param="prompt")
+        return tokens
+
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's template (which writes its own BOS token).
+
+        Raises:
+            InvalidRequestError: The model has no template, or the template refuses.
+        """
+        text = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        tokens = self.tokenizer.encode(text)
+        if not tokens:
+            raise InvalidRequestError("the chat template made an empty prompt", param="messages")
+        return tokens
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuse token ids outside the vocabulary.
+
+        Raises:
+            InvalidRequestError: Names the id and the limit.
+        """
+        for token_id in ids:
+            if token_id >= self.vocab_size:
+                raise InvalidRequestError(
+                    f"{param}: token id {token_id} is outside the vocabulary "
+                    f"(0 to {self.vocab_size - 1})",
+                    param=param,
+                )
+
+    def record(self, name: str, created: int, dtype: str = "") -> dict[str, Any]:
+        """The artifact record of ``GET /v1/models/{id}``."""
+        artifact = self.artifact
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "baton",
+            "root": self.names[0],
+            "max_model_len": self.max_context_tokens,
+            "source": artifact.source,
+            "format": artifact.format,
+            "revision": artifact.revision,
+            "license": artifact.license,
+            "architecture": artifact.architecture,
+            "context_tokens": artifact.config.max_context_tokens,
+            "vocab_size": artifact.config.vocab_size,
+            "dtype": dtype,
+            "quantisation": artifact.quantisation,
+            "weights_digest": artifact.weights_digest.hex(),
+            "tokenizer_digest": artifact.tokenizer_digest.hex(),
+            "template_digest": artifact.template_digest.hex(),
+            "generation_defaults": dict(artifact.generation_defaults),
+        }

@@ -1,0 +1,176 @@
+"""What the router counts. Probes are in none of it.
+
+All durations are on the router's clock except the parts that the worker reports of its own; what is
+left of a request's time is the phase ``unattributed``, so that the phases always add up.
+"""
+
+from statistics import median
+
+from fleet.telemetry import Metrics
+from router.flight import Flight
+
+
+class Observer:
+    """Turns what happens to requests into metrics.
+
+    Args:
+        metrics: Of the component ``router``.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._gaps_s: dict[str, list[float]] = {}
+
+    def queue(self, waiting: int, limit: int) -> None:
+        """The length of the queue changed."""
+        self.metrics.set("baton_queue_requests", waiting, tenant="all")
+        self.metrics.set("baton_queue_limit_requests", limit)
+
+    def answered(self, endpoint: str, status: int, tenant: str) -> None:
+        """An HTTP request ended."""
+        self.metrics.inc("baton_requests", endpoint=endpoint, status=str(status), tenant=tenant)
+
+    def rejected(self, code: str, tenant: str) -> None:
+        """A request was refused before it began."""
+        self.metrics.inc("baton_rejections", code=code, tenant=tenant)
+
+    def placed(self, flight: Flight) -> None:
+        """A request was given to workers."""
+        if flight.request.probe or flight.chosen is None:
+            return
+        mode = flight.chosen.mode
+        self.metrics.inc("baton_routes", mode=mode)
+        predicted_s = flight.chosen.terms.first_token_s
+        self.metrics.observe("baton_predicted_seconds", predicted_s, mode=mode)
+
+    def retried(self, reason: str) -> None:
+        """A request was placed again."""
+        self.metrics.inc("baton_retries", reason=reason)
+
+    def fallback(self, reason: str) -> None:
+        """A request runs otherwise than chosen."""
+        self.metrics.inc("baton_fallbacks", reason=reason)
+
+    def poison(self) -> None:
+        """A request was ended because workers died of it."""
+        self.metrics.inc("baton_poison_requests")
+
+    def stream_error(self, kind: str) -> None:
+        """A stream to a worker broke."""
+        self.metrics.inc("baton_stream_errors", kind=kind)
+
+    def cancelled(self, flight: Flight) -> None:
+        """The client went away."""
+        if not flight.request.probe:
+            self.metrics.inc("baton_cancellations", phase=_phase(flight))
+
+    def timed_out(self, flight: Flight) -> None:
+        """The deadline passed."""
+        if not flight.request.probe:
+            self.metrics.inc("baton_timeouts", phase=_phase(flight))
+
+    def released(self, took_ns: int) -> None:
+        """The worker confirmed the end of a request that was cancelled."""
+        self.metrics.observe("baton_release_seconds", took_ns / 1e9)
+
+    def tokens(self, flight: Flight, before_ns: int, now_ns: int, fresh: int) -> None:
+        """Tokens came, the last ones before at ``before_ns`` (0: these are the first)."""
+        if flight.request.probe:
+            return
+        record = flight.record
+        if not before_ns:
+            if flight.chosen is not None:
+                actual_s, mode = (now_ns - flight.placed_ns) / 1e9, flight.chosen.mode
+                error_s = abs(actual_s - flight.chosen.terms.first_token_s)
+                self.metrics.observe("baton_actual_seconds", actual_s, mode=mode)
+                self.metrics.observe("baton_prediction_error_seconds", error_s, mode=mode)
+            return
+        if record.second_token_ns == now_ns:
+            since_ns = now_ns - record.request.arrived_ns
+            self.metrics.observe("baton_time_to_second_token_seconds", since_ns / 1e9)
+        gap_s = (now_ns - before_ns) / 1e9 / fresh
+        for _ in range(fresh):
+            self.metrics.observe("baton_inter_token_seconds", gap_s)
+        if fresh == 1 and flight.prefill_id is not None:
+            self._gaps_s.setdefault(flight.id, []).append(gap_s)
+
+    def first_byte(self, flight: Flight, now_ns: int) -> None:
+        """The first content byte of an answer went out."""
+        if not flight.request.probe:
+            self.metrics.observe(
+                "baton_time_to_first_token_seconds",
+                (now_ns - flight.request.arrived_ns) / 1e9,
+                tenant=flight.request.tenant,
+            )
+
+    def over(self, flight: Flight) -> None:
+        """A request is over for client and worker: count it once."""
+        if flight.observed or flight.request.probe:
+            return
+        flight.observed = True
+        gaps_s = self._gaps_s.pop(flight.id, [])
+        record, tenant = flight.record, flight.request.tenant
+        inc, observe = self.metrics.inc, self.metrics.observe
+        observe(
+            "baton_e2e_seconds",
+            _between_s(record.request.arrived_ns, flight.delivered_ns),
+            tenant=tenant,
+        )
+        exposed_s = 0.0
+        if len(gaps_s) >= 3:
+            exposed_s = max(gaps_s[0] - median(gaps_s[1:]), 0.0)
+            observe("baton_transfer_exposed_seconds", exposed_s)
+        for phase, took_s in phases(flight, exposed_s).items():
+            observe("baton_phase_seconds", took_s, phase=phase)
+        if not record.begun:
+            return
+        inc("baton_prompt_tokens", len(flight.request.prompt), tenant=tenant)
+        inc("baton_generation_tokens", record.completion_tokens, tenant=tenant)
+        inc("baton_prefix_tokens", record.cached_tokens, source="local")
+        computed = len(flight.request.prompt) - record.cached_tokens
+        inc("baton_prefix_tokens", computed, source="computed")
+        tokens = record.completion_tokens / flight.request.sampling.n
+        if tokens > 1:
+            per_token_s = _between_s(record.first_token_ns, record.last_token_ns) / (tokens - 1)
+            observe("baton_time_per_output_token_seconds", per_token_s, tenant=tenant)
+        for choice in record.choices:
+            reason = choice.finish_reason or (record.error.code if record.error else "unknown")
+            inc("baton_finished_choices", reason=reason, tenant=tenant)
+
+
+def phases(flight: Flight, exposed_s: float = 0.0) -> dict[str, float]:
+    """A request's time in parts (seconds) that add up to arrival until the last byte out.
+
+    Args:
+        flight: Over.
+        exposed_s: How much of the time between first and second token was the hand-off.
+    """
+    record, times = flight.record, flight.record.times
+    arrived_ns, end_ns = record.request.arrived_ns, flight.delivered_ns
+    placed_ns = flight.placed_ns or end_ns
+    # The worker's clock may round otherwise than ours: its parts cannot exceed what we saw.
+    window_s = _between_s(flight.placed_ns, record.first_token_ns)
+    worker_queue_s = min(times.queue_ns / 1e9, window_s) if times is not None else 0.0
+    prefill_s = min(times.prefill_ns / 1e9, window_s - worker_queue_s) if times is not None else 0.0
+    decode_s = _between_s(record.first_token_ns, record.last_token_ns) - exposed_s
+    parts = {
+        "tokenize": _between_s(arrived_ns, flight.submitted_ns),
+        "queue": _between_s(flight.submitted_ns, placed_ns) + worker_queue_s,
+        "prefill": prefill_s,
+        "transfer": exposed_s,
+        "decode": max(decode_s, 0.0),
+        "delivery": _between_s(record.last_token_ns, end_ns),
+    }
+    total_s = _between_s(arrived_ns, end_ns)
+    parts["unattributed"] = max(total_s - sum(parts.values()), 0.0)
+    return parts
+
+
+def _between_s(begin_ns: int, end_ns: int) -> float:
+    return max(end_ns - begin_ns, 0) / 1e9 if begin_ns else 0.0
+
+
+def _phase(flight: Flight) -> str:
+    if flight.decode_id is None:
+        return "queue"
+    return "decode" if flight.record.begun else "prefill"

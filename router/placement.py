@@ -1,0 +1,141 @@
+"""Places a request: which workers there are, what each choice costs, the booking, the sending."""
+
+import random
+from time import monotonic_ns
+
+from batonpb.decode_pb2 import Submission
+
+from engine.core.errors import BatonError, UnavailableError
+from router import wire
+from router.cost import candidates, choose
+from router.flight import Flight
+from router.load import LoadBook
+from router.mirror import Mirror
+from router.observe import Observer
+from router.request import GenerationRequest, pack
+from router.settings import RouterSettings
+from router.workers import Slot, WorkerTable
+
+_FIRST_GUESS_TOKENS = 128.0
+_LEARNING_RATE = 0.05
+_STEP_S = 0.03
+
+
+class Placer:
+    """Turns requests into submissions.
+
+    Args:
+        settings: Ties, leases, and when a prompt is long.
+        workers: Who is there.
+        mirror: Who holds which blocks.
+        book: Load that reports do not show yet.
+        observer: Metrics.
+        router_id: Stands on every submission.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: WorkerTable,
+        mirror: Mirror,
+        book: LoadBook,
+        observer: Observer,
+        router_id: str,
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._mirror = mirror
+        self._book = book
+        self._observer = observer
+        self._router_id = router_id
+        self._names = wire.NameCache()
+        self._random = random.Random()
+        self._answer_tokens = _FIRST_GUESS_TOKENS  # running mean of the answers' lengths
+
+    @property
+    def answer_s(self) -> float:
+        """How long one answer is expected to take, roughly."""
+        return self._answer_tokens * _STEP_S
+
+    def learn(self, flight: Flight) -> None:
+        """An answer is complete: its length is news."""
+        tokens = flight.record.completion_tokens / flight.request.sampling.n
+        self._answer_tokens += _LEARNING_RATE * (tokens - self._answer_tokens)
+
+    def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[Slot]:
+        """Workers that may serve the request; ``avoid`` is an incarnation that just failed."""
+        usable = [slot for slot in self._workers.usable if slot.incarnation != avoid]
+        if request.pinned is None:
+            return usable
+        wanted = (request.pinned.prefill, request.pinned.decode)
+        return [slot for slot in usable if slot.worker_id in wanted]
+
+    def place(self, flight: Flight, avoid: bytes = b"") -> BatonError | None:
+        """Begin an attempt: choose, book, send.
+
+        Returns:
+            Why the request cannot be placed, or None.
+        """
+        request, now_ns = flight.request, monotonic_ns()
+        usable = self.eligible(request, avoid)
+        if not usable:
+            return UnavailableError("no worker is ready")
+        names = self._names.of(request, usable)
+        found = candidates(
+            self._workers.loads(usable, names, self._mirror, self._book),
+            mode=request.mode,
+            prompt_tokens=len(request.prompt),
+            expected_tokens=min(request.sampling.max_tokens, round(self._answer_tokens)),
+            choices=request.sampling.n,
+        )
+        if not found:
+            return UnavailableError(
+                f"x-baton-mode {request.mode} cannot be met by the workers that are ready"
+            )
+        chosen = choose(found, tie_s=self._settings.tie_s, pick=self._random.choice)
+        flight.candidates, flight.chosen, flight.placed_ns = found, chosen, now_ns
+        flight.decode_id = chosen.decode.worker_id
+        flight.prefill_id = chosen.prefill.worker_id if chosen.prefill else None
+        flight.wants_prefill = False
+        attempt = flight.record.next_attempt()
+        where = f"placed on {chosen.computes.worker_id} → {flight.decode_id}"
+        flight.record.note(where, now_ns)
+        self._book_load(flight, now_ns)
+        self._observer.placed(flight)
+        return self._send(flight, attempt, now_ns)
+
+    def _book_load(self, flight: Flight, now_ns: int) -> None:
+        chosen, n = flight.chosen, flight.request.sampling.n
+        if chosen is None:
+            return
+        computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id
+        tokens = chosen.uncached_tokens
+        if computes != decodes:
+            self._book.book(computes, flight.id, tokens=tokens, streams=0, now_ns=now_ns)
+            tokens = 0
+        self._book.book(decodes, flight.id, tokens=tokens, streams=n, now_ns=now_ns)
+
+    def _send(self, flight: Flight, attempt: int, now_ns: int) -> BatonError | None:
+        request = flight.request
+        link, prefill = self._workers.link(flight.decode_id), self._workers.link(flight.prefill_id)
+        if link is None:
+            return UnavailableError("the worker that was chosen is gone")
+        packed = pack(request.prompt)
+        submission = Submission(
+            request_id=flight.id,
+            attempt=attempt,
+            ticket=flight.record.ticket,
+            priority=request.priority,
+            prompt_tokens=packed,
+            sampling=wire.sampling(request.sampling),
+            tenant=request.tenant,
+            name_seed=self._names.seed(request, link.capabilities),
+            deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
+            prefill=wire.target(prefill) if prefill is not None else None,
+            traceparent=request.traceparent,
+            router_id=self._router_id,
+            lease_ms=self._settings.lease_ms,
+            probe=request.probe,
+        )
+        link.submit(submission, alone=len(packed) > self._settings.unary_prompt_bytes)
+        return None

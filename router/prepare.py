@@ -1,0 +1,282 @@
+"""From a checked body to requests: tokens, resolved sampling, deadline. Refuses what is wrong."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hmac import compare_digest
+from typing import TypeVar
+
+from engine.core.errors import InvalidRequestError, PromptTooLongError, UnauthorizedError
+from engine.core.params import SamplingParams
+from router.model import ServedModel
+from router.request import GenerationRequest, Mode
+from router.schema import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody
+from router.settings import RouterSettings
+
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_MODES: dict[str, Mode] = {
+    "auto": "auto",
+    "disaggregated": "disaggregated",
+    "colocated": "colocated",
+}
+_MAX_TIMEOUT_MS = 24 * 3600 * 1000
+_COMPLETION_TOKENS = 16  # OpenAI's default for completions
+_LARGE_CHARACTERS = 16 * 1024  # beyond it the tokenizer works in a thread
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """What the headers say."""
+
+    tenant: str
+    mode: Mode
+    timeout_s: float
+    traceparent: str = ""
+
+
+def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller:
+    """Who calls, and how the request is to be run.
+
+    Raises:
+        UnauthorizedError: The fleet has API keys and this is none of them.
+        InvalidRequestError: A header has a value that it cannot have.
+    """
+    mode = headers.get("x-baton-mode", "auto")
+    if mode not in _MODES:
+        raise InvalidRequestError(
+            f"x-baton-mode: must be auto, disaggregated or colocated (got {mode[:40]!r})",
+            param="x-baton-mode",
+        )
+    return Caller(
+        tenant=tenant_of(headers, settings),
+        mode=_MODES[mode],
+        timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), settings),
+        traceparent=headers.get("traceparent", ""),
+    )
+
+
+def tenant_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
+    """The tenant: by API key where the fleet has keys, otherwise by ``x-baton-tenant``."""
+    if settings.api_keys is not None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        found = [
+            tenant
+            for known, tenant in settings.api_keys.items()
+            if compare_digest(known.encode(), key.strip().encode())
+        ]
+        if scheme.lower() != "bearer" or not found:
+            raise UnauthorizedError("a valid API key is needed: `Authorization: Bearer KEY`")
+        return found[0]
+    tenant = headers.get("x-baton-tenant", "default")
+    if _TENANT.fullmatch(tenant) is None:
+        raise InvalidRequestError(
+            "x-baton-tenant: must be 1 to 64 letters, digits, '_', '.', '-'",
+            param="x-baton-tenant",
+        )
+    return tenant
+
+
+def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
+    if raw is None:
+        return settings.default_timeout_s
+    if not (raw.isascii() and raw.isdigit() and 0 < int(raw[:12]) <= _MAX_TIMEOUT_MS):
+        raise InvalidRequestError(
+            f"x-baton-timeout-ms: must be 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})",
+            param="x-baton-timeout-ms",
+        )
+    return int(raw) / 1000
+
+
+class Preparer:
+    """Makes requests of bodies.
+
+    Args:
+        model: For text, limits and defaults.
+        settings: For limits.
+    """
+
+    def __init__(self, model: ServedModel, settings: RouterSettings) -> None:
+        self._model = model
+        self._settings = settings
+
+    async def chat(self, body: ChatBody, caller: Caller, now_ns: int) -> GenerationRequest:
+        """The request of a chat.
+
+        Raises:
+            InvalidRequestError: See its subclasses; the parameter is named.
+        """
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequestError("top_logprobs: needs logprobs: true", param="top_logprobs")
+        limits = (body.max_tokens, body.max_completion_tokens)
+        if None not in limits and limits[0] != limits[1]:
+            raise InvalidRequestError(
+                "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
+            )
+        messages = [{"role": item.role, "content": item.text()} for item in body.messages]
+        size = sum(len(item["content"]) for item in messages)
+        prompt = await _maybe_in_thread(size, lambda: self._model.encode_chat(messages))
+        wanted = body.max_completion_tokens or body.max_tokens
+        room = self._room(prompt, "messages")
+        alternatives = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = self._sampling(body, wanted, room, default=room, logprobs=alternatives)
+        return self._request(
+            f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
+        )
+
+    async def completions(
+        self, body: CompletionBody, caller: Caller, now_ns: int
+    ) -> list[GenerationRequest]:
+        """The requests of a completion, one for each prompt.
+
+        Raises:
+            InvalidRequestError: See its subclasses; the parameter is named.
+        """
+        if body.echo and body.logprobs is not None:
+            raise InvalidRequestError(
+                "echo with logprobs: log-probabilities of prompt tokens are not offered yet",
+                param="echo",
+            )
+        prompts = body.prompts()
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt: must hold 1 to {MAX_PROMPTS} prompts (got {len(prompts)})", param="prompt"
+            )
+        request_id = f"cmpl-{secrets.token_hex(16)}"
+        requests = []
+        for index, text in enumerate(prompts):
+            prompt = await _maybe_in_thread(
+                len(text),
+                lambda text=text: self._model.encode_prompt(text),  # type: ignore[misc]
+            )
+            room = self._room(prompt, "prompt")
+            default = min(_COMPLETION_TOKENS, room)
+            sampling = self._sampling(
+                body, body.max_tokens, room, default=default, logprobs=body.logprobs
+            )
+            name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            requests.append(self._request(name, body, caller, prompt, sampling, now_ns))
+        return requests
+
+    def _room(self, prompt: list[int], param: str) -> int:
+        limit = self._model.max_context_tokens
+        if len(prompt) >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens; this model's context is {limit} tokens, "
+                "prompt and answer together",
+                param=param,
+            )
+        return limit - len(prompt)
+
+    def _sampling(
+        self,
+        body: GenerationBody,
+        wanted: int | None,
+        room: int,
+        *,
+        default: int,
+        logprobs: int | None,
+    ) -> SamplingParams:
+        if wanted is not None and wanted > room:
+            raise PromptTooLongError(
+                f"max_tokens: {wanted} tokens do not fit; the context is "
+                f"{self._model.max_context_tokens} tokens and the prompt leaves {room}",
+                param="max_tokens",
+            )
+        max_tokens = default if wanted is None else wanted
+        self._check(body, max_tokens)
+        defaults = self._model.artifact.generation_defaults
+        top_k = _first(body.top_k, defaults.get("top_k"), 0)
+        seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=float(_first(body.temperature, defaults.get("temperature"), 1.0)),
+            top_p=float(_first(body.top_p, defaults.get("top_p"), 1.0)),
+            top_k=max(int(top_k), 0),
+            min_p=float(_first(body.min_p, defaults.get("min_p"), 0.0)),
+            seed=seed,
+            n=_first(body.n, 1),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            min_tokens=body.min_tokens or 0,
+            logprobs=logprobs,
+            logit_bias=tuple((int(name), bias) for name, bias in (body.logit_bias or {}).items()),
+            presence_penalty=float(body.presence_penalty or 0.0),
+            frequency_penalty=float(body.frequency_penalty or 0.0),
+            repetition_penalty=float(
+                _first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0)
+            ),
+        )
+
+    def _check(self, body: GenerationBody, max_tokens: int) -> None:
+        """Limits that depend on the model, or on two parameters."""
+        vocabulary = self._model.vocab_size
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequestError(
+                "stream_options: only with stream: true", param="stream_options"
+            )
+        if body.min_tokens is not None and body.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens: must be at most max_tokens, {max_tokens} (got {body.min_tokens})",
+                param="min_tokens",
+            )
+        if body.top_k is not None and body.top_k > vocabulary:
+            raise InvalidRequestError(
+                f"top_k: must be at most the vocabulary, {vocabulary} (got {body.top_k})",
+                param="top_k",
+            )
+        if body.n is not None and body.n > self._settings.window_requests:
+            raise InvalidRequestError(
+                f"n: must be at most {self._settings.window_requests}, what one worker runs at "
+                f"once (got {body.n})",
+                param="n",
+            )
+        self._model.check_ids(body.stop_token_ids or (), "stop_token_ids")
+        for name in body.logit_bias or ():
+            if not (name.isascii() and name.isdigit() and int(name[:12]) < vocabulary):
+                raise InvalidRequestError(
+                    f"logit_bias: {name[:40]!r} is not a token id (0 to {vocabulary - 1})",
+                    param="logit_bias",
+                )
+
+    def _request(
+        self,
+        request_id: str,
+        body: GenerationBody,
+        caller: Caller,
+        prompt: list[int],
+        sampling: SamplingParams,
+        now_ns: int,
+    ) -> GenerationRequest:
+        owner = "" if self._settings.share_cache else caller.tenant
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            stops=body.stops,
+            tenant=caller.tenant,
+            # A tenant's name has no NUL, so tenant and salt cannot run into each other.
+            cache_scope=f"{owner}\0{body.cache_salt or ''}",
+            priority=body.priority or 0,
+            mode=caller.mode,
+            user=body.user,
+            arrived_ns=now_ns,
+            deadline_ns=now_ns + int(caller.timeout_s * 1e9),
+            traceparent=caller.traceparent,
+        )
+
+
+def _first(*values: _T | None) -> _T:
+    """The first that is given; the last one always is."""
+    for value in values:
+        if value is not None:
+            return value
+    raise ValueError("no default")
+
+
+async def _maybe_in_thread(size: int, work: Callable[[], _T]) -> _T:
+    # Long texts take milliseconds; `tokenizers` lets go of the GIL meanwhile.
+    return await asyncio.to_thread(work) if size > _LARGE_CHARACTERS else work()

@@ -1,0 +1,57 @@
+"""Errors as HTTP: OpenAI's body, always, whoever raised them."""
+
+import logging
+import secrets
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from engine.core.errors import BatonError, InternalError, QueueFullError, UnavailableError
+
+_LOG = logging.getLogger(__name__)
+
+
+def problem_response(error: BatonError, request_id: str = "") -> JSONResponse:
+    """The response that tells a client of ``error``."""
+    headers = {"x-request-id": request_id} if request_id else {}
+    if isinstance(error, QueueFullError):
+        headers["retry-after"] = str(max(round(error.retry_after_s), 1))
+    elif isinstance(error, UnavailableError):
+        headers["retry-after"] = "1"
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+def _plain(status: int, message: str, kind: str, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app`` answer every error with OpenAI's body."""
+
+    async def on_baton_error(request: Request, error: Exception) -> JSONResponse:
+        found = error if isinstance(error, BatonError) else InternalError(str(error))
+        return problem_response(found, f"req-{secrets.token_hex(16)}")
+
+    async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+        if not isinstance(error, HTTPException):
+            raise error
+        where = f"{request.method} {request.url.path[:200]}"
+        said = {"Not Found": f"there is no {where}", "Method Not Allowed": f"no {where} here"}
+        message = said.get(str(error.detail), str(error.detail))
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        code = codes.get(error.status_code, "invalid_request")
+        return JSONResponse(
+            _plain(error.status_code, message, "invalid_request_error", code),
+            status_code=error.status_code,
+            headers=error.headers,
+        )
+
+    async def on_fault(request: Request, error: Exception) -> JSONResponse:
+        _LOG.error("a request failed inside the router", exc_info=error)
+        return problem_response(InternalError("the router failed; see its log"))
+
+    app.add_exception_handler(BatonError, on_baton_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_fault)

@@ -1,0 +1,87 @@
+"""What to do when a worker fails a request: another one, local, wait, or give up. Sans-IO.
+
+A request carries the incarnations that died while holding it. After two it is a *query of death*
+and ends: whatever kills workers must not be handed to a third.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.core.errors import BatonError, PoisonRequestError, TransferError, WorkerLostError
+from router.lifecycle import RequestRecord
+
+MAX_DEATHS = 2
+MAX_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """The decision. ``refusal`` is set exactly when ``action`` is ``"refuse"``."""
+
+    action: Literal["replace", "local", "wait", "refuse"]
+    refusal: BatonError | None = None
+
+
+def is_poison(record: RequestRecord) -> PoisonRequestError | None:
+    """The error of a request of which workers die."""
+    if len(record.died_holding) < MAX_DEATHS:
+        return None
+    return PoisonRequestError(
+        f"{len(record.died_holding)} workers died while they held this request; it is not tried "
+        "again"
+    )
+
+
+def after_prefill_failure(
+    record: RequestRecord,
+    *,
+    failed: bytes,
+    peer_died: bool,
+    others: Sequence[bytes],
+    may_wait: bool,
+) -> Repair:
+    """The decode worker says that its prefill worker failed; it keeps its reservation.
+
+    Args:
+        record: The request; the failure is written into it.
+        failed: Incarnation of the prefill worker.
+        peer_died: It is gone, not just out of reach or unwilling.
+        others: Incarnations of the live prefill workers.
+        may_wait: Whether there is time left for a new prefill worker to appear.
+    """
+    record.failed_prefills.add(failed)
+    if peer_died:
+        record.died_holding.add(failed)
+    poison = is_poison(record)
+    if poison is not None:
+        return Repair("refuse", poison)
+    if any(other not in record.failed_prefills for other in others):
+        return Repair("replace")
+    # A crash of unknown cause may be this prompt's doing: computing it locally would put the
+    # decode worker, with all its streams, at the same risk. A fresh prefill worker is cheaper.
+    if record.request.mode == "auto" and not peer_died:
+        return Repair("local")
+    if may_wait and peer_died:
+        return Repair("wait")
+    return Repair(
+        "refuse",
+        TransferError("the prefill worker failed, and no other one is there to take its place"),
+    )
+
+
+def after_worker_death(record: RequestRecord, *, dead: bytes, reason: str) -> BatonError | None:
+    """The worker that held the request is gone.
+
+    Returns:
+        The error to end with, or None: place it again.
+    """
+    record.died_holding.add(dead)
+    poison = is_poison(record)
+    if poison is not None:
+        return poison
+    if record.sent:
+        return WorkerLostError(f"the decode worker was lost in the middle of the answer: {reason}")
+    if record.attempt >= MAX_ATTEMPTS:
+        return WorkerLostError(f"the worker was lost: {reason}")
+    return None

@@ -1,0 +1,57 @@
+"""A request as the router carries it: validated, tokenized, every parameter resolved."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from engine.core.params import SamplingParams
+
+Mode = Literal["auto", "disaggregated", "colocated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """The workers that a probe must use; ``prefill`` is None for a worker alone."""
+
+    prefill: str | None
+    decode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt: Token ids.
+        cache_scope: Requests of different scopes share no cached prefix.
+        arrived_ns: Monotonic clock of the router, as is ``deadline_ns``.
+        pinned: Only for probes.
+        traceparent: Parent of the spans at the workers.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...] = field(repr=False)
+    sampling: SamplingParams
+    stops: tuple[str, ...] = ()
+    tenant: str = "default"
+    cache_scope: str = ""
+    priority: int = 0
+    mode: Mode = "auto"
+    user: str | None = None
+    arrived_ns: int
+    deadline_ns: int
+    probe: bool = False
+    pinned: Pinned | None = None
+    traceparent: str = ""
+
+
+def pack(tokens: tuple[int, ...] | list[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    """The inverse of ``pack``."""
+    ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+    return ids

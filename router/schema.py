@@ -1,0 +1,273 @@
+"""The bodies of requests: every parameter acts, or is refused by name.
+
+Types are never coerced (``"stream": "yes"`` is an error) and ranges never clamped. A parameter of
+OpenAI's that Baton does not have is accepted only with the value that means "not used".
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import from_json
+
+from engine.core.errors import InvalidRequestError
+
+_NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+_INT32 = 2**31
+
+MAX_PROMPTS = 64
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # Parameters of OpenAI's that do nothing here, and what value says that nothing is wanted.
+    neutral: ClassVar[dict[str, Callable[[Any], bool]]] = {}
+
+
+def _only(*values: object) -> Callable[[Any], bool]:
+    # `1 == True` in Python, so compare types as well.
+    return lambda given: any(type(given) is type(value) and given == value for value in values)
+
+
+def _is_text_format(given: Any) -> bool:
+    return given is None or given == {"type": "text"}
+
+
+def _is_label(given: Any) -> bool:
+    return given is None or isinstance(given, str)
+
+
+def _is_metadata(given: Any) -> bool:
+    if given is None:
+        return True
+    return isinstance(given, dict) and all(isinstance(v, str) for v in given.values())
+
+
+class TextPart(_Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart]
+
+    neutral = {
+        name: _only(None)
+        for name in ("name", "refusal", "audio", "function_call", "annotations", "reasoning")
+    } | {"tool_calls": _only(None, [])}
+
+    def text(self) -> str:
+        """The content as one string; parts stand on lines of their own."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+
+class StreamOptions(_Strict):
+    """How a stream ends."""
+
+    include_usage: bool = False
+
+    neutral = {"include_obfuscation": _only(None, False)}
+
+
+class GenerationBody(_Strict):
+    """What chat and completions have in common."""
+
+    model: _NonEmpty
+    max_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_INT32)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=_INT32)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    priority: Annotated[int, Field(ge=-_INT32, lt=_INT32)] | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatBody(GenerationBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    neutral = {
+        "tools": _only(None, []),
+        "tool_choice": _only(None, "none"),
+        "parallel_tool_calls": _only(None, True),
+        "functions": _only(None, []),
+        "function_call": _only(None, "none"),
+        "response_format": _is_text_format,
+        "metadata": _is_metadata,
+        "store": _only(None, False),
+        "modalities": _only(None, ["text"]),
+        "audio": _only(None),
+        "prediction": _only(None),
+        "reasoning_effort": _only(None),
+        "verbosity": _only(None, "medium"),
+        "service_tier": _only(None, "auto", "default"),
+        "web_search_options": _only(None),
+        "safety_identifier": _is_label,
+        "prompt_cache_key": _only(None),
+        "prompt_cache_retention": _only(None),
+    }
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    neutral = {"best_of": _only(None, 1), "suffix": _only(None, "")}
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts of the request, each as text or as token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if all(isinstance(item, int) for item in prompt):
+            return [[item for item in prompt if isinstance(item, int)]]
+        return [item for item in prompt if not isinstance(item, int)]
+
+
+class TokenizeBody(_Strict):
+    """``POST /tokenize``: a prompt, or the messages of a chat."""
+
+    model: _NonEmpty | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Strict):
+    """``POST /detokenize``."""
+
+    model: _NonEmpty | None = None
+    tokens: list[_TokenId]
+
+
+_Body = TypeVar("_Body", bound=_Strict)
+
+
+def parse(kind: type[_Body], raw: bytes) -> _Body:
+    """Check a request body.
+
+    Raises:
+        InvalidRequestError: Not JSON, not an object, or a parameter is wrong; names it.
+    """
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    data = _without_neutral(kind, data, "")
+    if isinstance(data.get("messages"), list):
+        data["messages"] = [
+            _without_neutral(Message, item, f"messages[{i}].") if isinstance(item, dict) else item
+            for i, item in enumerate(data["messages"])
+        ]
+    if isinstance(data.get("stream_options"), dict):
+        data["stream_options"] = _without_neutral(
+            StreamOptions, data["stream_options"], "stream_options."
+        )
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _refusal(error, data) from error
+
+
+def _without_neutral(kind: type[_Strict], data: dict[str, Any], where: str) -> dict[str, Any]:
+    kept = {}
+    for name, value in data.items():
+        if name in kind.model_fields:
+            kept[name] = value
+            continue
+        is_neutral = kind.neutral.get(name)
+        if is_neutral is None:
+            raise InvalidRequestError(f"unknown parameter: {where}{name}", param=f"{where}{name}")
+        if not is_neutral(value):
+            raise InvalidRequestError(
+                f"{where}{name} is not supported by Baton; leave it out", param=f"{where}{name}"
+            )
+    return kept
+
+
+def _refusal(error: ValidationError, data: Any) -> InvalidRequestError:
+    """The first field at fault. Of a union's branches, those that got furthest speak."""
+    placed = [(_place(item["loc"], data), item) for item in error.errors(include_url=False)]
+    first = placed[0][0][:1]
+    same = [(place, item) for place, item in placed if place[:1] == first]
+    depth = max(len(place) for place, _ in same)
+    deepest = [(place, item) for place, item in same if len(place) == depth]
+    param = _dotted(deepest[0][0])
+    said = dict.fromkeys(_sentence(item) for place, item in deepest if place == deepest[0][0])
+    return InvalidRequestError(f"{param}: {' or '.join(said)}", param=param)
+
+
+def _place(loc: tuple[int | str, ...], data: Any) -> tuple[int | str, ...]:
+    """``loc`` without pydantic's own steps, such as the names of union branches."""
+    place: tuple[int | str, ...] = ()
+    for step in loc:
+        if isinstance(data, dict):
+            data = data.get(step)
+        elif isinstance(data, list) and isinstance(step, int):
+            data = data[step] if step < len(data) else None
+        elif place:
+            continue
+        place = (*place, step)
+    return place
+
+
+def _dotted(place: tuple[int | str, ...]) -> str:
+    text = ""
+    for step in place:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+def _sentence(item: Any) -> str:
+    if item["type"] == "missing":
+        return "is required"
+    message = str(item["msg"]).replace("Input should", "must").replace("Field required", "missing")
+    given = repr(item.get("input"))
+    shown = given if len(given) <= 60 else f"{given[:57]}..."
+    return f"{message} (got {shown})"

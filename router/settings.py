@@ -1,0 +1,80 @@
+"""What a router needs to know, frozen at start."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Self
+
+from fleet.config import FleetConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """One router's configuration, from the fleet file and the environment.
+
+    Attributes:
+        model_names: The served name, then its aliases.
+        max_context_tokens: None takes the model's own.
+        api_keys: Key to tenant; None means that nobody needs a key.
+        share_cache: Whether tenants find each other's cached prefixes.
+        window_requests: Sequences sent to one worker at most; more wait in the router's queue.
+        lease_ms: How long a worker keeps a request of a router that it no longer hears.
+        silence_s: A worker that says nothing for so long is dead to this router.
+        reopen_s: A broken stream must be open again within this time.
+        repair_wait_s: How long a request waits for a prefill worker to replace a lost one.
+        unary_prompt_bytes: Longer packed prompts go on a call of their own.
+    """
+
+    fleet: str = "local"
+    model: str
+    model_names: tuple[str, ...]
+    chat_template: str | None = None
+    max_context_tokens: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: dict[str, str] | None = field(default=None, repr=False)
+    share_cache: bool = False
+    max_queued_requests: int = 256
+    window_requests: int = 32
+    default_timeout_s: float = 600.0
+    redis_url: str = field(default="", repr=False)
+    fleet_token: str = field(default="", repr=False)
+    state_dir: str = ""
+    heartbeat_s: float = 0.5
+    lease_ms: int = 5000
+    silence_s: float = 2.0
+    reopen_s: float = 1.0
+    repair_wait_s: float = 60.0
+    dead_shown_s: float = 60.0
+    probe_every_s: float = 10.0
+    probe_timeout_s: float = 5.0
+    keep_alive_s: float = 10.0
+    unary_prompt_bytes: int = 64 * 1024
+    tie_s: float = 0.002
+    max_body_bytes: int = 4 * 1024 * 1024
+    kept_records: int = 2048
+
+    @classmethod
+    def from_config(cls, config: FleetConfig, *, port: int | None = None) -> Self:
+        """Settings for the fleet that ``config`` describes.
+
+        The secrets come by environment, never by a command line that others can read:
+        ``BATON_REDIS_URL``, ``BATON_FLEET_TOKEN``; ``BATON_STATE_DIR`` names the state folder.
+        """
+        environ = os.environ
+        return cls(
+            fleet=config.fleet,
+            model=config.model,
+            model_names=config.model_names,
+            chat_template=config.chat_template,
+            max_context_tokens=config.max_context_tokens,
+            host=config.host,
+            port=config.port if port is None else port,
+            api_keys=dict(config.api_keys) if config.api_keys else None,
+            share_cache=config.share_cache_between_tenants,
+            max_queued_requests=config.max_queued_requests,
+            window_requests=config.max_batch_requests,
+            default_timeout_s=config.default_timeout_s,
+            redis_url=environ.get("BATON_REDIS_URL", ""),
+            fleet_token=environ.get("BATON_FLEET_TOKEN", ""),
+            state_dir=environ.get("BATON_STATE_DIR", ""),
+        )

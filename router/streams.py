@@ -1,0 +1,291 @@
+"""One multiplexed stream to one worker: heartbeats, reopening, and the word that it died.
+
+    connecting ──first status──▶ live ──stream breaks──▶ reopening ──within reopen_s──▶ live
+                                  │                          └─ refused, or too late ─▶ dead
+                                  └──silent for silence_s──▶ dead        dead ──first status──▶ live
+
+A lost stream is not a cancel: the worker keeps its requests by lease, and when the same incarnation
+answers again the listener resumes them. A refused connection means that nobody listens there any
+more, so that incarnation is dead at once. The link goes on trying: a new life may come up.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from time import monotonic_ns
+from typing import Protocol
+
+import grpc
+import grpc.aio
+from batonpb.common_pb2 import WireRange, WorkerStatus
+from batonpb.decode_pb2 import Heartbeat, Hello, RouterFrame, Submission, WorkerFrame
+from batonpb.decode_pb2_grpc import DecodeStub
+
+_LOG = logging.getLogger(__name__)
+
+WIRE_VERSION = 1
+_RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # Two routers in one test process must not share a connection: one may be cut.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class LinkListener(Protocol):
+    """Who hears of a link. Calls come in the event loop and must not block."""
+
+    def on_live(self, link: "WorkerLink", *, same_life: bool) -> None:
+        """The worker answers. ``same_life``: the incarnation that was live before the break."""
+
+    def on_frame(self, link: "WorkerLink", frame: WorkerFrame) -> None:
+        """A frame came; its status, if any, is in ``link.status`` already."""
+
+    def on_dead(self, link: "WorkerLink", incarnation: bytes, reason: str) -> None:
+        """The incarnation is dead to this router."""
+
+    def on_broken(self, link: "WorkerLink", kind: str) -> None:
+        """The stream broke; it is being opened again."""
+
+    def on_submit_failed(self, link: "WorkerLink", submission: Submission, reason: str) -> None:
+        """A submission on a call of its own did not arrive."""
+
+
+class WorkerLink:
+    """The stream of this router to one worker.
+
+    Args:
+        worker_id: The slot.
+        address: host:port of its gRPC server.
+        listener: Told of everything.
+        hello: First frame of each stream; holds this router's identity.
+        token: The fleet token.
+        heartbeat_s: Our heartbeats; they renew the lease of our requests.
+        silence_s: The worker is dead when it says nothing for so long.
+        reopen_s: A broken stream must be open again within this time.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        address: str,
+        listener: LinkListener,
+        hello: Hello,
+        *,
+        token: str = "",
+        heartbeat_s: float = 0.5,
+        silence_s: float = 2.0,
+        reopen_s: float = 1.0,
+    ) -> None:
+        self.worker_id = worker_id
+        self.address = address
+        self.status: WorkerStatus | None = None
+        self.capabilities = WorkerStatus().capabilities
+        self.status_ns = 0
+        self.incarnation = b""
+        self.live = False
+        self._listener = listener
+        self._hello = hello
+        self._metadata = (("x-baton-fleet-token", token),)
+        self._heartbeat_s = heartbeat_s
+        self._silence_ns = int(silence_s * 1e9)
+        self._reopen_s = reopen_s
+        self._out: deque[RouterFrame] = deque()
+        self._wake = asyncio.Event()
+        self._heard_ns = 0
+        self._broken_ns = 0
+        self._task: asyncio.Task[None] | None = None
+        self._submits: set[asyncio.Task[None]] = set()
+        self._stub: DecodeStub | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the worker is live, or its stream broke so recently that it may be."""
+        return self.live or self._broken_ns != 0
+
+    def start(self) -> None:
+        """Start to connect."""
+        self._task = asyncio.create_task(self._run(), name=f"link {self.worker_id}")
+
+    async def close(self) -> None:
+        """Hang up. Says nothing to the listener."""
+        tasks = [task for task in (self._task, *self._submits) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.live = False
+
+    def send(self, frame: RouterFrame) -> None:
+        """Queue a frame; it goes out in order, after a break as well. The dead get nothing."""
+        if not self.known:
+            return
+        self._out.append(frame)
+        self._wake.set()
+
+    def submit(self, submission: Submission, *, alone: bool) -> None:
+        """Hand a request over; ``alone`` on a call of its own, so that it delays no tokens."""
+        if not alone:
+            self.send(RouterFrame(submit=submission))
+            return
+        task = asyncio.create_task(self._submit_alone(submission), name="submit")
+        self._submits.add(task)
+        task.add_done_callback(self._submits.discard)
+
+    async def _submit_alone(self, submission: Submission) -> None:
+        stub = self._stub
+        reason = "no connection"
+        if stub is not None:
+            try:
+                await stub.Submit(submission, metadata=self._metadata, timeout=10)
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            else:
+                return
+        self._listener.on_submit_failed(self, submission, reason)
+
+    def die(self, reason: str) -> None:
+        """Declare the live incarnation dead, if there is one."""
+        if not self.known:
+            return
+        self.live = False
+        self._broken_ns = 0
+        self._out.clear()
+        self._listener.on_dead(self, self.incarnation, reason)
+
+    async def _run(self) -> None:
+        channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        self._stub = DecodeStub(channel)
+        failures = 0
+        try:
+            while True:
+                heard_before = self._heard_ns
+                reason, refused = await self._serve_once(self._stub)
+                if self._heard_ns != heard_before:
+                    failures = 0
+                self._after_break(reason, refused)
+                delay_s = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
+                failures += 1
+                await asyncio.sleep(delay_s)
+        finally:
+            await channel.close(grace=None)
+
+    def _after_break(self, reason: str, refused: bool) -> None:
+        if self.live:
+            self.live = False
+            self._broken_ns = monotonic_ns()
+            self._listener.on_broken(self, "refused" if refused else "broken")
+        if not self._broken_ns:
+            return
+        late = monotonic_ns() - self._broken_ns > self._reopen_s * 1e9
+        if refused or late:
+            self.die(reason)
+
+    async def _serve_once(self, stub: DecodeStub) -> tuple[str, bool]:
+        """One stream from open to end. Returns why it ended, and whether nobody listens there."""
+        call = stub.Serve(metadata=self._metadata)
+        self._heard_ns, opened_ns = self._heard_ns, monotonic_ns()
+        tasks = [
+            asyncio.create_task(self._read(call), name="read"),
+            asyncio.create_task(self._write(call), name="write"),
+            asyncio.create_task(self._watch(opened_ns), name="watch"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = None if task.cancelled() else task.exception()
+                if isinstance(error, grpc.aio.AioRpcError):
+                    details = error.details() or error.code().name
+                    return details, "Connection refused" in details
+                if error is not None and not isinstance(error, asyncio.InvalidStateError):
+                    raise error
+            return "the stream ended", False
+        finally:
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, opened_ns: int) -> None:
+        """Ends when the worker has been silent for too long."""
+        while True:
+            await asyncio.sleep(0.1)
+            now_ns = monotonic_ns()
+            if now_ns - max(self._heard_ns, opened_ns) > self._silence_ns:
+                self.die(f"silent for {self._silence_ns / 1e9:g} s")
+                return
+            if self._broken_ns and now_ns - self._broken_ns > self._reopen_s * 1e9:
+                self.die("the stream could not be opened again in time")
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[RouterFrame, WorkerFrame]") -> None:
+        first = True
+        while True:
+            frame = await call.read()
+            if not isinstance(frame, WorkerFrame):  # grpc's mark of the end
+                code = await call.code()
+                details = await call.details()
+                if code is not grpc.StatusCode.OK:
+                    raise grpc.aio.AioRpcError(
+                        code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details
+                    )
+                return
+            self._heard_ns = monotonic_ns()
+            if frame.HasField("status"):
+                self._take_status(frame.status, first)
+                first = False
+            if self.live:
+                self._listener.on_frame(self, frame)
+
+    def _take_status(self, status: WorkerStatus, first: bool) -> None:
+        if status.HasField("capabilities"):
+            self.capabilities = status.capabilities
+        self.status, self.status_ns = status, self._heard_ns
+        if self.live and not first:
+            return
+        incarnation = status.identity.incarnation
+        same_life = incarnation == self.incarnation and self._broken_ns != 0
+        if not same_life:
+            self.die("the worker has another life")  # the old one, if requests still hope for it
+        self.incarnation = incarnation
+        self.live, self._broken_ns = True, 0
+        self._wake.set()
+        self._listener.on_live(self, same_life=same_life)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[RouterFrame, WorkerFrame]") -> None:
+        await call.write(RouterFrame(hello=self._hello))
+        sequence = 0
+        loop = asyncio.get_running_loop()
+        beat_at = loop.time()
+        while True:
+            if loop.time() >= beat_at:
+                sequence += 1
+                await call.write(RouterFrame(heartbeat=Heartbeat(sequence=sequence)))
+                beat_at = loop.time() + self._heartbeat_s
+            # Requests wait until the worker has said who it is.
+            while self._out and self.live:
+                frame = self._out[0]
+                await call.write(frame)
+                if self._out and self._out[0] is frame:
+                    self._out.popleft()
+            self._wake.clear()
+            if self._out and self.live:
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(beat_at - loop.time(), 0)):
+                    await self._wake.wait()
+
+
+def wire_ok(link: WorkerLink) -> bool:
+    """Whether the worker speaks a version of the wire that this router speaks."""
+    theirs = link.capabilities.wire
+    return theirs.min <= WIRE_VERSION <= max(theirs.max, theirs.min)
+
+
+def own_wire() -> WireRange:
+    """The versions that this router speaks."""
+    return WireRange(min=WIRE_VERSION, max=WIRE_VERSION)

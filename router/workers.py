@@ -1,0 +1,348 @@
+"""The workers as this router sees them: a slot for each, its stream, its last report."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from time import monotonic_ns
+from typing import Any
+
+from batonpb.common_pb2 import Capabilities, WorkerStatus
+from batonpb.decode_pb2 import Hello
+
+from engine.core.geometry import DTYPE_BYTES
+from fleet.registry_types import WorkerRecord
+from router.cost import (
+    PRIOR_DECODE_STEP_S,
+    PRIOR_EDGE_BYTES_PER_S,
+    PRIOR_PREFILL_OVERHEAD_S,
+    PRIOR_PREFILL_TOKENS_PER_S,
+    Edge,
+    WorkerLoad,
+)
+from router.directory import WorkerDirectory
+from router.load import LoadBook
+from router.mirror import Mirror
+from router.settings import RouterSettings
+from router.streams import LinkListener, WorkerLink, wire_ok
+
+_STATES = ("starting", "ready", "draining")
+_BLOCK_STATES = ("total", "free", "cached", "leased", "quarantined")
+
+
+class Slot:
+    """One place in a pool, over all the lives of its worker."""
+
+    def __init__(self, record: WorkerRecord) -> None:
+        self.record = record
+        self.link: WorkerLink | None = None
+        self.dead_since_ns: int | None = None
+        self.epoch = record.epoch
+
+    @property
+    def worker_id(self) -> str:
+        """Such as ``decode-0``."""
+        return self.record.worker_id
+
+    @property
+    def role(self) -> str:
+        """``prefill`` or ``decode``."""
+        return self.record.role
+
+    @property
+    def state(self) -> str:
+        """One of starting, ready, draining, dead."""
+        link = self.link
+        if link is not None and link.known and link.status is not None:
+            if self.record.state == "draining":
+                return "draining"
+            return link.status.state if link.status.state in _STATES else "ready"
+        if self.dead_since_ns is not None or self.record.state == "dead":
+            return "dead"
+        return "starting"
+
+    @property
+    def incarnation(self) -> bytes:
+        """Of the life that is connected, or was last; empty before the first."""
+        return self.link.incarnation if self.link is not None else b""
+
+    @property
+    def usable(self) -> bool:
+        """Whether new requests may be placed here."""
+        link = self.link
+        return (
+            link is not None
+            and link.live
+            and self.state == "ready"
+            and wire_ok(link)
+            and len(link.capabilities.kv_groups) > 0
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The worker's entry in ``GET /fleet``: every field in every state."""
+        link, state = self.link, self.state
+        alive = state != "dead" and link is not None and link.status is not None
+        status = link.status if alive and link is not None and link.status else WorkerStatus()
+        identity, record = status.identity, self.record
+        incarnation = identity.incarnation or (link.incarnation if link else b"")
+        return {
+            "id": record.worker_id,
+            "role": record.role,
+            "state": state,
+            "incarnation": (incarnation or record.incarnation).hex(),
+            "epoch": self.epoch,
+            "pid": 0 if state == "dead" else identity.pid or record.pid,
+            "host": identity.host or record.host,
+            "address": identity.address or record.address,
+            "kv_blocks": {name: getattr(status.kv_blocks, name) for name in _BLOCK_STATES},
+            "running": status.running,
+            "waiting": status.waiting,
+            "threads": 0 if state == "dead" else status.threads or record.threads,
+        }
+
+
+class WorkerTable:
+    """All slots; keeps a link to each worker that the directory names.
+
+    Args:
+        directory: Who is there.
+        settings: Timeouts and the fleet token.
+        hello: This router's identity.
+        listener: Hears of every link. Call ``note_*`` from it first.
+    """
+
+    def __init__(
+        self,
+        directory: WorkerDirectory,
+        settings: RouterSettings,
+        hello: Hello,
+        listener: LinkListener,
+    ) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._hello = hello
+        self._listener = listener
+        self._slots: dict[str, Slot] = {}
+        self._transfers: dict[bytes, tuple[int, int, int]] = {}
+        self._past_transfers = (0, 0, 0)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self.changed = asyncio.Event()
+
+    def start(self) -> None:
+        """Follow the directory."""
+        self._tasks = [
+            asyncio.create_task(self._follow(), name="directory"),
+            asyncio.create_task(self._bury(), name="bury"),
+        ]
+
+    async def close(self) -> None:
+        """Hang up on every worker."""
+        for task in self._tasks:
+            task.cancel()
+        links = [slot.link for slot in self._slots.values() if slot.link is not None]
+        await asyncio.gather(
+            *self._tasks, *self._closing, *(link.close() for link in links), return_exceptions=True
+        )
+
+    async def _follow(self) -> None:
+        async for change in self._directory:
+            if change.after is not None:
+                self._upsert(change.after)
+            else:
+                self._gone(change.worker_id)
+
+    async def _bury(self) -> None:
+        """The dead leave the list after a while."""
+        while True:
+            await asyncio.sleep(1.0)
+            limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
+            for worker_id, slot in list(self._slots.items()):
+                # A slot with an address may have a new life there at any time: keep knocking.
+                knocking = slot.link is not None and slot.record.state != "dead"
+                if _long_dead(slot, limit_ns) and not knocking:
+                    self._hang_up(slot)
+                    del self._slots[worker_id]
+
+    def _upsert(self, record: WorkerRecord) -> None:
+        slot = self._slots.get(record.worker_id)
+        if slot is None:
+            if record.state == "dead":
+                return
+            slot = self._slots[record.worker_id] = Slot(record)
+        slot.record, slot.epoch = record, max(slot.epoch, record.epoch)
+        link = slot.link
+        if record.state == "dead":
+            # The stream knows better: a worker that answers is alive, whatever the registry says.
+            if link is None or not link.live:
+                self._mark_dead(slot)
+                self._hang_up(slot)
+            return
+        if record.address and (link is None or link.address != record.address):
+            self._hang_up(slot)
+            slot.link = self._connect(record)
+
+    def _connect(self, record: WorkerRecord) -> WorkerLink:
+        settings = self._settings
+        link = WorkerLink(
+            record.worker_id,
+            record.address,
+            self._listener,
+            self._hello,
+            token=settings.fleet_token,
+            heartbeat_s=settings.heartbeat_s,
+            silence_s=settings.silence_s,
+            reopen_s=settings.reopen_s,
+        )
+        link.start()
+        return link
+
+    def _gone(self, worker_id: str) -> None:
+        slot = self._slots.get(worker_id)
+        if slot is not None:
+            self._mark_dead(slot)
+            self._hang_up(slot)
+
+    def _hang_up(self, slot: Slot) -> None:
+        link, slot.link = slot.link, None
+        if link is not None:
+            link.die("the worker left its slot")
+            task = asyncio.create_task(link.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _mark_dead(self, slot: Slot) -> None:
+        if slot.dead_since_ns is None:
+            slot.dead_since_ns = monotonic_ns()
+        self._signal()
+
+    def _signal(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def note_live(self, link: WorkerLink) -> None:
+        """A link is live."""
+        slot = self._slots.get(link.worker_id)
+        if slot is not None and slot.link is link:
+            slot.dead_since_ns = None
+            if link.status is not None:
+                slot.epoch = max(slot.epoch, link.status.identity.epoch)
+            self._signal()
+
+    def note_dead(self, link: WorkerLink) -> None:
+        """A link's incarnation died."""
+        slot = self._slots.get(link.worker_id)
+        if slot is not None:
+            self._mark_dead(slot)
+
+    def note_status(self, link: WorkerLink) -> None:
+        """A report came: remember the transfers of this incarnation."""
+        if link.status is not None:
+            totals = link.status.transfers
+            before = self._transfers.get(link.incarnation, (0, 0, 0))
+            self._transfers[link.incarnation] = (
+                max(before[0], totals.count),
+                max(before[1], totals.bytes),
+                max(before[2], totals.failures),
+            )
+            if len(self._transfers) > 4096:  # old lives count on in the sum
+                past = self._transfers.pop(next(iter(self._transfers)))
+                self._past_transfers = _add(self._past_transfers, past)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots.values())
+
+    def get(self, worker_id: str) -> Slot | None:
+        """The slot of that name."""
+        return self._slots.get(worker_id)
+
+    def link(self, worker_id: str | None) -> WorkerLink | None:
+        """The link to the worker of that name."""
+        slot = self._slots.get(worker_id) if worker_id is not None else None
+        return slot.link if slot is not None else None
+
+    @property
+    def usable(self) -> list[Slot]:
+        """Slots whose workers take new requests."""
+        return [slot for slot in self._slots.values() if slot.usable]
+
+    def describe(self) -> dict[str, Any]:
+        """The answer to ``GET /fleet``."""
+        count, payload, failures = self._past_transfers
+        for part in self._transfers.values():
+            count, payload, failures = _add((count, payload, failures), part)
+        limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
+        shown = sorted(name for name, slot in self._slots.items() if not _long_dead(slot, limit_ns))
+        return {
+            "workers": [self._slots[name].describe() for name in shown],
+            "transfers": {"count": count, "bytes": payload, "failures": failures},
+        }
+
+    def loads(
+        self, slots: Sequence[Slot], names: Sequence[bytes], mirror: Mirror, book: LoadBook
+    ) -> list[WorkerLoad]:
+        """The slots as the cost model takes them, for a prompt with these block names."""
+        return [
+            load_of(slot, mirror.prefix_blocks(slot.link.incarnation, names), book)
+            for slot in slots
+            if slot.link is not None
+        ]
+
+
+def _long_dead(slot: Slot, limit_ns: int) -> bool:
+    return slot.dead_since_ns is not None and slot.dead_since_ns < limit_ns
+
+
+def _add(left: tuple[int, int, int], right: tuple[int, int, int]) -> tuple[int, int, int]:
+    return left[0] + right[0], left[1] + right[1], left[2] + right[2]
+
+
+def load_of(slot: Slot, cached_blocks: int, book: LoadBook) -> WorkerLoad:
+    """One worker's load: its last report, and what was booked since."""
+    link = slot.link
+    if link is None or link.status is None:
+        raise ValueError(f"{slot.worker_id} is not connected")
+    status, groups = link.status, link.capabilities.kv_groups
+    tokens, streams = book.unreported(slot.worker_id)
+    return WorkerLoad(
+        worker_id=slot.worker_id,
+        incarnation=link.incarnation,
+        role=slot.role,
+        queued_tokens=status.queued_prompt_tokens + tokens,
+        streams=status.running + status.waiting + streams,
+        room_blocks=status.kv_blocks.free + status.kv_blocks.cached,
+        total_blocks=status.kv_blocks.total,
+        cached_blocks=cached_blocks,
+        prefill_tokens_per_s=status.prefill_tokens_per_s or PRIOR_PREFILL_TOKENS_PER_S,
+        prefill_overhead_s=status.prefill_overhead_s or PRIOR_PREFILL_OVERHEAD_S,
+        decode_step_s=status.decode_step_s or PRIOR_DECODE_STEP_S,
+        block_bytes=sum(
+            len(group.layer_ids)
+            * 2
+            * group.num_kv_heads
+            * group.head_dim
+            * group.block_tokens
+            * DTYPE_BYTES.get(group.dtype, 2)
+            for group in groups
+        ),
+        format_id=format_id(link.capabilities),
+        edges={
+            edge.prefill_worker_id: Edge(
+                bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S, overhead_s=edge.overhead_s
+            )
+            for edge in status.edges
+        },
+    )
+
+
+def kv_format(capabilities: Capabilities) -> str:
+    """Shape and dtype of a block, such as ``bf16/30x3x64/16``; part of every block's name."""
+    return ";".join(
+        f"{group.dtype}/{len(group.layer_ids)}x{group.num_kv_heads}x{group.head_dim}"
+        f"/{group.block_tokens}"
+        for group in capabilities.kv_groups
+    )
+
+
+def format_id(capabilities: Capabilities) -> str:
+    """Equal for two workers that can hand KV to each other."""
+    digest = capabilities.weights_digest.hex()
+    return f"{kv_format(capabilities)}|{capabilities.numerics_id}|{digest}"

@@ -1,0 +1,24 @@
+"""The default model's record, read once: its digest covers every byte of the weights."""
+
+import pytest
+
+from engine.text.artifact import resolve_model
+from engine.text.tokenizer import load_tokenizer
+from fleet.config import DEFAULT_MODEL
+
+
+@pytest.fixture(scope="session")
+def default_artifact():
+    return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def metadata(default_artifact) -> dict:
+    source = default_artifact.tokenizer_source()
+    assert isinstance(source, dict)
+    return source
+
+
+@pytest.fixture(scope="session")
+def smollm(metadata):
+    return load_tokenizer(metadata)

@@ -1,0 +1,87 @@
+"""Chat templates: what they can use, what they cannot do, what they may not cost."""
+
+import time
+
+import pytest
+
+from engine.core.errors import InvalidRequestError
+from engine.text.template import ChatTemplate, special_tokens_of
+
+USER = [{"role": "user", "content": "hi <b>"}]
+
+
+def test_the_default_models_template(default_artifact):
+    template = ChatTemplate(default_artifact.chat_template)
+    assert template.render(USER) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nhi <b><|im_end|>\n<|im_start|>assistant\n"
+    )
+    without = template.render(USER, add_generation_prompt=False)
+    assert without.endswith("<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "hi <b>"}'),
+        ("{{ [1] | tojson(indent=2) }}", "[\n  1\n]"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% if true %}\n  {% if true %}\nx\n{% endif %}\n{% endif %}", "x\n"),
+        ("{{ 2 * 3 }}{{ '-' * 3 }}", "6---"),
+        ("{{ bos_token }}{{ eos_token is defined }}", "<s>False"),
+        ("{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}", "2"),
+    ],
+)
+def test_what_templates_rely_on(source, text):
+    special = special_tokens_of(lambda _: "<s>", bos=1, eos=None)
+    assert ChatTemplate(source, special).render(USER) == text
+
+
+def test_the_date_can_be_asked_for():
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render(USER) >= "2026"
+
+
+def test_a_template_may_refuse():
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        template.render(USER)
+    assert caught.value.param == "messages"
+
+
+def test_without_a_template_the_error_says_so():
+    template = ChatTemplate(None)
+    assert not template.exists
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        template.render(USER)
+
+
+def test_a_broken_template_is_found_at_start():
+    with pytest.raises(ValueError, match="does not compile"):
+        ChatTemplate("{% if %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['x'] }}",
+        "{{ range(10000000) | list }}",
+        "{{ missing.attribute }}",
+        "{{ messages[0]['content'] + 5 }}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+    ],
+)
+def test_what_a_template_must_not_do_is_an_error_of_the_request(source):
+    with pytest.raises(InvalidRequestError):
+        ChatTemplate(source).render(USER)
+
+
+def test_a_template_that_works_for_ever_is_stopped():
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = messages[0] %}"
+    began_s = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="ran for more than"):
+        ChatTemplate(source + "{% endfor %}{% endfor %}").render(USER)
+    assert time.monotonic() - began_s < 4

@@ -1,0 +1,243 @@
+"""The record of a request: each token once, whatever the frames do; one end."""
+
+import struct
+
+import pytest
+from batonpb.decode_pb2 import RequestRoute, TokenRun
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.errors import DeadlineError, InternalError, QueueFullError
+from engine.core.params import SamplingParams
+from router.admission import Admission, Waiting
+from router.lifecycle import RequestRecord
+from router.repair import after_prefill_failure, after_worker_death
+from router.request import GenerationRequest, pack, unpack
+
+
+def request(n: int = 1, stops=(), mode="auto", **sampling) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="r",
+        prompt=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=100, n=n, **sampling),
+        stops=stops,
+        mode=mode,
+        arrived_ns=1,
+        deadline_ns=10**12,
+    )
+
+
+def run(index: int, ids, choice: int = 0, reason: str = "", attempt: int = 1, **more) -> TokenRun:
+    return TokenRun(
+        request_id="r",
+        attempt=attempt,
+        choice=choice,
+        index=index,
+        token_ids=struct.pack(f"<{len(ids)}I", *ids),
+        finish_reason=reason,
+        **more,
+    )
+
+
+@pytest.fixture
+def record(model) -> RequestRecord:
+    made = RequestRecord(request(), model.tokenizer, 1)
+    made.next_attempt()
+    return made
+
+
+def shown(record: RequestRecord, choice: int = 0) -> str:
+    return "".join(delta.text for delta in record.take() if delta.choice == choice)
+
+
+IDS = list(range(1000, 1030))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 5), min_size=30, max_size=30),
+    repeats=st.lists(st.integers(0, 6), min_size=30, max_size=30),
+    losses=st.lists(st.booleans(), min_size=30, max_size=30),
+    takes=st.lists(st.booleans(), min_size=30, max_size=30),
+)
+def test_lost_and_repeated_runs_give_each_token_once(model, cuts, repeats, losses, takes):
+    record = RequestRecord(request(), model.tokenizer, 1)
+    record.next_attempt()
+    text, sent = "", 0
+    for cut, repeat, lost, take in zip(cuts, repeats, losses, takes, strict=True):
+        begin = max(sent - repeat, 0)
+        ids = IDS[begin : sent + cut]
+        sent = begin + len(ids)
+        reason = "length" if sent == len(IDS) else ""
+        if lost:
+            sent = record.next_indices[0]  # the worker starts again where the resume asks
+            continue
+        result = record.on_run(run(begin, ids, reason=reason), 5)
+        if result.gap:
+            sent = record.next_indices[0]
+        if take:
+            text += shown(record)
+        if record.ended:
+            break
+    if not record.ended:
+        begin = record.next_indices[0]
+        record.on_run(run(begin, IDS[begin:], reason="length"), 9)
+    assert record.ended
+    assert record.choices[0].token_ids == IDS
+    assert record.completion_tokens == len(IDS)
+    assert text + shown(record) == model.tokenizer.decode(IDS)
+
+
+def test_a_hole_is_reported_and_nothing_taken(record):
+    assert record.on_run(run(2, [1000]), 5).gap
+    assert record.next_indices == [0]
+    assert not record.begun
+
+
+def test_frames_of_another_attempt_are_dropped(record):
+    record.next_attempt()
+    assert record.on_run(run(0, [1000], attempt=1), 5).fresh_tokens == 0
+    record.on_route(RequestRoute(request_id="r", attempt=1, cached_tokens=9), 5)
+    assert record.cached_tokens == 0
+    assert record.on_run(run(0, [1000], attempt=2), 5).fresh_tokens == 1
+
+
+def test_the_first_end_counts(record):
+    assert record.fail(DeadlineError("late"), 5)
+    assert not record.fail(InternalError("later"), 6)
+    assert record.error.code == "deadline_exceeded"
+    assert record.on_run(run(0, [1000]), 7).fresh_tokens == 0
+
+
+def test_tokens_behind_a_stop_string_do_not_count(model):
+    ids = model.tokenizer.encode("one two three four")
+    record = RequestRecord(request(stops=("two",)), model.tokenizer, 1)
+    record.next_attempt()
+    result = record.on_run(run(0, ids), 5)
+    assert result.stopped
+    assert record.finished
+    assert record.completion_tokens == 2
+    assert shown(record) == "one "
+
+
+def test_a_stop_token_counts_and_is_not_shown(record, model):
+    ids = model.tokenizer.encode("Hello")
+    record.on_run(run(0, ids, reason="stop", has_stop_token=True, stop_token_id=2), 5)
+    assert record.completion_tokens == 2
+    assert record.choices[0].stop_reason == 2
+    assert shown(record) == "Hello"
+
+
+def test_what_was_sent_cannot_be_started_again(record):
+    record.on_run(run(0, [1000]), 5)
+    record.next_attempt()
+    assert record.attempt == 2
+    assert record.next_indices == [0]
+    record.sent = True
+    with pytest.raises(InternalError):
+        record.next_attempt()
+
+
+@given(ids=st.lists(st.integers(0, 2**32 - 1)))
+def test_packing(ids):
+    assert unpack(pack(ids)) == ids
+    assert pack(ids) == struct.pack(f"<{len(ids)}I", *ids)
+
+
+class TestRepair:
+    """What follows when a worker fails."""
+
+    @pytest.mark.parametrize(
+        ("mode", "died", "others", "may_wait", "action"),
+        [
+            ("auto", True, [b"q"], True, "replace"),
+            ("auto", False, [b"q"], True, "replace"),
+            ("auto", False, [], True, "local"),
+            ("auto", True, [], True, "wait"),  # the cause of the crash is unknown: not here
+            ("auto", True, [b"p"], True, "wait"),  # the failed one itself is no other
+            ("auto", True, [], False, "refuse"),
+            ("disaggregated", True, [], True, "wait"),
+            ("disaggregated", False, [], True, "refuse"),
+            ("disaggregated", True, [b"q"], True, "replace"),
+        ],
+    )
+    def test_after_a_prefill_failure(self, model, mode, died, others, may_wait, action):
+        record = RequestRecord(request(mode=mode), model.tokenizer, 1)
+        repair = after_prefill_failure(
+            record, failed=b"p", peer_died=died, others=others, may_wait=may_wait
+        )
+        assert repair.action == action
+        assert (repair.refusal is not None) == (action == "refuse")
+
+    def test_two_deaths_are_enough(self, record):
+        first = after_prefill_failure(
+            record, failed=b"p", peer_died=True, others=[b"q"], may_wait=True
+        )
+        second = after_prefill_failure(
+            record, failed=b"q", peer_died=True, others=[b"r"], may_wait=True
+        )
+        assert (first.action, second.action) == ("replace", "refuse")
+        assert second.refusal.code == "poison_request"
+
+    def test_a_prefill_and_a_decode_death_add_up(self, record):
+        after_prefill_failure(record, failed=b"p", peer_died=True, others=[], may_wait=True)
+        assert after_worker_death(record, dead=b"d", reason="x").code == "poison_request"
+
+    def test_failures_that_killed_nobody_do_not_count_as_deaths(self, record):
+        for name in (b"a", b"b", b"c"):
+            after_prefill_failure(
+                record, failed=name, peer_died=False, others=[b"z"], may_wait=True
+            )
+        assert after_worker_death(record, dead=b"d", reason="x") is None
+
+    def test_a_begun_stream_is_not_moved(self, record):
+        record.sent = True
+        assert after_worker_death(record, dead=b"d", reason="x").code == "worker_lost"
+
+
+class TestAdmission:
+    """The queue, without time passing by itself."""
+
+    @given(st.lists(st.integers(-3, 3), max_size=30), st.sets(st.integers(0, 29)))
+    def test_order_is_priority_then_ticket_and_who_left_does_not_come(self, priorities, leavers):
+        queue = Admission(100)
+        for ticket, priority in enumerate(priorities):
+            queue.offer(Waiting(priority, ticket, str(ticket)), 0, expected_s=1)
+        for leaver in leavers & set(range(len(priorities))):
+            queue.leave(str(leaver))
+        expected = sorted(
+            (priority, ticket)
+            for ticket, priority in enumerate(priorities)
+            if ticket not in leavers
+        )
+        assert queue.waiting == len(expected)
+        popped = []
+        while (entry := queue.pop(1000)) is not None:
+            popped.append((entry.priority, entry.ticket))
+        assert popped == expected
+
+    def test_the_window_counts_sequences_and_a_wide_request_runs_alone(self):
+        queue = Admission(10)
+        for ticket, weight in enumerate((3, 2, 50)):
+            queue.offer(Waiting(0, ticket, str(ticket), weight), 0, expected_s=1)
+        assert queue.pop(4).request_id == "0"
+        assert queue.pop(4) is None
+        queue.release(3, 10**9)
+        assert queue.pop(4).request_id == "1"
+        assert queue.pop(4) is None
+        queue.release(2, 2 * 10**9)
+        assert queue.pop(4).request_id == "2"
+        assert queue.running == 50
+
+    def test_retry_after_is_the_time_the_queue_takes_at_its_real_rate(self):
+        queue = Admission(10)
+        for ticket in range(10):
+            queue.offer(Waiting(0, ticket, str(ticket)), 0, expected_s=1)
+        now_ns = 10 * 10**9
+        for number in range(8):  # two ends per second
+            queue.running += 1
+            queue.release(1, now_ns - (8 - number) * 500_000_000)
+        with pytest.raises(QueueFullError) as caught:
+            queue.offer(Waiting(0, 99, "x"), now_ns, expected_s=1)
+        assert 4 <= caught.value.retry_after_s <= 6
+        assert queue.drain_per_s(now_ns + 40 * 10**9) == 0  # long ago says nothing of now

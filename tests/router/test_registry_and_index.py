@@ -1,0 +1,126 @@
+"""With a real Redis: workers appear, their blocks steer requests, and Redis may go away."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from engine.core.names import block_names
+from fleet.config import DEFAULT_MODEL
+from fleet.redis_server import EmbeddedRedis
+from fleet.registry import (
+    EventFeed,
+    KvEventPublisher,
+    Presence,
+    Registry,
+    RegistryWatcher,
+)
+from router.app import Router
+from router.prepare import Preparer, read_headers
+from router.schema import CompletionBody, parse
+from router.settings import RouterSettings
+from tests.router.conftest import MODEL, record_of, until
+from tests.router.emulated_worker import EmulatedWorker, Script
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+@pytest.fixture
+def redis_server():
+    server = EmbeddedRedis()
+    server.start()
+    yield server
+    server.stop()
+
+
+@contextlib.asynccontextmanager
+async def announced(registry: Registry, worker: EmulatedWorker):
+    """A worker's presence and its events in the registry."""
+    record = msgspec.structs.replace(
+        record_of(worker.worker_id, worker.address, worker.role), incarnation=worker.incarnation
+    )
+    presence, publisher = Presence(registry, record), KvEventPublisher(registry, record.incarnation)
+    presence.start()
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        await presence.stop()
+        await publisher.stop()
+
+
+async def place(router: Router, count: int) -> list[str]:
+    """Send the prompt ``count`` times, through everything but HTTP; where it went."""
+    body = parse(CompletionBody, msgspec.json.encode({"model": MODEL, "prompt": PROMPT}))
+    preparer = Preparer(router.model, router.settings)
+    went = []
+    for _ in range(count):
+        [request] = await preparer.completions(
+            body, read_headers({}, router.settings), time.monotonic_ns()
+        )
+        bell = asyncio.Event()
+        flight = router.gateway.submit(request, bell)
+        while not flight.record.ended:
+            bell.clear()
+            await bell.wait()
+        went.append(flight.decode_id)
+        await asyncio.sleep(0.15)  # until the next report
+    return went
+
+
+async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server, model, tmp_path):
+    settings = RouterSettings(model=DEFAULT_MODEL, model_names=model.names)
+    async with contextlib.AsyncExitStack() as stack:
+        registry = Registry(redis_server.url, "test")
+        stack.push_async_callback(registry.close)
+        routers = []
+        for index in range(2):
+            directory = RegistryWatcher(registry, tmp_path / f"{index}.json")
+            router = Router(replace(settings), model, directory, EventFeed(registry))
+            await stack.enter_async_context(router.running())
+            routers.append(router)
+        workers, publishers = [], []
+        for index in range(3):
+            worker = await EmulatedWorker(f"decode-{index}", "decode", Script(step_s=0)).start()
+            stack.push_async_callback(worker.stop)
+            workers.append(worker)
+            publishers.append(await stack.enter_async_context(announced(registry, worker)))
+        for router in routers:
+            await until(lambda router=router: len(router.gateway.workers.usable) == 3)
+
+        await place(routers[0], 1)
+        seed = next(s for w in workers for s in w.submissions).name_seed
+        names = block_names(seed, model.tokenizer.encode(PROMPT))
+        publishers[2].publish(stored=names, removed=[])
+        for router in routers:
+            held = workers[2].incarnation
+            await until(lambda r=router, h=held: r.mirror.prefix_blocks(h, names) == len(names))
+            assert await place(router, 5) == ["decode-2"] * 5
+
+        redis_server.kill()
+        assert await place(routers[1], 3) == ["decode-2"] * 3
+
+        await workers[2].stop()
+        for router in routers:
+            await until(lambda router=router: router.mirror.total_names == 0)
+        assert "decode-2" not in await place(routers[0], 2)
+
+
+def test_a_request_names_its_blocks_once_for_all_workers(model):
+    """Seeds depend on the scope and the format, and on nothing that differs between workers."""
+    from router.wire import NameCache
+    from tests.router.emulated_worker import KV_GROUP
+
+    cache = NameCache()
+    capabilities = SimpleNamespace(
+        kv_groups=[KV_GROUP], numerics_id="exact/x", weights_digest=b"w" * 16
+    )
+    one = cache.seed(SimpleNamespace(cache_scope="a\0"), capabilities)
+    assert one == cache.seed(SimpleNamespace(cache_scope="a\0"), capabilities)
+    assert one != cache.seed(SimpleNamespace(cache_scope="a\0salt"), capabilities)
+    capabilities.numerics_id = "fast/x"
+    assert one != cache.seed(SimpleNamespace(cache_scope="a\0"), capabilities)

@@ -1,0 +1,56 @@
+"""One span for each call, with GenAI attributes, and the workers' spans below it."""
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tests.router.conftest import MODEL, until
+from tests.router.emulated_worker import Script
+
+CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+async def fleet(make_fleet):
+    return await make_fleet({"decode-0": Script(step_s=0)})
+
+
+@pytest.fixture
+def spans(fleet):
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    fleet.router.tracing.tracer = provider.get_tracer("test")
+    yield exporter.get_finished_spans
+    provider.shutdown()
+
+
+async def test_a_call_is_one_span_between_client_and_worker(fleet, spans):
+    response = await fleet.chat("a secret", top_p=0.5, user="u", headers={"traceparent": CLIENT})
+    await until(lambda: len(spans()) == 1)
+    [span] = spans()
+    assert span.name == f"chat {MODEL}"
+    assert span.parent.span_id == 0xB7AD6B7169203331
+    sent = fleet.workers["decode-0"].submissions[0].traceparent
+    assert sent.split("-")[1] == CLIENT.split("-")[1]
+    assert int(sent.split("-")[2], 16) == span.context.span_id
+    attributes = dict(span.attributes)
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.request.top_p"] == 0.5
+    assert attributes["gen_ai.response.id"] == response.json()["id"]
+    assert attributes["gen_ai.usage.output_tokens"] == 4
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["enduser.id"] == "u"
+    assert "secret" not in repr(attributes)
+
+
+async def test_what_is_refused_ends_its_span_with_the_reason(fleet, spans):
+    await fleet.complete("hi", max_tokens=9000)
+    [span] = spans()
+    assert span.name == f"text_completion {MODEL}"
+    assert span.attributes["error.type"] == "context_length_exceeded"
+
+
+async def test_without_a_trace_the_clients_context_passes_through(fleet):
+    await fleet.chat(headers={"traceparent": CLIENT})
+    assert fleet.workers["decode-0"].submissions[0].traceparent == CLIENT
