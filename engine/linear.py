@@ -1,0 +1,180 @@
+"""Linear layers over packed weights, and the row counts at which their bits do not depend on M.
+
+A matrix product may sum in another order when it has another number of rows, so a token's result
+would depend on who shares its batch. ``probe_row_counts`` finds, per weight shape and on this
+machine, which row counts give the bits of the 16-row tile. In ``exact`` mode a product of M rows is
+cut into such counts; where the kernels are row-invariant throughout (oneDNN on AVX-512) it is not
+cut at all.
+
+    M rows, N outputs, K inputs:   x_MK @ weight_NK.T -> y_MN
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.numerics import NumericsSetupError, cancelling, same_bits
+
+TILE_ROWS = 16
+
+_SMALL = (*range(1, 34), 40, 47, 48, 63, 64, 65)
+_HEAD = (*range(1, 10), 12, 13, 15, 16, 17, 23, 24, 31, 32, 33, 48)
+_LARGE = (100, 128, 129, 192, 257, 384, 511, 512, 768, 1001, 1024, 2048)
+_PROBE_FLOPS = 4e10  # keeps the search below about a second for each shape of any model
+_NARROW_COLUMNS = 16_384  # wider weights are LM heads, which never see a whole prefill chunk
+
+
+def _pack(weight_NK: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)  # noqa: SLF001
+    return packed
+
+
+def _product(x_MK: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
+        x_MK, packed, None, "none", [], ""
+    )
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Row counts that give the bits of the 16-row tile.
+
+    Attributes:
+        equal: The counts that were probed and found equal.
+        free_from: Every probed count from here to ``limit`` was equal, odd ones too, so that any
+            count between is taken whole; ``None`` when there is no such range.
+        limit: The largest count that was probed.
+    """
+
+    equal: frozenset[int]
+    free_from: int | None
+    limit: int
+    _pieces: dict[int, tuple[tuple[int, int], ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def whole(self, rows: int) -> bool:
+        """Whether ``rows`` rows may be computed in one product."""
+        free = self.free_from is not None and self.free_from <= rows <= self.limit
+        return free or rows in self.equal
+
+    def pieces(self, rows: int) -> tuple[tuple[int, int], ...]:
+        """Cut ``rows`` into ``(count, padded count)``, every padded count being equal."""
+        known = self._pieces.get(rows)
+        if known is None:
+            known = self._pieces[rows] = tuple(self._cut(rows))
+        return known
+
+    def _cut(self, rows: int) -> list[tuple[int, int]]:
+        pieces = []
+        while rows:
+            if self.whole(rows):
+                take = padded = rows
+            elif self.free_from is not None and rows > self.limit:
+                take = padded = self.limit
+            else:
+                below = max((n for n in self.equal if n < rows), default=0)
+                above = min((n for n in self.equal if n > rows), default=0)
+                # a little padding is cheaper than one more pass over the weights
+                if above and (not below or above - rows <= TILE_ROWS):
+                    take, padded = rows, above
+                else:
+                    take = padded = below
+            pieces.append((take, padded))
+            rows -= take
+        return pieces
+
+
+ANY_ROWS = RowCounts(equal=frozenset(), free_from=1, limit=1 << 30)
+"""No promise: every product is taken whole (``numerics: fast``)."""
+
+
+def probe_row_counts(outputs: int, inputs: int, dtype: torch.dtype) -> RowCounts:
+    """Find the row counts of a ``[outputs, inputs]`` weight that equal its 16-row tile.
+
+    Costs well below a second.
+    """
+    is_head = outputs >= _NARROW_COLUMNS
+    affordable = _PROBE_FLOPS / (2.0 * outputs * inputs)
+    counts: list[int] = []
+    for count in _HEAD if is_head else (*_SMALL, *_LARGE):
+        if count == TILE_ROWS or sum(counts) + count <= affordable:
+            counts.append(count)
+    weight = _pack(cancelling(outputs, inputs, dtype, sign=1.0, seed=1))
+    most = max(counts)
+    x = cancelling(-(-most // TILE_ROWS) * TILE_ROWS, inputs, dtype, sign=-1.0, seed=2)
+    tiles = torch.cat([_product(tile, weight) for tile in torch.split(x, TILE_ROWS)])
+
+    def equal(count: int) -> bool:
+        # small counts are tried at several places: few rows hide a difference more easily
+        starts = range(0, min(64, most - count + 1), count) if count <= 8 else (most - count,)
+        for start in starts:
+            part = slice(start, start + count)
+            if not same_bits(_product(x[part], weight), tiles[part]):
+                return False
+        return True
+
+    found = frozenset(count for count in counts if equal(count))
+    return RowCounts(equal=found, free_from=_free_from(counts, found), limit=most)
+
+
+def _free_from(counts: Sequence[int], found: frozenset[int]) -> int | None:
+    """The start of the range in which everything that was probed is equal."""
+    failed = max((count for count in counts if count not in found), default=0)
+    above = [count for count in counts if count > failed]
+    enough = len(above) >= 10 and any(count % 2 for count in above[-6:])
+    return failed + 1 if enough else None
+
+
+class Linear:
+    """``y = x @ weight.T``; no bias.
+
+    The weight is packed once for the CPU's matrix kernels; the plain one is not kept.
+    """
+
+    def __init__(self, weight_NK: torch.Tensor, rows: RowCounts = ANY_ROWS) -> None:
+        self.outputs, self.inputs = weight_NK.shape
+        self.rows = rows
+        self._packed = _pack(weight_NK.contiguous())
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """``[M, K] -> [M, N]``."""
+        if self.rows.whole(x_MK.shape[0]):
+            return _product(x_MK, self._packed)
+        y_MN = x_MK.new_empty(x_MK.shape[0], self.outputs)
+        start = 0
+        for count, padded in self.rows.pieces(x_MK.shape[0]):
+            part = slice(start, start + count)
+            y_MN[part] = _product(_padded(x_MK[part], padded), self._packed)[:count]
+            start += count
+        return y_MN
+
+    def check(self) -> None:
+        """Prove on this very weight that every way of cutting rows gives the tile's bits.
+
+        Raises:
+            NumericsSetupError: It does not; the message names the shape and the count.
+        """
+        x = cancelling(64, self.inputs, self._packed.dtype, sign=-1.0, seed=4)
+        x += cancelling(64, self.inputs, self._packed.dtype, sign=1.0, seed=5, scale=1e-3)
+        tiles = torch.cat([_product(tile, self._packed) for tile in torch.split(x, TILE_ROWS)])
+        for count in (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 50, 64):
+            for start in range(0, 64 - count + 1, max(count, 4)):
+                part = slice(start, start + count)
+                if not same_bits(self(x[part]), tiles[part]):
+                    raise NumericsSetupError(
+                        f"numerics exact: a linear layer of {self.outputs} x {self.inputs} gives "
+                        f"other bits for {count} rows than for {TILE_ROWS}; use numerics: fast"
+                    )
+
+
+def _padded(x_MK: torch.Tensor, rows: int) -> torch.Tensor:
+    if x_MK.shape[0] == rows:
+        return x_MK
+    padded = x_MK.new_zeros(rows, x_MK.shape[1])
+    padded[: x_MK.shape[0]] = x_MK
+    return padded

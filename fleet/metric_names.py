@@ -1,0 +1,149 @@
+"""Every metric that Baton exports, declared in one table.
+
+Names start with ``baton_``, units are in them. ``vllm:*`` aliases stand in
+the last column, for the names that people already graph.
+"""
+
+from typing import Literal, NamedTuple
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536, 262144)
+
+
+class MetricSpec(NamedTuple):
+    """One metric. Counters are named without ``_total``, which the exposition adds."""
+
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    vllm: str | None = None
+
+
+def _count(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
+    return MetricSpec("counter", text, labels, vllm=vllm)
+
+
+def _gauge(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
+    return MetricSpec("gauge", text, labels, vllm=vllm)
+
+
+def _seconds(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
+    return MetricSpec("histogram", text, labels, _SECONDS, vllm)
+
+
+def _sizes(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
+    return MetricSpec("histogram", text, labels, _COUNTS, vllm)
+
+
+# A request as the router sees it. Durations are taken on the router's clock only.
+REQUEST_METRICS: dict[str, MetricSpec] = {
+    "baton_requests": _count(
+        "Requests that ended, by HTTP status.", "endpoint", "status", "tenant"
+    ),
+    "baton_finished_choices": _count(
+        "Choices that ended, by finish reason.", "reason", "tenant", vllm="request_success"
+    ),
+    "baton_rejections": _count("Requests refused, by error code.", "code", "tenant"),
+    "baton_timeouts": _count("Requests whose deadline passed, by phase.", "phase"),
+    "baton_cancellations": _count("Requests whose client went away, by phase.", "phase"),
+    "baton_release_seconds": _seconds("Cancel or timeout to the worker's confirmed end."),
+    "baton_phase_seconds": _seconds(
+        "Parts of a request: queue, tokenize, prefill, transfer, decode, delivery, unattributed. "
+        "They add up to baton_e2e_seconds.",
+        "phase",
+    ),
+    "baton_transfer_exposed_seconds": _seconds(
+        "Hand-off time not hidden by compute: first to second token, less a median decode step."
+    ),
+    "baton_time_to_first_token_seconds": _seconds(
+        "Arrival at the router to the first content byte out.",
+        "tenant",
+        vllm="time_to_first_token_seconds",
+    ),
+    "baton_time_to_second_token_seconds": _seconds("Arrival to the second token."),
+    "baton_inter_token_seconds": _seconds(
+        "Each gap between two tokens of one request.", vllm="inter_token_latency_seconds"
+    ),
+    "baton_time_per_output_token_seconds": _seconds(
+        "(last token - first token) / (n - 1), per request.",
+        "tenant",
+        vllm="request_time_per_output_token_seconds",
+    ),
+    "baton_e2e_seconds": _seconds(
+        "Arrival to the last byte out.", "tenant", vllm="e2e_request_latency_seconds"
+    ),
+    "baton_prompt_tokens": _count("Prompt tokens of all requests.", "tenant", vllm="prompt_tokens"),
+    "baton_generation_tokens": _count("Tokens sent.", "tenant", vllm="generation_tokens"),
+    "baton_prefix_tokens": _count(
+        "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
+    ),
+    "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant"),
+    "baton_queue_limit_requests": _gauge("Size of the queue; beyond it 429."),
+}
+
+# What the router decides and what goes wrong around it.
+ROUTER_METRICS: dict[str, MetricSpec] = {
+    "baton_routes": _count("Placements by mode: disaggregated, colocated.", "mode"),
+    "baton_fallbacks": _count("Placements that differ from the first choice.", "reason"),
+    "baton_retries": _count("Requests placed again, by reason.", "reason"),
+    "baton_migrations": _count("Live requests moved to another worker.", "reason"),
+    "baton_stream_errors": _count("Streams to workers that broke.", "kind"),
+    "baton_poison_requests": _count("Requests ended because workers died of them."),
+    "baton_predicted_seconds": _seconds("Predicted cost of the placement chosen.", "mode"),
+    "baton_actual_seconds": _seconds("Measured cost of the placement chosen.", "mode"),
+    "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
+    "baton_regret_seconds": _seconds("Measured cost less the best candidate's, fitted afterwards."),
+    "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_mirror_names": _gauge("Block names in the mirror of the prefix index."),
+    "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
+    "baton_mirror_snapshots": _count("Snapshots read to heal the mirror."),
+}
+
+# A worker: its pool, its engine, its side of the hand-off.
+WORKER_METRICS: dict[str, MetricSpec] = {
+    "baton_kv_blocks": _gauge("KV blocks: total, free, cached, leased, quarantined.", "state"),
+    "baton_kv_usage_ratio": _gauge("Leased blocks / total.", vllm="kv_cache_usage_perc"),
+    "baton_kv_allocation_failures": _count("Allocations that found no block."),
+    "baton_kv_evictions": _count("Named blocks given up for new ones."),
+    "baton_preemptions": _count("Requests preempted and recomputed.", vllm="num_preemptions"),
+    "baton_running_requests": _gauge("Requests in the batch.", vllm="num_requests_running"),
+    "baton_waiting_requests": _gauge("Requests waiting.", vllm="num_requests_waiting"),
+    "baton_step_seconds": _seconds("Engine steps: decode, prefill, mixed.", "kind"),
+    "baton_batch_requests": _sizes("Requests per engine step."),
+    "baton_batch_tokens": _sizes(
+        "Tokens per engine step: prefill, decode.", "kind", vllm="iteration_tokens_total"
+    ),
+    "baton_prefix_tokens": _count(
+        "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
+    ),
+    "baton_transfers": _count("Hand-offs by outcome: committed, failed, abandoned.", "outcome"),
+    "baton_transfer_bytes": _count("KV payload bytes: sent, received.", "direction"),
+    "baton_transfer_seconds": _seconds("First chunk asked for to commit."),
+    "baton_chunks_refused": _count("Chunks that failed verification, by cause.", "cause"),
+    "baton_chunks_repaired": _count("Chunks pulled again after damage."),
+    "baton_orphans": _count("Requests that lapsed by lease."),
+    "baton_quarantines": _count("Page ranges quarantined because a drain was not proven."),
+    "baton_numerics_errors": _count("Requests with NaN or Inf logits."),
+    "baton_model_load_seconds": _gauge("Time to load the weights."),
+    "baton_warmup_seconds": _gauge("Time of warm-up and self-test."),
+    "baton_kv_events": _count("KV events published: stored, removed, cleared.", "kind"),
+    "baton_kv_snapshots": _count("Whole sets published again after trouble with Redis."),
+}
+
+# Every process.
+COMMON_METRICS: dict[str, MetricSpec] = {
+    "baton_registry_connected": _gauge("1 while Redis answers."),
+    "baton_registry_errors": _count("Calls to Redis that failed."),
+    "baton_label_overflows": _count("Label values folded into `other`.", "metric"),
+}
+
+METRICS_BY_COMPONENT: dict[str, dict[str, MetricSpec]] = {
+    "router": {**REQUEST_METRICS, **ROUTER_METRICS, **COMMON_METRICS},
+    "worker": {**WORKER_METRICS, **COMMON_METRICS},
+}

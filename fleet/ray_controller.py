@@ -1,0 +1,332 @@
+"""The detached Ray actor that keeps the pools at size: the shell around `FleetController`.
+
+It owns no request and no data. When it dies Ray restarts it; it then adopts the worker lives that
+are still there, which served on meanwhile.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fleet.config import FleetConfig
+from fleet.controller import (
+    Action,
+    Drain,
+    FleetController,
+    Launch,
+    Publish,
+    Remove,
+    Stop,
+)
+from fleet.pools import (
+    NAMESPACE,
+    actor_name,
+    bundles,
+    exit_reason,
+    lives_among,
+    worker_environment,
+    worker_settings,
+)
+from fleet.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
+from fleet.registry import Registry, RegistryUnavailableError, WorkerRecord
+
+_LOG = logging.getLogger("fleet.controller")
+
+_REFRESH_S = 5.0  # of the slots' records in Redis
+_STEP_S = 0.25
+_PLACEMENT_LIMIT_S = 60.0
+_STOP_LIMIT_S = 4.0
+_NS = 1_000_000_000
+
+
+class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a controller needs to know; survives its restarts as the actor's argument."""
+
+    config_json: str
+    redis_url: str
+    fleet_token: str
+    host: str  # that workers bind; "" is each node's own address
+    log_dir: str
+    program: str = WORKER_PROGRAM
+
+
+class ControllerActor:
+    """Carries out what the state machine decides.
+
+    Args:
+        spec: A `ControllerSpec` as JSON.
+    """
+
+    def __init__(self, spec: bytes) -> None:
+        self._spec = msgspec.json.decode(spec, type=ControllerSpec)
+        log_to(Path(self._spec.log_dir) / "controller.log")
+        self._config = FleetConfig.model_validate_json(self._spec.config_json)
+        self._registry = Registry(self._spec.redis_url, self._config.fleet)
+        pools = {"prefill": self._config.pools.prefill, "decode": self._config.pools.decode}
+        self._machine = FleetController(pools, time.monotonic_ns())  # type: ignore[arg-type]
+        self._actors: dict[str, tuple[int, Any]] = {}
+        self._groups: dict[str, PlacementGroup] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._running = False
+
+    # ---- what the supervisor asks ---------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Begin, or go on after a restart of this actor. Returns at once; may be called again."""
+        if self._running:
+            return
+        self._running = True
+        self._adopt()
+        self._spawn(self._loop())
+        self._spawn(self._answer_operators())
+
+    async def status(self) -> list[dict[str, Any]]:
+        """The slots: worker_id, phase, epoch, reason."""
+        return [
+            {
+                "worker_id": slot.worker_id,
+                "phase": slot.phase.value,
+                "epoch": slot.epoch,
+                "reason": slot.reason,
+            }
+            for slot in self._machine.slots.values()
+        ]
+
+    async def stop(self, limit_s: float = 6.0) -> bool:
+        """End all workers and free their placements; whether all of them ended by themselves."""
+        self._apply(self._machine.stop(time.monotonic_ns()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        for _, actor in self._actors.values():
+            ray.kill(actor)
+        for worker_id in list(self._groups):
+            self._remove_group(worker_id)
+        return self._machine.idle
+
+    # ---- the loop -------------------------------------------------------------------------------
+
+    async def _loop(self) -> None:
+        next_refresh_s = 0.0
+        while True:
+            self._apply(self._machine.tick(time.monotonic_ns()))
+            self._wake.clear()
+            if time.monotonic() >= next_refresh_s:
+                next_refresh_s = time.monotonic() + _REFRESH_S
+                for slot in self._machine.slots.values():
+                    self._spawn(self._publish(self._machine.describe(slot)))
+            wait_s = (self._machine.next_due_ns - time.monotonic_ns()) / _NS
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(max(wait_s, 0.0), 1.0)):
+                    await self._wake.wait()
+
+    def _apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Launch():
+                    self._spawn(self._live(action))
+                case Drain():
+                    self._spawn(self._drain(action))
+                case Stop():
+                    self._spawn(self._stop(action))
+                case Publish():
+                    _LOG.info(
+                        "%s life %d: %s %s",
+                        *(action.worker_id, action.epoch, action.state, action.reason),
+                    )
+                    self._spawn(self._publish(action))
+                case Remove():
+                    self._remove_group(action.worker_id)
+        self._wake.set()
+        if self._machine.stopped and self._machine.idle:
+            self._idle.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.error("the controller's own fault", exc_info=task.exception())
+
+    # ---- one life -------------------------------------------------------------------------------
+
+    async def _live(self, launch: Launch) -> None:
+        """From the start of a life to its end."""
+        worker_id, epoch = launch.worker_id, launch.epoch
+        try:
+            group = await self._group(worker_id)
+            actor = self._start_actor(launch, group)
+        except (RayError, RuntimeError, ValueError) as error:
+            self._apply(self._machine.ended(worker_id, epoch, f"cannot place: {error}", _now_ns()))
+            return
+        await self._watch(worker_id, epoch, actor, actor.start)
+
+    async def _watch(self, worker_id: str, epoch: int, actor: Any, first: Any) -> None:
+        """Follow a life; ``first`` is the actor's method that gives its record."""
+        self._actors[worker_id] = (epoch, actor)
+        incarnation = b""
+        try:
+            raw = await first.remote()
+            incarnation = msgspec.msgpack.decode(raw, type=WorkerRecord).incarnation
+            self._apply(self._machine.started(worker_id, epoch, _now_ns()))
+            reason = exit_reason(await actor.wait.remote())
+        except RayTaskError as error:
+            reason = f"failed: {error.cause!r}"
+        except RayActorError:
+            reason = "its process is gone"
+        with contextlib.suppress(RayError):
+            ray.kill(actor)
+        self._actors.pop(worker_id, None)
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._registry.forget(incarnation)
+        self._apply(self._machine.ended(worker_id, epoch, reason, _now_ns()))
+
+    def _start_actor(self, launch: Launch, group: PlacementGroup) -> Any:
+        config = self._config
+        settings = worker_settings(
+            config,
+            worker_id=launch.worker_id,
+            role=launch.role,
+            epoch=launch.epoch,
+            redis_url=self._spec.redis_url,
+            fleet_token=self._spec.fleet_token,
+            host=self._spec.host,
+            log_dir=self._spec.log_dir,
+        )
+        options = ray.remote(WorkerActor).options(
+            name=actor_name(config.fleet, launch.worker_id, launch.epoch),
+            namespace=NAMESPACE,
+            lifetime="detached",  # so that a life outlasts a restart of this controller
+            num_cpus=config.cpus_per_rank,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=0
+            ),
+            runtime_env={"env_vars": worker_environment(config)},
+        )
+        return options.remote(self._spec.program, settings)
+
+    async def _drain(self, drain: Drain) -> None:
+        epoch, actor = self._actors.get(drain.worker_id, (0, None))
+        if actor is not None and epoch == drain.epoch:
+            with contextlib.suppress(RayError):
+                await actor.drain.remote(drain.timeout_ns / _NS)
+        self._apply(self._machine.drained(drain.worker_id, drain.epoch, _now_ns()))
+
+    async def _stop(self, stop: Stop) -> None:
+        epoch, actor = self._actors.get(stop.worker_id, (0, None))
+        if actor is None or epoch != stop.epoch:
+            return
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(_STOP_LIMIT_S):
+                await actor.stop.remote()
+                return  # `wait` returns now, and `_watch` goes on
+        with contextlib.suppress(RayError):
+            ray.kill(actor)
+
+    # ---- placement and adoption -----------------------------------------------------------------
+
+    async def _group(self, worker_id: str) -> PlacementGroup:
+        group = self._groups.get(worker_id)
+        if group is None:
+            group = self._groups[worker_id] = placement_group(
+                bundles(self._config),
+                strategy="PACK",
+                name=f"baton-{self._config.fleet}-{worker_id}",
+                lifetime="detached",
+            )
+        try:
+            async with asyncio.timeout(_PLACEMENT_LIMIT_S):
+                await group.ready()
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"no node had {self._config.cpus_per_rank:g} free CPUs (cpus_per_rank) for "
+                f"{_PLACEMENT_LIMIT_S:g} s"
+            ) from error
+        return group
+
+    def _remove_group(self, worker_id: str) -> None:
+        group = self._groups.pop(worker_id, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    def _adopt(self) -> None:
+        names = ray.util.list_named_actors(all_namespaces=True)
+        for worker_id, epoch in lives_among(names, self._config.fleet).items():
+            actor = ray.get_actor(
+                actor_name(self._config.fleet, worker_id, epoch), namespace=NAMESPACE
+            )
+            with contextlib.suppress(ValueError):
+                group = get_placement_group(f"baton-{self._config.fleet}-{worker_id}")
+                self._groups[worker_id] = group
+            _LOG.info("%s life %d: adopted", worker_id, epoch)
+            self._machine.adopt(worker_id, epoch, ready=False, now_ns=_now_ns())
+            self._spawn(self._watch(worker_id, epoch, actor, actor.record))
+
+    # ---- the registry ---------------------------------------------------------------------------
+
+    async def _publish(self, news: Publish) -> None:
+        record = WorkerRecord(
+            worker_id=news.worker_id,
+            role=news.role,
+            state=news.state,
+            epoch=news.epoch,
+            threads=self._config.threads_per_rank,
+            reason=news.reason,
+        )
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._registry.write_slot(record)
+
+    async def _answer_operators(self) -> None:
+        """``baton drain`` and ``baton restart`` come through Redis, from any process."""
+        while True:
+            try:
+                order = await self._registry.take_order()
+            except RegistryUnavailableError:
+                order = None
+            if order is None:
+                await asyncio.sleep(_STEP_S)
+                continue
+            reply = self._obey(order.verb, order.worker_ids)
+            with contextlib.suppress(RegistryUnavailableError):
+                await self._registry.answer(order, reply)
+
+    def _obey(self, verb: str, worker_ids: tuple[str, ...]) -> str:
+        names = list(worker_ids) or list(self._machine.slots)
+        unknown = [name for name in names if name not in self._machine.slots]
+        if unknown:
+            return f"no such worker: {', '.join(unknown)} (there are {list(self._machine.slots)})"
+        now_ns = _now_ns()
+        if verb == "drain":
+            for name in names:
+                self._apply(self._machine.drain(name, now_ns))
+        elif verb in ("restart", "roll"):
+            self._apply(self._machine.restart(names, now_ns, rolling=verb == "roll"))
+        else:
+            return f"unknown command {verb}"
+        return ""
+
+
+def _now_ns() -> int:
+    return time.monotonic_ns()

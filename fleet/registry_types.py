@@ -1,0 +1,94 @@
+"""What travels through the registry, as plain data: worker records, KV events, snapshots.
+
+Nothing here does I/O, so that the router's mirror and the tests can use it without Redis.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+NAME_BYTES = 16
+INCARNATION_BYTES = 16
+
+Role = Literal["prefill", "decode"]
+WorkerState = Literal["starting", "ready", "draining", "dead"]
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One slot of a pool, as the registry knows it.
+
+    ``incarnation`` is 16 random bytes drawn by the worker when it starts; it is empty while a slot
+    has no process (``starting`` before the first life, ``dead`` between two lives). ``epoch``
+    counts the lives of the slot from 1. ``heartbeat_ms`` is the wall-clock time of the last
+    refresh, on the clock of whoever wrote the record: good for a human, never for liveness.
+    """
+
+    worker_id: str
+    role: Role
+    state: WorkerState
+    epoch: int
+    incarnation: bytes = b""
+    pid: int = 0  # the process that holds the model
+    host: str = ""
+    address: str = ""  # host:port of its gRPC server
+    metrics_address: str = ""  # host:port of its Prometheus page
+    threads: int = 0
+    reason: str = ""  # why it is dead or draining
+    heartbeat_ms: int = 0
+
+    @property
+    def incarnation_hex(self) -> str:
+        """The incarnation as text, as ``/fleet`` and logs show it."""
+        return self.incarnation.hex()
+
+
+class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that one worker stored and removed since its last batch.
+
+    Apply in the order ``cleared``, ``removed``, ``stored``. Batches of one incarnation are numbered
+    1, 2, 3 ...; a hole means that something was lost and a snapshot is needed.
+    """
+
+    incarnation: bytes
+    sequence: int
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    cleared: bool = False
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that one worker holds after its batch number ``sequence``."""
+
+    incarnation: bytes
+    sequence: int
+    names: frozenset[bytes]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's word on how its set looks after batch ``sequence``: notices a lost tail."""
+
+    incarnation: bytes
+    sequence: int
+    checksum: int  # see `names_checksum`
+
+
+class Forget(msgspec.Struct, frozen=True, kw_only=True):
+    """This incarnation is gone, and all that it held with it."""
+
+    incarnation: bytes
+
+
+FeedItem = Snapshot | EventBatch | Heartbeat | Forget
+
+
+def names_checksum(names: Iterable[bytes], start: int = 0) -> int:
+    """Xor of the first 8 bytes of each name, as a little-endian u64.
+
+    Adding and taking away are the same operation, so a set's checksum follows its changes: pass
+    the old checksum as ``start`` and the names that entered or left.
+    """
+    checksum = start
+    for name in names:
+        checksum ^= int.from_bytes(name[:8], "little")
+    return checksum

@@ -1,0 +1,183 @@
+"""Who is in the fleet: a worker's presence, and a reader's list that outlives Redis."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from fleet.registry_store import Registry, RegistryUnavailableError
+from fleet.registry_types import WorkerRecord, WorkerState
+
+_LOG = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+POLL_S = 0.25
+FORGET_AFTER_S = 10.0  # of absence while Redis answers; death is told by `dead`, not by silence
+
+
+class Presence:
+    """Keeps a worker's record in Redis fresh, in the background; never raises for Redis' sake."""
+
+    def __init__(self, registry: Registry, record: WorkerRecord) -> None:
+        self._registry = registry
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.record = record
+        self.connected = False
+
+    def start(self) -> None:
+        """Start refreshing. Needs a running event loop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="presence")
+
+    def update(self, state: WorkerState, reason: str = "") -> None:
+        """Change the state; written at once, or when Redis is back."""
+        self.record = msgspec.structs.replace(self.record, state=state, reason=reason)
+        self._changed.set()
+
+    async def stop(self) -> None:
+        """Stop refreshing and take the worker out of the registry and the index."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._registry.deregister(self.record)
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                await self._registry.heartbeat(self.record)
+                self.connected = True
+            except RegistryUnavailableError as error:
+                if self.connected:
+                    _LOG.warning("registry away, serving goes on: %s", error)
+                self.connected = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._changed.wait()
+
+
+class WorkerChange(msgspec.Struct, frozen=True):
+    """One slot's record changed; ``after`` is None when the slot left the list."""
+
+    worker_id: str
+    before: WorkerRecord | None
+    after: WorkerRecord | None
+
+
+def merged(
+    slots: Mapping[str, WorkerRecord], workers: Mapping[str, WorkerRecord]
+) -> dict[str, WorkerRecord]:
+    """One record per slot, from what the controller and the workers say.
+
+    The later life wins. Within one life the worker knows its addresses and the controller knows of
+    draining and death.
+    """
+    result: dict[str, WorkerRecord] = {}
+    for worker_id in slots.keys() | workers.keys():
+        slot, worker = slots.get(worker_id), workers.get(worker_id)
+        if slot is None or worker is None:
+            record = worker or slot
+        elif slot.epoch != worker.epoch:
+            record = max(slot, worker, key=lambda record: record.epoch)
+        elif slot.state in ("dead", "draining"):
+            record = msgspec.structs.replace(worker, state=slot.state, reason=slot.reason)
+        else:
+            record = worker
+        if record is not None:
+            result[worker_id] = record
+    return result
+
+
+class RegistryWatcher:
+    """The list of workers, for a router: ``async for change in watcher``.
+
+    While Redis is away the list stays as it was. An emptied Redis has 10 s to be filled again by
+    the workers before anything is taken off the list. With a file, the last known list survives a
+    restart of the router while Redis is away.
+
+    Args:
+        registry: Where to look.
+        last_known: JSON file for the list, or None.
+    """
+
+    def __init__(self, registry: Registry, last_known: Path | None = None) -> None:
+        self._registry = registry
+        self._file = last_known
+        self._missing_since_s: dict[str, float] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.connected = False
+
+    async def __aiter__(self) -> AsyncIterator[WorkerChange]:
+        while True:
+            for change in await self.poll():
+                yield change
+            await asyncio.sleep(POLL_S)
+
+    async def poll(self) -> list[WorkerChange]:
+        """Look once; what changed since the last look. Never raises for Redis' sake."""
+        try:
+            found = merged(*await self._registry.records())
+        except RegistryUnavailableError as error:
+            if self.connected:
+                _LOG.warning("registry away, going on with the last known workers: %s", error)
+            self.connected = False
+            self._missing_since_s.clear()
+            return [] if self.workers else self._apply(self._load())
+        self.connected = True
+        return self._apply(self._with_missing(found, time.monotonic()))
+
+    def _with_missing(
+        self, found: dict[str, WorkerRecord], now_s: float
+    ) -> dict[str, WorkerRecord]:
+        """``found``, and those that are missing for a short time only."""
+        result = dict(found)
+        for worker_id, record in self.workers.items():
+            if worker_id in found:
+                self._missing_since_s.pop(worker_id, None)
+            elif now_s - self._missing_since_s.setdefault(worker_id, now_s) < FORGET_AFTER_S:
+                result[worker_id] = record
+            else:
+                del self._missing_since_s[worker_id]
+        return result
+
+    def _apply(self, now: dict[str, WorkerRecord]) -> list[WorkerChange]:
+        before, self.workers = self.workers, now
+        changes = [
+            WorkerChange(worker_id, before.get(worker_id), now.get(worker_id))
+            for worker_id in sorted(before.keys() | now.keys())
+            if _lasting(before.get(worker_id)) != _lasting(now.get(worker_id))
+        ]
+        if changes:
+            self._save()
+        return changes
+
+    def _save(self) -> None:
+        if self._file is None:
+            return
+        scratch = self._file.with_suffix(".new")
+        try:
+            scratch.write_bytes(msgspec.json.encode(self.workers))
+            scratch.replace(self._file)
+        except OSError as error:
+            _LOG.warning("cannot keep the list of workers in %s: %s", self._file, error)
+
+    def _load(self) -> dict[str, WorkerRecord]:
+        if self._file is None:
+            return {}
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, WorkerRecord])
+        except (OSError, msgspec.DecodeError):
+            return {}
+
+
+def _lasting(record: WorkerRecord | None) -> WorkerRecord | None:
+    """A record without the time of its last refresh, which is no change."""
+    return None if record is None else msgspec.structs.replace(record, heartbeat_ms=0)

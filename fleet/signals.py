@@ -1,0 +1,87 @@
+"""How a foreground fleet hears that it should stop, also when only ``make`` is told.
+
+GNU make 4.3 passes a SIGTERM on to its child but keeps a SIGINT that was sent to it alone: it puts
+the signal's default action back and waits for the child. That shows in the ``SigCgt`` line of
+``/proc/<make>/status``, and is what `_watch_make` looks for. It also notices that make is gone.
+"""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+_POLL_S = 0.2
+
+
+class StopRequestedError(BaseException):
+    """Raised in the main thread while the fleet starts; like KeyboardInterrupt, not an error."""
+
+
+class StopSignal:
+    """SIGINT, SIGTERM, SIGHUP, or make's end, as one event.
+
+    Until `starting_done` a signal raises `StopRequestedError` in the main thread, so that nothing
+    waits for a start that is no longer wanted. After `stopping` signals are ignored.
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._raise = True
+
+    def install(self) -> None:
+        """Take the signals. Ray replaces the handlers: call again after it has started."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def watch_make(self) -> None:
+        """Start watching the parent, if it is make."""
+        parent = os.getppid()
+        if _command(parent) in ("make", "gmake"):
+            threading.Thread(target=_watch_make, args=(parent,), daemon=True).start()
+
+    def starting_done(self) -> None:
+        """From now on a signal only sets the event."""
+        self._raise = False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait; whether a stop was asked for."""
+        return self._event.wait(timeout_s)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._event.is_set()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._event.is_set():
+            self._event.set()
+            if self._raise:
+                raise StopRequestedError
+
+
+def _watch_make(parent: int) -> None:
+    caught_before = _catches_sigint(parent)
+    while True:
+        time.sleep(_POLL_S)
+        told = caught_before and not _catches_sigint(parent)
+        if told or os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+
+def _catches_sigint(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

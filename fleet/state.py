@@ -1,0 +1,128 @@
+"""What a running fleet leaves on disk, so that `baton down` and the next `baton up` find it.
+
+    ~/.local/state/baton/NAME/      (BATON_HOME or XDG_STATE_HOME move it)
+        state.json                  who supervises, where, with which secrets; mode 0600
+        workers.json                the router's last-known list of workers
+        logs/                       unless `log_dir` names another place
+    /tmp/bt-XXXXXXXX/               sockets of Redis and Ray; gone after a stop
+
+NAME is the fleet's name; a second fleet of the same file on another port gets NAME-PORT.
+Processes of a fleet carry ``BATON_RUN_FOLDER`` in their environment: that is how leftovers of a
+supervisor that was killed are told from everything else.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from fleet.config import FleetConfig
+from fleet.subprocesses import ProcessKey, end_processes
+
+RUN_FOLDER_VARIABLE = "BATON_RUN_FOLDER"
+_RUN_PREFIX = "bt-"
+
+
+class FleetState(msgspec.Struct, frozen=True, kw_only=True):
+    """One fleet that was started here."""
+
+    name: str  # of its state folder
+    fleet: str
+    supervisor: ProcessKey
+    run_folder: str
+    url: str  # of the router
+    redis_url: str  # holds a password
+    log_dir: str
+    config_file: str
+
+    @property
+    def running(self) -> bool:
+        """Whether its supervisor is alive."""
+        return self.supervisor.find() is not None
+
+
+def home() -> Path:
+    """The folder of all fleets' states."""
+    if folder := os.environ.get("BATON_HOME"):
+        return Path(folder)
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "baton"
+
+
+def state_folder(name: str) -> Path:
+    """One fleet's folder; made if need be, for this user only."""
+    folder = home() / name
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def log_folder(config: FleetConfig, name: str) -> Path:
+    """Where a fleet's logs go."""
+    folder = Path(config.log_dir).expanduser() if config.log_dir else None
+    folder = folder or state_folder(name) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()
+
+
+def new_run_folder() -> Path:
+    """A short-named folder: the paths of Unix sockets end at 107 characters."""
+    return Path(tempfile.mkdtemp(prefix=_RUN_PREFIX, dir="/tmp"))
+
+
+def save(state: FleetState) -> None:
+    """Write a fleet's state, readable by this user only."""
+    file = state_folder(state.name) / "state.json"
+    scratch = file.with_suffix(".new")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(msgspec.json.encode(state))
+    scratch.replace(file)
+
+
+def load(name: str) -> FleetState | None:
+    """A fleet's state, or None if it was never started or stopped cleanly."""
+    try:
+        return msgspec.json.decode((home() / name / "state.json").read_bytes(), type=FleetState)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def load_all() -> list[FleetState]:
+    """The states of all fleets of this user."""
+    names = sorted(path.parent.name for path in home().glob("*/state.json"))
+    return [state for state in map(load, names) if state is not None]
+
+
+def forget(name: str) -> None:
+    """A fleet is down and swept: its state is no longer needed."""
+    (home() / name / "state.json").unlink(missing_ok=True)
+
+
+def processes_of(run_folder: str) -> Iterator[psutil.Process]:
+    """Live processes that belong to a run, whoever their parent is now; not this one."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(RUN_FOLDER_VARIABLE) == run_folder:
+                yield process
+
+
+def sweep(run_folder: str, grace_s: float = 0.0) -> int:
+    """End what is left of a run and remove its folder.
+
+    Returns:
+        How many processes were left.
+    """
+    left = list(processes_of(run_folder))
+    end_processes(left, grace_s)
+    late = list(processes_of(run_folder))  # born while the others died
+    end_processes(late, 0.0)
+    if Path(run_folder).name.startswith(_RUN_PREFIX):
+        shutil.rmtree(run_folder, ignore_errors=True)
+    return len(left) + len(late)

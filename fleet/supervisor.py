@@ -1,0 +1,351 @@
+"""`baton up`: starts a fleet in the foreground, watches over it, and takes all of it down again.
+
+    supervisor ── Redis (embedded)
+               ├─ Ray daemons ── controller, workers ── engines
+               └─ router
+
+Every child dies with its parent by the kernel's hand, and carries the run folder's name in its
+environment, so that nothing is left however the supervisor ends.
+"""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from fleet import state as fleet_state
+from fleet.checks import claim_port, describe_model, notes
+from fleet.config import EMBEDDED, FleetConfig
+from fleet.redis_server import EmbeddedRedis, check_external, redacted
+from fleet.signals import StopRequestedError, StopSignal
+from fleet.state import RUN_FOLDER_VARIABLE, FleetState
+from fleet.subprocesses import ProcessKey, die_with_parent
+
+Say = Callable[[str], None]
+
+START_LIMIT_S = 600.0
+_STOP_LIMIT_S = 14.0  # whatever happens, nothing is left after it
+_WORKERS_STOP_S = 5.0
+_ROUTER_STOP_S = 3.5
+_POLL_S = 0.25
+_CONTROLLER_POLL_S = 2.0
+_CONTROLLER_LOST_S = 30.0
+_GIVE_UP_EPOCH = 3  # a worker that never came up in so many lives will not
+_ROUTER_FAILURES = 5
+_ROUTER_HEALTHY_S = 60.0
+
+
+class FleetError(RuntimeError):
+    """The fleet cannot start or cannot go on; the message says why and what to do."""
+
+
+class Supervisor:
+    """One fleet in the foreground.
+
+    Args:
+        config: What to run.
+        config_file: Its file, for the router.
+        say: Shows one line of progress.
+        address: An existing Ray cluster, or None for a private local one.
+    """
+
+    def __init__(
+        self, config: FleetConfig, config_file: Path, say: Say, address: str | None = None
+    ) -> None:
+        self._config = config
+        self._config_file = config_file.resolve()
+        self._say = say
+        self._address = address
+        self._stop = StopSignal()
+        self._token = secrets.token_urlsafe(32)
+        self._name = config.fleet  # of its state folder
+        self._logs = Path()
+        self._redis: EmbeddedRedis | None = None
+        self._router: subprocess.Popen[bytes] | None = None
+        self._router_started_s = 0.0
+        self._router_failures = 0
+        self._controller: Any = None
+        self._ray_started = False
+        self._run_folder = Path()
+        self._redis_url = ""
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Where clients go."""
+        open_to_all = self._config.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
+        return f"http://{'127.0.0.1' if open_to_all else self._config.host}:{self._port}"
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Start, call ``on_ready``, stay until told to stop, and clean up.
+
+        Raises:
+            FleetError: It could not start or go on. All that had started is down again.
+        """
+        self._stop.install()
+        self._stop.watch_make()
+        try:
+            self._start()
+            on_ready()
+            self._stop.starting_done()
+            self._watch()
+        except StopRequestedError:
+            self._say("told to stop while starting")
+        finally:
+            self._stop.starting_done()
+            self._take_down()
+
+    # ---- up -------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._port = claim_port(self._config.host, self._config.port)
+        self._choose_name()
+        self._logs = fleet_state.log_folder(self._config, self._name)
+        self._say(f"model {self._config.model}: {describe_model(self._config)}")
+        for note in notes(self._config):
+            self._say(f"note: {note}")
+        self._run_folder = fleet_state.new_run_folder()
+        os.environ[RUN_FOLDER_VARIABLE] = str(self._run_folder)
+        self._save_state()
+        self._start_redis()
+        self._save_state()
+        self._start_workers()
+        self._start_router()
+        self._wait_until_ready()
+
+    def _choose_name(self) -> None:
+        """Take the fleet's state folder, after sweeping up what a killed run left there."""
+        earlier = fleet_state.load(self._name)
+        if earlier is not None and earlier.running:
+            if self._config.redis != EMBEDDED or self._address is not None:
+                raise FleetError(
+                    f"fleet {self._config.fleet} is already running (pid {earlier.supervisor.pid}, "
+                    f"{earlier.url}) and would share its Redis or Ray: `baton down`, or give this "
+                    "one another name with `fleet:`"
+                )
+            # Nothing is shared, so a copy may run beside it.
+            self._name = f"{self._config.fleet}-{self._port}"
+            earlier = fleet_state.load(self._name)
+        if earlier is not None:
+            left = fleet_state.sweep(earlier.run_folder)
+            fleet_state.forget(self._name)
+            self._say(f"cleaned up after a run that was killed ({left} processes were left)")
+
+    def _save_state(self) -> None:
+        me = ProcessKey.of(os.getpid())
+        if me is None:
+            raise FleetError("cannot read /proc")
+        fleet_state.save(
+            FleetState(
+                name=self._name,
+                fleet=self._config.fleet,
+                supervisor=me,
+                run_folder=str(self._run_folder),
+                url=self.url,
+                redis_url=self._redis_url,
+                log_dir=str(self._logs),
+                config_file=str(self._config_file),
+            )
+        )
+
+    def _start_redis(self) -> None:
+        import asyncio
+
+        if self._config.redis != EMBEDDED:
+            version = asyncio.run(check_external(self._config.redis))
+            self._redis_url = self._config.redis
+            self._say(f"redis {version} at {redacted(self._config.redis)}")
+            return
+        self._redis = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
+        self._redis.start()
+        self._redis_url = self._redis.url
+        self._say(f"redis is up on port {self._redis.port}")
+
+    def _start_workers(self) -> None:
+        self._say("starting Ray")
+        from fleet import ray_runtime
+        from fleet.ray_controller import ControllerSpec
+
+        self._ray_started = True
+        if self._address is None:
+            ray_runtime.start_local(self._run_folder / "r", self._config)
+            host = "127.0.0.1"
+        else:
+            host = ray_runtime.connect(self._address, self._config)
+        self._stop.install()
+        spec = ControllerSpec(
+            config_json=self._config.to_json(),
+            redis_url=self._redis_url,
+            fleet_token=self._token,
+            host=host,
+            log_dir=str(self._logs),
+        )
+        self._controller = ray_runtime.Controller.start(self._config.fleet, spec)
+
+    def _start_router(self) -> None:
+        secrets_by_environment = {
+            **os.environ,
+            "BATON_REDIS_URL": self._redis_url,
+            "BATON_FLEET_TOKEN": self._token,
+            "BATON_STATE_DIR": str(fleet_state.state_folder(self._name)),
+        }
+        command = [sys.executable, "-m", "router", "--config", str(self._config_file)]
+        with (self._logs / "router.log").open("ab") as log:
+            self._router = subprocess.Popen(
+                [*command, "--port", str(self._port)],
+                env=secrets_by_environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+                preexec_fn=die_with_parent(),
+            )
+        self._router_started_s = time.monotonic()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        shown: dict[str, str] = {}
+        with httpx.Client(timeout=10.0, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                self._show_slots(shown)
+                if self._router is None or self._router.poll() is not None:
+                    code = self._router.returncode if self._router else None
+                    raise FleetError(
+                        f"the router ended with exit code {code}:\n{self._tail('router')}"
+                    )
+                with contextlib.suppress(httpx.TransportError):
+                    answer = client.get(f"{self.url}/health/ready")
+                    if answer.status_code == 200 and self._all_ready():
+                        return
+                time.sleep(_POLL_S)
+        raise FleetError(
+            f"not ready after {START_LIMIT_S:.0f} s; see the logs in {self._logs} (`baton logs`)"
+        )
+
+    def _all_ready(self) -> bool:
+        slots = self._slots()
+        return bool(slots) and all(slot["phase"] == "ready" for slot in slots)
+
+    def _slots(self) -> list[dict[str, Any]]:
+        from ray.exceptions import RayError
+
+        try:
+            slots: list[dict[str, Any]] = self._controller.status()
+        except RayError:
+            return []  # busy or restarting: `_watch` decides when that is too long
+        return slots
+
+    def _show_slots(self, shown: dict[str, str]) -> None:
+        for slot in self._slots():
+            name, reason = slot["worker_id"], slot["reason"]
+            line = f"{name} {slot['phase']}" + (f" ({reason})" if reason else "")
+            if shown.get(name) != line:
+                shown[name] = line
+                self._say(line)
+            if slot["epoch"] >= _GIVE_UP_EPOCH and reason and slot["phase"] == "waiting":
+                raise FleetError(
+                    f"{name} failed {slot['epoch']} times: {reason}\n{self._tail(name)}"
+                )
+
+    def _tail(self, name: str, lines: int = 12) -> str:
+        try:
+            text = (self._logs / f"{name}.log").read_text(errors="replace")
+        except OSError:
+            return f"(no log {self._logs / name}.log)"
+        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+
+    # ---- stay -----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        controller_seen_s = next_look_s = time.monotonic()
+        while not self._stop.wait(_POLL_S):
+            self._keep_redis()
+            self._keep_router()
+            if time.monotonic() >= next_look_s:
+                if self._controller_answers():
+                    controller_seen_s = time.monotonic()
+                next_look_s = time.monotonic() + _CONTROLLER_POLL_S
+            if time.monotonic() - controller_seen_s > _CONTROLLER_LOST_S:
+                raise FleetError(
+                    f"Ray or the controller has not answered for {_CONTROLLER_LOST_S:.0f} s; "
+                    f"see {self._logs / 'controller.log'}"
+                )
+
+    def _keep_redis(self) -> None:
+        if self._redis is not None and not self._redis.pid:
+            self._say("redis died; starting it again, empty (the index heals by itself)")
+            self._redis.start()
+
+    def _keep_router(self) -> None:
+        if self._router is None or self._router.poll() is None:
+            return
+        lived_s = time.monotonic() - self._router_started_s
+        self._router_failures = 1 if lived_s > _ROUTER_HEALTHY_S else self._router_failures + 1
+        code = self._router.returncode
+        if self._router_failures > _ROUTER_FAILURES:
+            raise FleetError(
+                f"the router died {self._router_failures} times (exit code {code}):\n"
+                f"{self._tail('router')}"
+            )
+        self._say(f"the router died (exit code {code}); starting it again")
+        if not self._stop.wait(0.2 * self._router_failures):
+            self._start_router()
+
+    def _controller_answers(self) -> bool:
+        from ray.exceptions import RayError
+
+        try:
+            self._controller.keep_running(timeout_s=2.0)
+        except RayError:
+            return False
+        return True
+
+    # ---- down -----------------------------------------------------------------------------------
+
+    def _take_down(self) -> None:
+        """End everything, within `_STOP_LIMIT_S` even if parts of it hang."""
+        if self._run_folder == Path():
+            return  # nothing was started
+        self._say("stopping")
+        alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
+        alarm.daemon = True
+        alarm.start()
+        if self._router is not None:
+            self._router.terminate()
+        self._stop_workers()
+        if self._router is not None:
+            try:
+                self._router.wait(_ROUTER_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._router.kill()
+                self._router.wait()
+        if self._redis is not None:
+            self._redis.stop()
+        fleet_state.sweep(str(self._run_folder))
+        fleet_state.forget(self._name)
+        alarm.cancel()
+        self._say("stopped")
+
+    def _stop_workers(self) -> None:
+        if not self._ray_started:
+            return
+        import ray
+
+        if self._controller is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._controller.stop(_WORKERS_STOP_S)
+        ray.shutdown()
+
+    def _end_by_force(self) -> None:
+        self._say("the stop takes too long: ending what is left")
+        fleet_state.sweep(str(self._run_folder))
+        fleet_state.forget(self._name)
+        os._exit(1)

@@ -1,0 +1,284 @@
+"""Metrics, the page they are read from, and traces.
+
+    metrics = Metrics("worker", model="smollm2")
+    metrics.inc("baton_transfer_bytes", 4096, direction="received")
+    server = await serve_metrics(metrics)          # http://127.0.0.1:<free port>/metrics
+
+    tracing = Tracing("router")                    # OTEL_* variables; no-op without an endpoint
+    with tracing.tracer.start_as_current_span("prefill", context=extract(traceparent)) as span:
+        submit(traceparent=inject(span))
+
+Nothing is global: each component owns its registry and its tracer provider.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from fleet.metric_names import METRICS_BY_COMPONENT, MetricSpec
+
+if TYPE_CHECKING:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+
+_LOG = logging.getLogger(__name__)
+
+MAX_LABEL_SETS = 256  # per metric; further ones are counted under "other"
+_OTHER = "other"
+_REQUEST_LIMIT_S = 5.0
+
+_Instrument = Counter | Gauge | Histogram
+
+
+class Metrics:
+    """The declared metrics of one component.
+
+    Args:
+        component: ``"router"`` or ``"worker"``; says which metrics exist.
+        model: Served model name, for the ``vllm:*`` aliases' ``model_name`` label.
+
+    A name that is not declared, or labels that differ from the declaration, raise ``KeyError`` or
+    ``ValueError``: both are faults of the program.
+    """
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, component: str, *, model: str = "") -> None:
+        self.component = component
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._specs = METRICS_BY_COMPONENT[component]
+        self._instruments = {
+            name: _instrument(name, spec, self._registry) for name, spec in self._specs.items()
+        }
+        self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
+        self._label_sets: dict[str, int] = {}
+        self._model = model
+
+    def inc(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add to a counter or gauge."""
+        child = self._child(name, labels)
+        if isinstance(child, Histogram):
+            raise ValueError(f"{name} is a histogram: use observe()")
+        child.inc(value)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        child = self._child(name, labels)
+        if not isinstance(child, Gauge):
+            raise ValueError(f"{name} is not a gauge")
+        child.set(value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Put one value into a histogram."""
+        child = self._child(name, labels)
+        if not isinstance(child, Histogram):
+            raise ValueError(f"{name} is not a histogram")
+        child.observe(value)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The present value: of a histogram its sum. For tests and status pages."""
+        labels = {label: str(value) for label, value in labels.items()}
+        wanted = {"counter": f"{name}_total", "gauge": name, "histogram": f"{name}_sum"}
+        return self._registry.get_sample_value(wanted[self._specs[name].kind], labels) or 0.0
+
+    def render(self) -> bytes:
+        """The page in Prometheus' text format."""
+        return generate_latest(_Page(self._instruments, self._specs, self._model))
+
+    def _child(self, name: str, labels: Mapping[str, str]) -> _Instrument:
+        spec = self._specs[name]
+        if not spec.labels and not labels:
+            return self._instruments[name]
+        if set(labels) != set(spec.labels):
+            raise ValueError(f"{name} takes labels {spec.labels}, got {tuple(labels)}")
+        values = tuple(str(labels[label]) for label in spec.labels)
+        child = self._children.get((name, values))
+        if child is not None:
+            return child
+        known = self._label_sets.get(name, 0)
+        if known >= MAX_LABEL_SETS:
+            # Values may come from requests (a tenant's name): they must not grow this process.
+            self.inc("baton_label_overflows", metric=name)
+            return self._instruments[name].labels(*(_OTHER for _ in values))
+        self._label_sets[name] = known + 1
+        child = self._children[name, values] = self._instruments[name].labels(*values)
+        return child
+
+
+class _Page(Collector):
+    """All families as they are exported: own names, then ``vllm:*`` aliases."""
+
+    def __init__(
+        self, instruments: Mapping[str, _Instrument], specs: Mapping[str, MetricSpec], model: str
+    ) -> None:
+        self._instruments = instruments
+        self._specs = specs
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        """Families without the ``_created`` series, which double the page and tell nobody much."""
+        for name, instrument in self._instruments.items():
+            for family in instrument.collect():
+                family.samples = [
+                    sample for sample in family.samples if not sample.name.endswith("_created")
+                ]
+                yield family
+                alias = self._specs[name].vllm
+                if alias is not None:
+                    yield self._renamed(family, f"vllm:{alias}")
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        renamed = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            labels = {"model_name": self._model, **sample.labels}
+            suffix = sample.name.removeprefix(family.name)
+            renamed.add_sample(name + suffix, labels, sample.value)
+        return renamed
+
+
+def _instrument(name: str, spec: MetricSpec, registry: CollectorRegistry) -> _Instrument:
+    if spec.kind == "counter":
+        return Counter(name, spec.help, spec.labels, registry=registry)
+    if spec.kind == "gauge":
+        return Gauge(name, spec.help, spec.labels, registry=registry)
+    return Histogram(name, spec.help, spec.labels, buckets=spec.buckets, registry=registry)
+
+
+class MetricsServer:
+    """A small HTTP server with one page, ``/metrics``. Made by `serve_metrics`."""
+
+    def __init__(self, server: asyncio.Server, address: str) -> None:
+        self._server = server
+        self.address = address  # host:port
+
+    async def close(self) -> None:
+        """Stop listening and close open connections."""
+        self._server.close()
+        if hasattr(self._server, "close_clients"):  # Python 3.13; before, they end by themselves
+            self._server.close_clients()
+
+
+async def serve_metrics(metrics: Metrics, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
+    """Serve ``metrics`` over HTTP.
+
+    Args:
+        metrics: What to show.
+        host: Address to bind, loopback unless told.
+        port: 0 takes a free port; see ``MetricsServer.address``.
+    """
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A peer that goes away or talks nonsense is its own affair, never the worker's.
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_REQUEST_LIMIT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(_response(metrics, head))
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, host, port)
+    bound_host, bound_port = server.sockets[0].getsockname()[:2]
+    return MetricsServer(server, f"{bound_host}:{bound_port}")
+
+
+def _response(metrics: Metrics, head: bytes) -> bytes:
+    method, _, rest = head.partition(b" ")
+    path = rest.partition(b" ")[0].partition(b"?")[0]
+    if method not in (b"GET", b"HEAD"):
+        status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET\n"
+    elif path != b"/metrics":
+        status, kind, body = "404 Not Found", "text/plain", b"see /metrics\n"
+    else:
+        status, kind, body = "200 OK", metrics.content_type, metrics.render()
+    header = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    return header.encode() + b"Connection: close\r\n\r\n" + (b"" if method == b"HEAD" else body)
+
+
+class Tracing:
+    """One component's tracer.
+
+    Without an OTLP endpoint in the environment spans cost nothing, but an incoming trace context
+    still passes through ``inject``. Standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT``,
+    ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``,
+    ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_TRACES_SAMPLER``, ``OTEL_BSP_*``, ``OTEL_SDK_DISABLED``.
+
+    Args:
+        component: ``service.name`` is ``baton-<component>`` unless the environment names one.
+    """
+
+    def __init__(self, component: str) -> None:
+        self._pipeline = _pipeline(component, os.environ)
+        self.tracer: trace.Tracer = (
+            self._pipeline[0].get_tracer(f"baton.{component}")
+            if self._pipeline
+            else trace.NoOpTracer()
+        )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether spans go anywhere."""
+        return self._pipeline is not None
+
+    def shutdown(self, timeout_s: float = 2.0) -> None:
+        """Send what is buffered, then stop; blocks, for about ``timeout_s`` at most."""
+        if self._pipeline is None:
+            return
+        provider, exporter = self._pipeline
+        # The exporter retries for 10 s when nobody listens; its own shutdown ends the waiting.
+        alarm = threading.Timer(timeout_s, exporter.shutdown)
+        alarm.start()
+        provider.shutdown()
+        alarm.cancel()
+
+
+def _pipeline(
+    component: str, environ: Mapping[str, str]
+) -> "tuple[TracerProvider, OTLPSpanExporter] | None":
+    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not any(environ.get(name) for name in endpoints):
+        return None
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    if environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none":
+        return None
+    if environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf") != "http/protobuf":
+        _LOG.warning("traces go by OTLP over http/protobuf; OTEL_EXPORTER_OTLP_PROTOCOL is ignored")
+    # Imported here: most processes have no endpoint, and the SDK costs 100 ms and 10 MB.
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    attributes = {} if named else {"service.name": f"baton-{component}"}
+    provider = TracerProvider(resource=Resource.create(attributes))
+    exporter = OTLPSpanExporter()
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider, exporter
+
+
+def inject(span: trace.Span | None = None) -> str:
+    """The W3C ``traceparent`` of a span (default: the current one), or ``""`` without a trace."""
+    context = None if span is None else trace.set_span_in_context(span)
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, context)
+    return carrier.get("traceparent", "")
+
+
+def extract(traceparent: str) -> Context:
+    """The context to start a child span in; an empty one for ``""`` or nonsense."""
+    return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())

@@ -1,0 +1,235 @@
+"""Engine against the dense program of ``dense.py``, in one process, interleaved.
+
+    python -m loadtest.bench.engine [--threads 2] [--dtype bf16] [--rounds 5] [--json FILE]
+
+The machine is noisy, so the figure to read is the ratio: median time of the dense program divided
+by the median time of the engine (scheduler and sampling included), taken in turns. 1.0 is equal,
+above is faster. ``numerics: exact`` and ``fast`` stand beside each other.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine.core.core import EngineCore
+from engine.core.params import SamplingParams
+from engine.core.scheduler import SchedulerConfig
+from engine.core.sequence import EngineRequest, Kind
+from engine.llm import DEFAULT_MODEL
+from engine.loading import load_model, load_weights
+from engine.numerics import Numerics
+from engine.runner import TorchRunner, attention_layout, geometry_of
+from engine.text.artifact import ModelArtifact, resolve_model
+from loadtest.bench.dense import DenseLlama
+
+MODES: tuple[Numerics, ...] = ("exact", "fast")
+PREFILLS = (512, 2048)
+BATCHES = (32, 16, 4, 1)
+CONTEXTS = (128, 1024)
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One case: medians in tokens/s, and ratios to the dense program."""
+
+    case: str
+    dense_tokens_per_s: float
+    exact_tokens_per_s: float
+    fast_tokens_per_s: float
+    exact_ratio: float
+    fast_ratio: float
+
+
+class EngineUnderTest:
+    """An engine with its scheduler, stepped by hand."""
+
+    def __init__(
+        self, artifact: ModelArtifact, dtype: str, numerics: Numerics, blocks: int
+    ) -> None:
+        with torch.inference_mode():
+            model = load_model(artifact, dtype, numerics)
+            layout = attention_layout(artifact, dtype, numerics)
+        geometry = geometry_of(artifact, dtype, blocks)
+        runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+        self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=max(BATCHES)))
+        self._vocab = artifact.config.vocab_size
+        self._count = 0
+
+    def submit(self, prompt_tokens: int, max_tokens: int) -> str:
+        """Queue a prompt of random tokens that no cache knows; returns the request's id."""
+        self._count += 1
+        generator = torch.Generator().manual_seed(self._count)
+        prompt = torch.randint(self._vocab, (prompt_tokens,), generator=generator).tolist()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        name = f"bench-{self._count}"
+        request = EngineRequest(name, Kind.FULL, prompt, params, b"bench", ticket=self._count)
+        request.cacheable = False
+        self.core.scheduler.submit(request, time.monotonic_ns())
+        return name
+
+    def step(self) -> int:
+        """One step; returns the number of prompt tokens that are still in work."""
+        began_ns = time.monotonic_ns()
+        plan = self.core.plan(began_ns)
+        results = self.core.runner.execute(plan)
+        now_ns = time.monotonic_ns()
+        self.core.apply(plan, results, now_ns, now_ns - began_ns)
+        return sum(len(row.tokens) for row in plan.rows)
+
+    def prefill(self, tokens: int) -> None:
+        """Compute one prompt and draw one token."""
+        self.submit(tokens, max_tokens=1)
+        while self.core.scheduler.has_work():
+            self.step()
+
+    def warm(self, batch: int, context: int) -> list[str]:
+        """Bring ``batch`` sequences to decoding."""
+        names = [self.submit(context, max_tokens=1000) for _ in range(batch)]
+        while self.step() != batch:
+            # the bound on a chunk's time is for fairness, and here only costs the bench its time
+            self.core.scheduler.max_step_tokens = self.core.scheduler.config.max_step_tokens
+        return names
+
+    def cancel(self, names: list[str]) -> None:
+        """Drop requests."""
+        for name in names:
+            self.core.scheduler.cancel(name)
+        self.core.take_events()
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+class Bench:
+    """All contestants over one model."""
+
+    def __init__(self, artifact: ModelArtifact, dtype: str, rounds: int, console: Console) -> None:
+        self._rounds = rounds
+        self._console = console
+        need = max(BATCHES) * (max(CONTEXTS) + 256)
+        blocks = max(need, 2 * max(PREFILLS)) // 16 + 16
+        with torch.inference_mode():
+            weights = load_weights(artifact, dtype)
+            length = max(*PREFILLS, max(CONTEXTS) + STEPS + 2)
+            # prefill needs a long cache for one row, decode a shorter one for many
+            self._dense_long = DenseLlama(artifact.config, weights, 1, length)
+            self._dense = DenseLlama(
+                artifact.config, weights, max(BATCHES), max(CONTEXTS) + STEPS + 2
+            )
+        self._engines = {mode: EngineUnderTest(artifact, dtype, mode, blocks) for mode in MODES}
+        self._vocab = artifact.config.vocab_size
+        self.figures: list[Figure] = []
+
+    def run(self) -> None:
+        """Measure everything; fills ``figures``."""
+        for tokens in PREFILLS:
+            self._prefill(tokens)
+        for context in CONTEXTS:
+            names = {
+                mode: engine.warm(max(BATCHES), context) for mode, engine in self._engines.items()
+            }
+            for batch in BATCHES:
+                for mode, engine in self._engines.items():
+                    engine.cancel(names[mode][batch:])
+                    names[mode] = names[mode][:batch]
+                    engine.step()
+                self._decode(batch, context)
+            for mode, engine in self._engines.items():
+                engine.cancel(names[mode])
+
+    def _record(self, case: str, tokens: int, times: dict[str, list[float]]) -> None:
+        median = {name: statistics.median(values) for name, values in times.items()}
+        rate = {name: tokens / value for name, value in median.items()}
+        figure = Figure(
+            case,
+            rate["dense"],
+            rate["exact"],
+            rate["fast"],
+            median["dense"] / median["exact"],
+            median["dense"] / median["fast"],
+        )
+        self.figures.append(figure)
+        self._console.print(
+            f"{case}: dense {figure.dense_tokens_per_s:.0f} tokens/s, "
+            f"exact x {figure.exact_ratio:.2f}, fast x {figure.fast_ratio:.2f}"
+        )
+
+    def _prefill(self, tokens: int) -> None:
+        prompt = torch.randint(self._vocab, (1, tokens))
+        times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in MODES}}
+        for turn in range(self._rounds + 1):
+            found = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
+            for mode, engine in self._engines.items():
+                found[mode] = _timed(partial(engine.prefill, tokens))
+            if turn:  # the first warms caches and the allocator
+                for name, value in found.items():
+                    times[name].append(value)
+        self._record(f"prefill {tokens}", tokens, times)
+
+    def _decode(self, batch: int, context: int) -> None:
+        times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in MODES}}
+        for turn in range(self._rounds + 1):
+            tokens = torch.randint(self._vocab, (batch, 1))
+            for position in range(context, context + STEPS):
+                began = time.perf_counter()
+                tokens = self._dense.step(tokens, position)
+                if turn:
+                    times["dense"].append(time.perf_counter() - began)
+            for mode, engine in self._engines.items():
+                for _ in range(STEPS):
+                    value = _timed(engine.step)
+                    if turn:
+                        times[mode].append(value)
+        self._record(f"decode {batch} x {context}", batch, times)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Model reference.")] = DEFAULT_MODEL,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    rounds: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
+) -> None:
+    """Measure the engine against a dense torch program and print the ratios."""
+    torch.set_num_threads(threads)
+    console = Console()
+    bench = Bench(resolve_model(model), dtype, rounds, console)
+    bench.run()
+    table = Table(title=f"tokens/s and ratio to the dense program; {dtype}, {threads} threads")
+    for column in ("case", "dense", "exact", "fast", "exact ratio", "fast ratio"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for f in bench.figures:
+        rates = (f.dense_tokens_per_s, f.exact_tokens_per_s, f.fast_tokens_per_s)
+        table.add_row(
+            f.case, *(f"{r:.0f}" for r in rates), f"{f.exact_ratio:.2f}", f"{f.fast_ratio:.2f}"
+        )
+    console.print(table)
+    if json_file is not None:
+        record = {
+            "model": model,
+            "dtype": dtype,
+            "threads": threads,
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+            "torch": torch.__version__,
+            "figures": [asdict(figure) for figure in bench.figures],
+        }
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

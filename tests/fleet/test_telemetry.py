@@ -1,0 +1,144 @@
+"""Metrics are declared, bounded and served; traces pass through whether or not anyone listens."""
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fleet.metric_names import METRICS_BY_COMPONENT
+from fleet.telemetry import MAX_LABEL_SETS, Metrics, Tracing, extract, inject, serve_metrics
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def page(metrics: Metrics) -> dict[str, float]:
+    """Sample name and labels -> value."""
+    return {
+        f"{sample.name}{sorted(sample.labels.items()) or ''}": sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_names_start_with_baton_and_hold_their_units() -> None:
+    for specs in METRICS_BY_COMPONENT.values():
+        for name, spec in specs.items():
+            assert name.startswith("baton_")
+            assert not name.endswith("_total"), "the exposition adds it"
+            if spec.kind == "histogram":
+                assert name.endswith(("_seconds", "_requests", "_tokens")), name
+
+
+def test_what_is_counted_is_on_the_page_also_under_its_vllm_name() -> None:
+    metrics = Metrics("router", model="m")
+    metrics.inc("baton_prompt_tokens", 7, tenant="a")
+    metrics.observe("baton_e2e_seconds", 0.3, tenant="a")
+    metrics.set("baton_queue_limit_requests", 256)
+    shown = page(metrics)
+    assert shown["baton_prompt_tokens_total[('tenant', 'a')]"] == 7
+    assert shown["vllm:prompt_tokens_total[('model_name', 'm'), ('tenant', 'a')]"] == 7
+    assert (
+        shown["vllm:e2e_request_latency_seconds_sum[('model_name', 'm'), ('tenant', 'a')]"] == 0.3
+    )
+    assert shown["baton_queue_limit_requests"] == 256
+    assert metrics.value("baton_e2e_seconds", tenant="a") == 0.3
+    assert not any("_created" in name for name in shown)
+
+
+def test_an_undeclared_name_or_label_is_a_fault() -> None:
+    metrics = Metrics("worker")
+    with pytest.raises(KeyError):
+        metrics.inc("baton_nonsense")
+    with pytest.raises(ValueError, match="takes labels"):
+        metrics.inc("baton_transfer_bytes")
+    with pytest.raises(ValueError, match="histogram"):
+        metrics.inc("baton_transfer_seconds")
+    with pytest.raises(ValueError, match="not a gauge"):
+        metrics.set("baton_preemptions", 1)
+
+
+def test_labels_from_requests_cannot_grow_the_process() -> None:
+    metrics = Metrics("router")
+    for number in range(MAX_LABEL_SETS + 50):
+        metrics.inc("baton_prompt_tokens", tenant=f"tenant-{number}")
+    tenants = [name for name in page(metrics) if name.startswith("baton_prompt_tokens_total")]
+    assert len(tenants) == MAX_LABEL_SETS + 1
+    assert metrics.value("baton_prompt_tokens", tenant="other") == 50
+    assert metrics.value("baton_label_overflows", metric="baton_prompt_tokens") == 50
+
+
+async def test_the_page_is_served_and_nothing_else() -> None:
+    metrics = Metrics("worker")
+    server = await serve_metrics(metrics)
+    async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:
+        answer = await client.get("/metrics")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        assert answer.content == metrics.render()
+        assert (await client.get("/secrets")).status_code == 404
+        assert (await client.post("/metrics")).status_code == 405
+    await server.close()
+
+
+def test_without_an_endpoint_a_trace_still_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    tracing = Tracing("router")
+    assert not tracing.enabled
+    with tracing.tracer.start_as_current_span("a", context=extract(PARENT)) as span:
+        assert inject(span) == inject() == PARENT
+    assert inject() == ""
+    assert inject(tracing.tracer.start_span("b", context=extract("nonsense"))) == ""
+    tracing.shutdown()
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """An OTLP collector that keeps what it is sent."""
+
+    received: list[ExportTraceServiceRequest]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            import gzip
+
+            body = gzip.decompress(body)
+        self.received.append(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
+    received: list[ExportTraceServiceRequest] = []
+    handler = type("Handler", (Collector,), {"received": received})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", received
+        server.shutdown()
+        thread.join()
+
+
+def test_with_an_endpoint_spans_arrive_under_their_parent(
+    monkeypatch: pytest.MonkeyPatch, collector: tuple[str, list[ExportTraceServiceRequest]]
+) -> None:
+    url, received = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    tracing = Tracing("router")
+    with tracing.tracer.start_as_current_span("prefill", context=extract(PARENT)) as span:
+        assert inject(span) != PARENT
+        assert inject(span).split("-")[1] == PARENT.split("-")[1]
+    tracing.shutdown()
+    (resource,) = received[0].resource_spans
+    (sent,) = resource.scope_spans[0].spans
+    names = {item.key: item.value.string_value for item in resource.resource.attributes}
+    assert names["service.name"] == "baton-router"
+    assert (sent.name, sent.parent_span_id.hex()) == ("prefill", PARENT.split("-")[2])
