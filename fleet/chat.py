@@ -7,14 +7,16 @@ import httpx
 import typer
 
 
-def talk(base: str, prompt: str | None, *, mode: str, max_tokens: int, key: str | None) -> None:
+def talk(
+    base: str, prompt: str | None, *, mode: str, sampling: dict[str, float], key: str | None
+) -> None:
     """Ask once, or until the end of input.
 
     Args:
         base: The router, without ``/v1``.
         prompt: One question, or None to read questions from the terminal.
         mode: ``x-baton-mode``.
-        max_tokens: Longest answer.
+        sampling: Further fields of the request, such as ``max_tokens``.
         key: API key, if the fleet needs one.
 
     Raises:
@@ -27,7 +29,7 @@ def talk(base: str, prompt: str | None, *, mode: str, max_tokens: int, key: str 
         messages: list[dict[str, str]] = []
         for question in [prompt] if prompt is not None else _questions():
             messages.append({"role": "user", "content": question})
-            answer = _ask(client, messages, max_tokens)
+            answer = _ask(client, messages, sampling)
             messages = messages[:-1] if answer is None else [*messages, _said(answer)]
             if answer is None and prompt is not None:
                 raise typer.Exit(1)
@@ -49,11 +51,13 @@ def _said(answer: str) -> dict[str, str]:
     return {"role": "assistant", "content": answer}
 
 
-def _ask(client: httpx.Client, messages: list[dict[str, str]], max_tokens: int) -> str | None:
+def _ask(
+    client: httpx.Client, messages: list[dict[str, str]], sampling: dict[str, float]
+) -> str | None:
     """Stream one answer to the terminal; None when it failed."""
     # No model name is sent by hand: the fleet serves exactly one, and says which.
     model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-    body = {"model": model, "messages": messages, "stream": True, "max_tokens": max_tokens}
+    body = {"model": model, "messages": messages, "stream": True, **sampling}
     parts: list[str] = []
     with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != httpx.codes.OK:

@@ -104,7 +104,8 @@ def up(
 def _announce(console: Console, url: str, config: FleetConfig) -> None:
     name = config.model_names[0]
     pools = f"{config.pools.prefill} prefill + {config.pools.decode} decode"
-    body = {"model": name, "messages": [{"role": "user", "content": "Capital of France?"}]}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": name, "messages": [question], "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
     console.print(f"[bold green]Baton is ready[/] at [bold]{url}/v1[/] ({name}, {pools})")
     console.print(
@@ -215,6 +216,9 @@ def chat(
         str, typer.Option(help="auto, disaggregated or colocated (header x-baton-mode).")
     ] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="0 always gives the likeliest answer.", min=0, max=2)
+    ] = 0.0,
 ) -> None:
     """Talk to the model; shows after each answer which workers gave it.
 
@@ -222,7 +226,8 @@ def chat(
     """
     base = url or _running(fleet).url
     try:
-        talk(base, prompt, mode=mode, max_tokens=max_tokens, key=os.environ.get("OPENAI_API_KEY"))
+        sampling = {"max_tokens": max_tokens, "temperature": temperature}
+        talk(base, prompt, mode=mode, sampling=sampling, key=os.environ.get("OPENAI_API_KEY"))
     except httpx.HTTPError as error:
         _fail(f"{base}: {error}")
 

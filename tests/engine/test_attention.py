@@ -1,0 +1,103 @@
+"""Attention against its definition, and layouts against their promise."""
+
+import pytest
+import torch
+
+from engine import selftest
+from engine.attention import Layout, PagedAttention, Span
+from engine.core.geometry import KvGeometry
+from engine.numerics import DTYPES, NumericsSetupError
+from engine.selftest import attention_fault, candidate_layouts, choose_layout, fast_layout
+
+HEADS, KV_HEADS, DIM = 6, 2, 32
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """``q [T, H, D]`` at ``start ...`` over ``k, v [S, K, D]``, by the textbook."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("thd,shd->hts", q, k) / q.shape[2] ** 0.5
+    future = torch.arange(k.shape[0]) > torch.arange(start, start + q.shape[0]).view(-1, 1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, v).reshape(q.shape[0], -1)
+
+
+@pytest.fixture
+def pool() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(2, 2, 40, 16, KV_HEADS, DIM)
+
+
+def attention_over(pool: torch.Tensor, layout: Layout) -> PagedAttention:
+    geometry = KvGeometry(
+        num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, num_blocks=40, dtype="fp32"
+    )
+    return PagedAttention(pool, geometry, HEADS, layout)
+
+
+@pytest.mark.parametrize("layout", [*candidate_layouts(3), fast_layout(3)], ids=str)
+@pytest.mark.parametrize(
+    "table", [[5, 6, 7, 8, 9, 10], [30, 2, 17, 4, 9, 11], [34, 35, 36, 37, 38, 39]], ids=str
+)
+def test_it_computes_attention(pool: torch.Tensor, layout: Layout, table: list[int]) -> None:
+    attention = attention_over(pool, layout)
+    keys, values = pool[1][:, table].reshape(2, 96, KV_HEADS, DIM)
+    for start, count in ((0, 96), (0, 5), (31, 34), (70, 20)):
+        q = torch.randn(count, HEADS, DIM)
+        got = attention.run(1, attention.plan([], [Span(0, start, count, table)]), q)
+        end = start + count
+        assert torch.allclose(got, reference(q, keys[:end], values[:end], start), atol=1e-5)
+    for position in (0, 15, 16, 63, 64, 95):
+        q = torch.randn(1, HEADS, DIM)
+        got = attention.run(1, attention.plan([Span(0, position, 1, table)], []), q)
+        expected = reference(q, keys[: position + 1], values[: position + 1], position)
+        assert torch.allclose(got, expected, atol=1e-5)
+
+
+def test_a_mixed_step_equals_its_parts(pool: torch.Tensor) -> None:
+    attention = attention_over(pool, candidate_layouts(3)[1])
+    tables = [[0, 1, 2], [9, 7, 5], [10, 11, 12], [20, 21, 22, 23, 24]]
+    decodes = [Span(i, 33 + i, 1, tables[i]) for i in range(3)]
+    chunk = Span(3, 9, 40, tables[3])
+    q = torch.randn(43, HEADS, DIM)
+    together = attention.run(0, attention.plan(decodes, [chunk]), q)
+    for span in (*decodes, chunk):
+        rows = slice(span.row, span.row + span.count)
+        keys, values = pool[0][:, list(span.blocks)].reshape(2, -1, KV_HEADS, DIM)
+        end = span.start + span.count
+        expected = reference(q[rows], keys[:end], values[:end], span.start)
+        assert torch.allclose(together[rows], expected, atol=1e-5)
+
+
+def test_isolated_rows_read_no_block_but_their_own(pool: torch.Tensor) -> None:
+    attention = attention_over(pool, candidate_layouts(3)[1])
+    pool[:, :, 3:] = float("nan")
+    q = torch.randn(1, HEADS, DIM)
+    span = Span(0, 40, 1, [0, 1, 2])
+    assert attention.run(0, attention.plan([span], []), q).isnan().any()
+    assert not attention.run(0, attention.plan([span], [], isolated=True), q).isnan().any()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 64)])
+def test_a_layout_that_keeps_the_promise_is_found(
+    dtype: str, heads: int, kv_heads: int, dim: int
+) -> None:
+    layout = choose_layout(heads, kv_heads, dim, dtype)
+    assert attention_fault(layout, heads, kv_heads, dim, dtype) is None
+
+
+def test_lengths_that_do_not_follow_the_position_are_found_out() -> None:
+    unaligned = Layout(unit=16, tile=128, align=1, decode_rows=4)
+    assert attention_fault(unaligned, 9, 3, 64, "fp32") is not None
+
+
+def test_without_any_layout_the_setup_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "candidate_layouts", lambda group: [fast_layout(group)])
+    with pytest.raises(NumericsSetupError, match=r"9 heads over 3 of 64 in fp32.*numerics: fast"):
+        choose_layout(9, 3, 64, "fp32")
+
+
+def test_the_number_of_keys_is_a_function_of_the_position() -> None:
+    layout = Layout(unit=64, tile=64, align=4, decode_rows=4)
+    assert [layout.keys(p) for p in (0, 63, 64, 127, 128)] == [64, 64, 128, 128, 192]

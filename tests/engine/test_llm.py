@@ -1,0 +1,79 @@
+"""The notebook: ten lines, no services."""
+
+import pytest
+import torch
+
+from engine.core.errors import InvalidRequestError, PromptTooLongError
+from engine.core.params import SamplingParams
+from engine.llm import LLM
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(kv_blocks=96, threads=1, max_step_tokens=64)
+
+
+def test_it_knows_the_capital_of_france(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}])
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+
+
+def test_prompts_together_give_the_answers_of_prompts_alone(llm: LLM) -> None:
+    prompts = ["The sea is", "Once upon a time", "def main():\n"]
+    together = llm.generate(prompts, max_tokens=10, temperature=0.7, seed=4)
+    alone = [llm.generate([p], max_tokens=10, temperature=0.7, seed=4)[0] for p in prompts]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+
+def test_preemption_does_not_show(llm: LLM) -> None:
+    prompts = [[(i * 31 + j * 7) % 40_000 for j in range(130)] for i in range(8)]
+    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
+    before = llm.core.scheduler.preemptions
+    crowded = llm.generate(prompts, params)  # 8 x 200 tokens into 96 x 16
+    assert llm.core.scheduler.preemptions > before
+    for index in (0, 7):
+        assert llm.generate([prompts[index]], params)[0].token_ids == crowded[index].token_ids
+    counts = llm.core.pool.counts()
+    assert counts.free + counts.cached == counts.total
+
+
+def test_a_prefix_hit_does_not_show(llm: LLM) -> None:
+    prompt = [(j * 11 + 3) % 40_000 for j in range(100)]
+    first = llm.generate([prompt], max_tokens=8, temperature=1.0, seed=1)[0]
+    second = llm.generate([prompt], max_tokens=8, temperature=1.0, seed=1)[0]
+    assert second.cached_tokens >= 96 > first.cached_tokens
+    assert second.tokens == first.tokens
+
+
+def test_several_choices_share_their_prompt(llm: LLM) -> None:
+    outputs = llm.generate(["The sea is"], max_tokens=6, temperature=1.2, seed=3, n=3)
+    assert [o.choice for o in outputs] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in outputs}) > 1
+    again = llm.generate(["The sea is"], max_tokens=6, temperature=1.2, seed=3, n=3)
+    assert [o.tokens for o in again] == [o.tokens for o in outputs]
+
+
+def test_bad_prompts_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.generate([[]], max_tokens=4)
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+        llm.generate([[99_999_999]], max_tokens=4)
+    with pytest.raises(PromptTooLongError, match="8192"):
+        llm.generate([[5] * 8190], max_tokens=4)
+    assert llm.generate(["x"], max_tokens=1)[0].tokens
+
+
+def test_the_dense_yardstick_computes_the_same_model(llm: LLM) -> None:
+    from engine.loading import load_weights
+    from loadtest.bench.dense import DenseLlama
+
+    prompt = llm.tokenizer.encode("The capital of France is")
+    with torch.inference_mode():
+        dense = DenseLlama(llm.artifact.config, load_weights(llm.artifact, "fp32"), 1, 64)
+        tokens = dense.step(torch.tensor([prompt]), 0)
+        drawn = [int(tokens)]
+        for position in range(len(prompt), len(prompt) + 5):
+            tokens = dense.step(tokens, position)
+            drawn.append(int(tokens))
+    assert drawn == llm.generate([prompt], max_tokens=6, ignore_eos=True)[0].token_ids
