@@ -5,18 +5,22 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
 from fleet import state as fleet_state
 from fleet.subprocesses import ProcessKey
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Served:
@@ -62,13 +66,51 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
 
 
-def test_a_signal_to_make_alone_stops_all_of_it_and_leaves_nothing(tmp_path: Path) -> None:
+def ask(url: str) -> tuple[str, int]:
+    """Text and cached tokens of a streamed, disaggregated answer."""
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        chunks = list(
+            client.chat.completions.create(
+                model="smollm2-135m-instruct",
+                messages=QUESTION,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_headers={"x-baton-mode": "disaggregated"},
+            )
+        )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    return text, chunks[-1].usage.prompt_tokens_details.cached_tokens
+
+
+def fleet_of(url: str) -> dict[str, Any]:
+    return httpx.get(f"{url}/fleet", trust_env=False).json()
+
+
+def worker_of(url: str, worker_id: str) -> dict[str, Any]:
+    return next(w for w in fleet_of(url)["workers"] if w["id"] == worker_id)
+
+
+def test_the_whole_story_from_make_serve_to_an_empty_machine(tmp_path: Path) -> None:
+    """What a newcomer does, then a killed worker, then a signal to make alone."""
     shared_memory = set(Path("/dev/shm").iterdir())
     served = Served(["make", "serve"], tmp_path)
     url = served.wait_ready()
-    assert httpx.get(f"{url}/health/live", trust_env=False).status_code == 200
     state = fleet_state.load("up-test")
     assert state is not None
+    assert ask(url) == ("The capital of France is Paris.", 0)
+    transfers = fleet_of(url)["transfers"]
+    assert transfers["count"] == 1
+    assert transfers["bytes"] > 100_000
+    assert ask(url) == ("The capital of France is Paris.", 32)
+
+    for worker_id in ("prefill-0", "decode-0"):
+        os.kill(worker_of(url, worker_id)["pid"], signal.SIGKILL)
+    for worker_id in ("prefill-0", "decode-0"):
+        wait_for(lambda name=worker_id: worker_of(url, name)["epoch"] == 2, 90)
+        wait_for(lambda name=worker_id: worker_of(url, name)["state"] == "ready", 90)
+    assert ask(url) == ("The capital of France is Paris.", 0)
+    assert fleet_of(url)["transfers"]["count"] == 3, "transfers never fall"
 
     began = time.monotonic()
     served.process.send_signal(signal.SIGINT)
@@ -80,6 +122,35 @@ def test_a_signal_to_make_alone_stops_all_of_it_and_leaves_nothing(tmp_path: Pat
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
 
 
+@pytest.mark.slow
+def test_on_an_existing_ray_cluster(tmp_path: Path) -> None:
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    with tempfile.TemporaryDirectory(prefix="btr") as folder:
+        head = subprocess.Popen(
+            [
+                *[*ray, "start", "--head", "--block", "--port=0", "--num-cpus=4"],
+                *[f"--temp-dir={folder}", "--include-dashboard=false", "--disable-usage-stats"],
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            address_file = Path(folder) / "ray_current_cluster"
+            wait_for(address_file.exists, 40)
+            address = address_file.read_text().strip()
+            command = [sys.executable, "-m", "fleet.cli", "up", "--address", address]
+            served = Served(command, tmp_path)
+            assert ask(served.wait_ready())[0] == "The capital of France is Paris."
+            served.process.send_signal(signal.SIGTERM)
+            assert served.process.wait(20) == 0
+            assert head.poll() is None, "the cluster is not ours to stop"
+        finally:
+            head.terminate()
+            head.wait(30)
+
+
+@pytest.mark.slow
 def test_a_killed_supervisor_takes_its_children_along_and_down_sweeps_up(tmp_path: Path) -> None:
     baton = [sys.executable, "-m", "fleet.cli"]
     served = Served([*baton, "up"], tmp_path)
