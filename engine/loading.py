@@ -24,6 +24,7 @@ from engine.linear import ANY_ROWS, RowCounts, probe_row_counts
 from engine.models import llama
 from engine.numerics import DTYPES, Numerics
 from engine.text.artifact import ModelArtifact, ModelError
+from engine.text.gguf_file import open_gguf
 
 Progress = Callable[[str, int, int], None]
 """``(stage, done, total)``; the stages are "convert", "read", "pack"."""
@@ -158,12 +159,11 @@ def _refuse(artifact: ModelArtifact, problems: list[str], unknown: list[str]) ->
 def _read_gguf(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
 ) -> dict[str, torch.Tensor]:
-    from gguf import GGUFReader
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import _type_traits, dequantize
 
     native = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
-    found = {tensor.name: tensor for tensor in GGUFReader(artifact.path).tensors}
+    found = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
     table = llama.weight_table(artifact.config, "gguf")
     problems = []
     for entry in table:

@@ -348,10 +348,10 @@ def _license_of_card(card: Path) -> str | None:
 
 
 def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) -> ModelArtifact:
-    from gguf import GGUFReader
+    from engine.text.gguf_file import open_gguf
 
     try:
-        reader = GGUFReader(path)
+        reader = open_gguf(path)
         meta = {name: item.contents() for name, item in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ModelError(f"{path}: cannot be read as GGUF ({error})") from error
