@@ -8,7 +8,9 @@ from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Kind
 
-CHUNK_TIME_NS = 250_000_000  # a prompt chunk takes no longer, so decodes beside it are not held up
+CHUNK_TIME_NS = 250_000_000  # a step with decodes in it takes no longer
+LONE_CHUNK_TIME_NS = 1_000_000_000  # nobody waits but the client who may cancel
+_MIN_CHUNK_TOKENS = 64
 
 
 class EngineCore:
@@ -34,10 +36,12 @@ class EngineCore:
         self.steps = 0
         self.numerics_failures = 0
         self._group_layers_bytes = group_layers_bytes
-        self._token_ns = 0.0
+        self._token_ns = 0.0  # one prompt token, fitted
+        self._decode_ns = 0.0  # one step of the running decodes, fitted
 
     def plan(self, now_ns: int) -> StepPlan:
         """The next step; no rows means that there is nothing to do."""
+        self.scheduler.max_step_tokens = self._token_budget()
         return self.scheduler.plan(now_ns)
 
     def publications(self, plan: StepPlan) -> list["Publication"]:
@@ -71,7 +75,7 @@ class EngineCore:
         """Record a finished step; returns all events since the last call."""
         self.scheduler.apply(plan, results, now_ns)
         self.steps += 1
-        self._bound_chunks(plan, duration_ns)
+        self._fit_times(plan, duration_ns)
         return self.take_events(plan, duration_ns)
 
     def fail(self, plan: StepPlan, error: NumericsError) -> list[ev.Event]:
@@ -119,16 +123,31 @@ class EngineCore:
             self.scheduler.preemptions,
         )
 
-    def _bound_chunks(self, plan: StepPlan, duration_ns: int) -> None:
-        """Fit the time of one prompt token and keep the next chunk within CHUNK_TIME_NS."""
-        tokens = sum(len(row.tokens) for row in plan.rows)
-        if tokens < 64:
-            return
-        sample = duration_ns / tokens
-        self._token_ns = sample if not self._token_ns else 0.7 * self._token_ns + 0.3 * sample
-        bound = int(CHUNK_TIME_NS / self._token_ns) // 64 * 64
+    def _token_budget(self) -> int:
+        """Tokens of the next step, so that it stays within its time."""
         limit = self.scheduler.config.max_step_tokens
-        self.scheduler.max_step_tokens = min(limit, max(64, bound))
+        if not self._token_ns:
+            return limit
+        time_ns: float = LONE_CHUNK_TIME_NS
+        if self.scheduler.has_decodes():
+            time_ns = CHUNK_TIME_NS - self._decode_ns
+        return min(limit, max(_MIN_CHUNK_TOKENS, int(time_ns / self._token_ns)))
+
+    def _fit_times(self, plan: StepPlan, duration_ns: int) -> None:
+        """Learn from a step what prompt tokens and decodes cost."""
+        decodes = sum(len(row.tokens) == 1 and bool(row.samples) for row in plan.rows)
+        prompt_tokens = sum(len(row.tokens) for row in plan.rows) - decodes
+        if not prompt_tokens:
+            self._decode_ns = _average(self._decode_ns, duration_ns)
+        elif prompt_tokens >= _MIN_CHUNK_TOKENS:
+            spent_ns = duration_ns - (self._decode_ns if decodes else 0.0)
+            if spent_ns > 0:
+                self._token_ns = _average(self._token_ns, spent_ns / prompt_tokens)
+
+
+def _average(old: float, sample: float) -> float:
+    """Running mean that follows within a few samples; the first one is taken as it is."""
+    return 0.7 * old + 0.3 * sample if old else sample
 
 
 class Publication:

@@ -40,7 +40,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.config = config
-        self.max_step_tokens = config.max_step_tokens  # the time bound may lower it
+        self.max_step_tokens = config.max_step_tokens  # lowered when steps would take too long
         self.claims = Claims(pool)
         self.events = self.claims.events
         self.preemptions = 0
@@ -236,6 +236,10 @@ class Scheduler:
     def has_running(self) -> bool:
         """Whether ``plan`` will yield rows without any further command."""
         return bool(self._running)
+
+    def has_decodes(self) -> bool:
+        """Whether the next step writes answers, beside what it computes of prompts."""
+        return any(self._decodes(sequence) for sequence in self._running)
 
     def has_work(self) -> bool:
         """Whether anything is left that may yield rows, now or after blocks come back."""

@@ -1,0 +1,8 @@
+"""`make bench`: every bench of this folder, one after the other."""
+
+import typer
+
+from loadtest.bench.engine import main
+
+if __name__ == "__main__":
+    typer.run(main)
