@@ -61,6 +61,7 @@ class HandoffIntake:
         self.first: tuple[SampledToken, ...] | None = None
         self.ended_choices: set[int] = set()
         self.committed = False
+        self.taken_over = False
         self.transfer_ns = 0
         self._engine_id = engine_id
         self._hub = hub
@@ -89,6 +90,7 @@ class HandoffIntake:
             case ev.Bound():
                 self._perform(self._machine.bound(report.generation, report.blocks))
             case ev.Revoked():
+                self.committed = False  # the engine had not seen the commit
                 self._perform(self._machine.revoked(report.generation))
 
     def replaced(self, target: decode_pb2.PrefillTarget) -> None:
@@ -137,7 +139,7 @@ class HandoffIntake:
                 case receiver.Bind():
                     send(ipc.Bind(self._engine_id, action.generation))
                 case receiver.Pull():
-                    self._start_pull(action.places)
+                    self._spawn(self._pull(action, self.target, self._machine.generation))
                 case receiver.Commit():
                     self._commit(action.generation)
                 case receiver.CloseStream(release=True):
@@ -150,6 +152,7 @@ class HandoffIntake:
                 case receiver.Drained():
                     send(ipc.Drained(self._engine_id, action.generation))
                 case receiver.TakeOver():
+                    self.taken_over = True
                     send(ipc.ComputeLocally(self._engine_id, self._first_ids()))
 
     def _first_ids(self) -> tuple[int | None, ...] | None:
@@ -194,7 +197,8 @@ class HandoffIntake:
         except grpc.aio.AioRpcError as error:
             await self._lost(link, f"stream to {worker_id} broke: {error.details()}")
         except (asyncio.CancelledError, asyncio.InvalidStateError):
-            return  # we closed it ourselves
+            # We closed the call ourselves, or its channel was closed for another hand-off's sake.
+            await self._lost(link, f"the connection to {worker_id} was closed")
 
     def _tell(
         self, link: "_Link", event: Callable[..., list[receiver.Action]], *arguments: Any
@@ -323,13 +327,11 @@ class HandoffIntake:
 
     # ---------------------------------------------------------------- frames
 
-    def _start_pull(self, places: tuple[Place, ...]) -> None:
-        self._pulling_since_ns = self._pulling_since_ns or time.monotonic_ns()
-        self._spawn(self._pull(places, self.target, self._machine.generation))
-
     async def _pull(
-        self, places: tuple[Place, ...], target: decode_pb2.PrefillTarget, generation: int
+        self, pull: receiver.Pull, target: decode_pb2.PrefillTarget, generation: int
     ) -> None:
+        self._pulling_since_ns = self._pulling_since_ns or time.monotonic_ns()
+        places, epoch = pull.places, pull.epoch
         request_id, attempt = self.submission.request_id, self.submission.attempt
         request = pb.PullRequest(
             request_id=request_id,
@@ -350,7 +352,9 @@ class HandoffIntake:
             while waiting:
                 async with asyncio.timeout_at(until_s):
                     frame = await call.read()
-                if frame is grpc.aio.EOF or not await self._take(frame, waiting.popleft(), bound):
+                if frame is grpc.aio.EOF:
+                    break
+                if not await self._take(frame, waiting.popleft(), bound, epoch):
                     break
         except TimeoutError:
             reason = f"a pull from {target.worker_id} outlasted its budget of {budget_s:.1f} s"
@@ -359,14 +363,14 @@ class HandoffIntake:
         finally:
             call.cancel()
         if waiting:
-            self._perform(self._machine.pull_failed(waiting, reason))
+            self._perform(self._machine.pull_failed(waiting, reason, epoch))
         else:  # while prefill computes, only the time of the pull itself says how fast the edge is
             seconds = asyncio.get_running_loop().time() - began_s
             self._peers.edge(target.worker_id).note(size, seconds)
 
-    async def _take(self, frame: bytes, place: Place, bound: bytes) -> bool:
-        """Verify and store one frame; False ends the pull (it is not wanted, or not held)."""
-        if not self._machine.frame_arrived(place):
+    async def _take(self, frame: bytes, place: Place, bound: bytes, epoch: int) -> bool:
+        """Verify and store one frame; False ends the pull (it is not wanted any more)."""
+        if not self._machine.frame_arrived(place, epoch):
             return False
         blocks = self._machine.blocks
         try:
@@ -374,11 +378,11 @@ class HandoffIntake:
         except chunk.ChunkError as error:
             self._metrics.inc("baton_chunks_refused", cause=error.cause)
             self._metrics.inc("baton_chunks_repaired")
-            actions = self._machine.frame_bad(place)
+            actions = self._machine.frame_bad(place, epoch)
         except _GoneError:
-            actions = self._machine.frame_gone(place)
+            actions = self._machine.frame_gone(place, epoch)
         else:
-            actions = self._machine.frame_stored(place, time.monotonic_ns())
+            actions = self._machine.frame_stored(place, epoch, time.monotonic_ns())
         self._perform(actions)
         self._drained()
         return True

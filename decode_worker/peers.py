@@ -36,7 +36,7 @@ class PeerGoneError(Exception):
 
 
 class PeerRefusedError(Exception):
-    """The peer is there and the pair cannot work; the text names the field that differs."""
+    """The peer will not do, and is not known to be dead; the text says why."""
 
 
 class Peers:
@@ -83,8 +83,11 @@ class Peers:
                 self._capabilities, metadata=self._metadata, timeout=HANDSHAKE_S
             )
         except grpc.aio.AioRpcError as error:
+            reason = f"{target.worker_id} does not answer: {error.details()}"
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise PeerRefusedError(reason) from error  # slow, or cut off: not known to be dead
             await self.forget(target.address)
-            raise PeerGoneError(f"{target.worker_id} does not answer: {error.details()}") from error
+            raise PeerGoneError(reason) from error
         if reply.identity.incarnation != target.incarnation:
             raise PeerGoneError(f"{target.worker_id} was restarted")
         if reply.HasField("refusal"):

@@ -136,11 +136,14 @@ class DecodeRequest:
 
     def end_choices(self, choices: list[int]) -> None:
         """The router saw a stop string: these choices are over."""
-        if self._intake is not None and not self._intake.committed:
-            self._intake.ended_choices.update(choices)
-            if len(self._intake.ended_choices) == self._params.n:
+        intake = self._intake
+        if intake is not None and not (intake.committed or intake.taken_over):
+            intake.ended_choices.update(choices)
+            if len(intake.ended_choices) == self._params.n:
                 self._finish_early()
             return
+        if intake is not None:
+            intake.ended_choices.update(choices)  # should the claim be revoked after all
         self._parts.hub.client.send(ipc.Cancel(self._engine_id, tuple(choices)))
 
     def _finish_early(self) -> None:

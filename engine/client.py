@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import mmap
 import os
 import socket
@@ -13,6 +14,8 @@ import msgspec
 
 from engine import ipc
 from engine.core.errors import InternalError
+
+_LOG = logging.getLogger(__name__)
 
 
 class EngineClient:
@@ -117,9 +120,15 @@ class EngineClient:
         return code
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(ConnectionError):
+        try:
             while data := await reader.read(1 << 20):
                 self._dispatch(self._reader.feed(data))
+        except ConnectionError:
+            return  # the process is ending: `_watch` tells
+        except Exception as error:  # noqa: BLE001 - better dead than deaf
+            _LOG.exception("a report could not be handled")
+            self._fatal = f"{type(error).__name__}: {error}"
+            self._process.kill()
 
     def _dispatch(self, reports: Sequence[ipc.Report]) -> None:
         for report in reports:

@@ -53,6 +53,11 @@ class EmulatedRunner:
         return self._geometry
 
     @property
+    def rewritten_rows(self) -> tuple[int, ...]:
+        """None: nothing here is computed twice."""
+        return ()
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
         return self._eos_token_ids

@@ -1,6 +1,5 @@
 """Routes an engine's reports to whoever asked for the work, and keeps its latest load."""
 
-import asyncio
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -41,7 +40,6 @@ class EngineHub:
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
-        self._names_waiters: list[asyncio.Future[tuple[bytes, ...]]] = []
         self._prefill_rate = 0.0
         self._decode_steps_s: deque[float] = deque(maxlen=64)
 
@@ -56,14 +54,6 @@ class EngineHub:
         """Queue a request; ``handler`` hears all about it, ``Ended`` last."""
         self._handlers[command.request_id] = handler
         self.client.send(command)
-
-    async def names(self, timeout_s: float = 5.0) -> tuple[bytes, ...]:
-        """All block names that the pool holds, for a snapshot."""
-        waiter: asyncio.Future[tuple[bytes, ...]] = asyncio.get_running_loop().create_future()
-        self._names_waiters.append(waiter)
-        self.client.send(ipc.TakeNames())
-        async with asyncio.timeout(timeout_s):
-            return await waiter
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -82,11 +72,6 @@ class EngineHub:
                 self._note_step(report)
             case ev.CacheChanged():
                 self.on_cache_changed(report)
-            case ipc.Names():
-                for waiter in self._names_waiters:
-                    if not waiter.done():
-                        waiter.set_result(report.names)
-                self._names_waiters.clear()
             case ipc.Sick():
                 self.sick = report.message
             case ev.Ended():
@@ -103,7 +88,9 @@ class EngineHub:
     def _note_step(self, step: ev.StepDone) -> None:
         self.load = step
         seconds = step.duration_ns / 1e9
-        if step.prompt_tokens >= 32:  # smaller ones say more about overhead than about the rate
+        if not seconds:  # a status between steps, or a step that failed
+            pass
+        elif step.prompt_tokens >= 32:  # smaller ones say more about overhead than about the rate
             rate = step.prompt_tokens / seconds
             self._prefill_rate = (
                 0.7 * self._prefill_rate + 0.3 * rate if self._prefill_rate else rate

@@ -69,12 +69,6 @@ class ComputeLocally(msgspec.Struct, frozen=True, tag=True):
     first: tuple[int | None, ...] | None
 
 
-class RequeueClaim(msgspec.Struct, frozen=True, tag=True):
-    """Start the claim over, under a new generation."""
-
-    request_id: str
-
-
 class Drained(msgspec.Struct, frozen=True, tag=True):
     """Writing into the revoked pages has stopped."""
 
@@ -96,26 +90,11 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
 
 
-class TakeNames(msgspec.Struct, frozen=True, tag=True):
-    """Ask for a ``Names`` report (the index wants a snapshot)."""
-
-
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-Command = (
-    Submit
-    | Bind
-    | Commit
-    | ComputeLocally
-    | RequeueClaim
-    | Drained
-    | Release
-    | Cancel
-    | TakeNames
-    | Stop
-)
+Command = Submit | Bind | Commit | ComputeLocally | Drained | Release | Cancel | Stop
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -143,12 +122,6 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Names(msgspec.Struct, frozen=True, tag=True):
-    """All block names held."""
-
-    names: tuple[bytes, ...]
-
-
 class Sick(msgspec.Struct, frozen=True, tag=True):
     """The model produced NaN or Inf."""
 
@@ -160,7 +133,6 @@ Report = (
     Progress
     | Ready
     | Fatal
-    | Names
     | Sick
     | ev.Tokens
     | ev.Admitted

@@ -142,16 +142,12 @@ class EngineProcess:
                 scheduler.commit(command.request_id, command.generation, command.first, now_ns)
             case ipc.ComputeLocally():
                 scheduler.compute_locally(command.request_id, command.first)
-            case ipc.RequeueClaim():
-                scheduler.requeue_claim(command.request_id)
             case ipc.Drained():
                 scheduler.drained(command.request_id, command.generation)
             case ipc.Release():
                 scheduler.release(command.request_id)
             case ipc.Cancel():
                 scheduler.cancel(command.request_id, command.choices, command.reason)
-            case ipc.TakeNames():
-                self._send([ipc.Names(tuple(self._core.pool.names()))])
             case ipc.Stop():
                 self._stopping = True
 

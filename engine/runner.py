@@ -75,6 +75,7 @@ class TorchRunner:
         self._model = model
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
+        self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
         self._pool = flat.view(geometry.shape)
@@ -84,6 +85,11 @@ class TorchRunner:
     def geometry(self) -> KvGeometry:
         """Shape of the pool."""
         return self._geometry
+
+    @property
+    def rewritten_rows(self) -> tuple[int, ...]:
+        """Rows of the last plan that were computed a second time, alone."""
+        return self._rewritten
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -104,6 +110,7 @@ class TorchRunner:
         sampled = [index for index, row in enumerate(plan.rows) if row.samples]
         results: list[list[SampledToken]] = [[] for _ in plan.rows]
         broken = self._broken_rows(plan, batch, hidden_TE)
+        self._rewritten = tuple(sorted(broken))
         if broken:
             broken = self._retry_isolated(plan, batch, hidden_TE, broken)
         if sampled:

@@ -10,8 +10,9 @@ import secrets
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import grpc.aio
 import msgspec
@@ -37,7 +38,10 @@ from prefill_worker.service import PrefillService
 
 _LOG = logging.getLogger(__name__)
 
-CANARY_S = 30.0
+CANARY_S = 10.0
+QUARANTINE_FRACTION = 0.05
+QUARANTINE_S = 3.0  # above the fraction
+QUARANTINE_LONG_S = 30.0  # any block at all
 _CANARY_PROMPT = tuple(range(100, 124))
 _CANARY_TOKENS = 4
 
@@ -105,15 +109,25 @@ class Worker:
         self._publisher.start()
         self._presence = Presence(self._registry, self._record)
         self._presence.start()
-        self._tasks += [
-            asyncio.create_task(self._decode.tick_forever()),
-            asyncio.create_task(self._prefill.watch_leases()),
-            asyncio.create_task(self._watch_engine()),
-            asyncio.create_task(self._watch_quarantine()),
-        ]
+        self._keep(self._decode.tick_forever())
+        self._keep(self._prefill.watch_leases())
+        self._keep(self._watch_engine())
+        self._keep(self._watch_quarantine())
         if settings.canary_s:
-            self._tasks.append(asyncio.create_task(self._sing()))
+            self._keep(self._sing())
         return self._record
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task for as long as the worker lives; if it breaks, the worker fails."""
+
+        async def watched() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - never go on unwatched
+                _LOG.exception("%s: a task broke", self._settings.worker_id)
+                await self._fail(f"{type(error).__name__}: {error}", 1)
+
+        self._tasks.append(asyncio.create_task(watched()))
 
     def _engine_settings(self) -> ipc.EngineSettings:
         settings = self._settings
@@ -253,12 +267,14 @@ class Worker:
 
     async def _watch_quarantine(self) -> None:
         """Blocks whose writer cannot be proven to have stopped cost capacity: start afresh."""
-        since_s = 0.0
+        any_s = many_s = 0.0
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.5)
             load = self._hub.load
-            since_s = since_s + 1.0 if load.quarantined else 0.0
-            if load.quarantined > 0.05 * load.total or since_s > 30.0:
+            any_s = any_s + 0.5 if load.quarantined else 0.0
+            many = load.quarantined > QUARANTINE_FRACTION * load.total
+            many_s = many_s + 0.5 if many else 0.0
+            if many_s > QUARANTINE_S or any_s > QUARANTINE_LONG_S:
                 self._metrics.inc("baton_quarantines")
                 await self._fail(f"{load.quarantined} KV blocks are stuck in quarantine", 1)
                 return
@@ -266,21 +282,30 @@ class Worker:
     # ---------------------------------------------------------------- health
 
     async def _sing(self) -> None:
-        """Canary: a fixed prompt must give the same tokens as the first time."""
-        first = True
-        while True:
-            await asyncio.sleep(1.0 if first else self._settings.canary_s)
-            first = False
-            tokens = await self._canary()
-            if tokens is None:
-                continue  # the engine is busy; its progress is watched elsewhere
-            if self._canary_tokens is None:
-                self._canary_tokens = tokens
-            elif tokens != self._canary_tokens:
-                await self._fail(f"canary: {tokens} instead of {self._canary_tokens}", 1)
-                return
+        """Canary: a fixed prompt must be answered, and in `exact` as the first time.
 
-    async def _canary(self, timeout_s: float = 10.0) -> tuple[int, ...] | None:
+        It goes ahead of all requests, so that an engine that does not even step for as long as a
+        canary may take is hung, and one that answers NaN to it is sick: both leave traffic.
+        """
+        await asyncio.sleep(min(1.0, self._settings.canary_s))
+        while True:
+            step_before = self._hub.load.step
+            tokens, error = await self._canary(self._settings.canary_s)
+            if error:
+                await self._fail(f"canary: {error}", 1)
+                return
+            if tokens is None and self._hub.load.step == step_before:
+                await self._fail(f"no engine step for {self._settings.canary_s:.0f} s", 1)
+                return
+            if tokens is not None and self._settings.numerics == "exact":
+                self._canary_tokens = self._canary_tokens or tokens
+                if tokens != self._canary_tokens:
+                    await self._fail(f"canary: {tokens} instead of {self._canary_tokens}", 1)
+                    return
+            await asyncio.sleep(self._settings.canary_s)
+
+    async def _canary(self, timeout_s: float) -> tuple[tuple[int, ...] | None, str]:
+        """Tokens of one canary (None: not in time) and the error that it ended with."""
         drawn: list[int] = []
         ended = asyncio.get_running_loop().create_future()
 
@@ -288,7 +313,7 @@ class Worker:
             if isinstance(report, ev.Tokens):
                 drawn.extend(token.token for token in report.tokens)
             elif isinstance(report, ev.Ended) and not ended.done():
-                ended.set_result(report.error_code)
+                ended.set_result(report.error_message)
 
         name = f"canary/{secrets.token_hex(8)}"
         params = SamplingParams(max_tokens=_CANARY_TOKENS, temperature=0.0, ignore_eos=True)
@@ -300,8 +325,8 @@ class Worker:
                 error = await ended
         except TimeoutError:
             self._hub.client.send(ipc.Cancel(name))
-            return None
-        return tuple(drawn) if not error else ()
+            return None, ""
+        return tuple(drawn), error
 
     # ---------------------------------------------------------------- index and metrics
 
@@ -363,10 +388,10 @@ async def serve(settings: WorkerSettings) -> int:
 
 
 def main() -> None:
-    """Entry of ``python -m fleet.worker SETTINGS_JSON``."""
+    """Entry of ``python -m fleet.worker``: settings as JSON on standard input, secrets included."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     die_with_parent()
-    sys.exit(asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=WorkerSettings))))
+    sys.exit(asyncio.run(serve(msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings))))
 
 
 if __name__ == "__main__":

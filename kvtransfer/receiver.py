@@ -1,10 +1,11 @@
 """The decode side of one hand-off, as a state machine: events and time in, actions out.
 
-    CLAIMING ──reserved──▶ OPENING ──accepted──▶ PULLING ──all verified + commit record──▶ DONE
-       ▲                      │ stream lost, prefill failed, stalled, bad data    │
-       │                      ▼                                                   │
-       │                   NO_PEER ──replacement──▶ OPENING                       │
-       └────revoked───────────┴──compute locally / refused / cancelled──▶ DONE ◀──┘
+    CLAIMING ──reserved──▶ OPENING ──accepted──▶ PULLING ──all verified + record──▶ COMMITTED
+       ▲                      │ stream lost, prefill failed, stalled, bad data │         │
+       │                      ▼                                                │         │
+       │                   NO_PEER ──replacement──▶ OPENING                    │         │
+       ├────revoked───────────┴──compute locally / refused / cancelled──▶ DONE ◀         │
+       └────revoked before the engine saw the commit─────────────────────────────────────┘
 
 Decode pulls: it decides which frame lands where, so nothing arrives that it did not ask for, and a
 frame counts only if its digest fits the place that was asked for. The pages of a claim are written
@@ -32,6 +33,7 @@ class ReceiverState(enum.Enum):
     OPENING = "opening"
     PULLING = "pulling"
     NO_PEER = "no_peer"
+    COMMITTED = "committed"
     DONE = "done"
 
 
@@ -52,9 +54,10 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Ask the peer for these frames."""
+    """Ask the peer for these frames; ``epoch`` tells them from those of an earlier peer."""
 
     places: tuple[Place, ...]
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class HandoffReceiver:
     payload_bytes: int = 0
     repairs: int = 0
     progress_ns: int = 0
+    epoch: int = 0  # grows whenever everything starts over
     _bind_asked: bool = False
     _rectangles: list[Place] = field(default_factory=list)
     _todo: deque[Place] = field(default_factory=deque)
@@ -152,8 +156,8 @@ class HandoffReceiver:
         return []
 
     def queued(self, now_ns: int) -> None:
-        """The peer lives and has not started yet: waiting in its queue is no stall."""
-        if not self._rectangles:
+        """The peer lives: while nothing is asked of it, its queue and its engine may take time."""
+        if not self._asked:
             self.progress_ns = now_ns
 
     def published(self, place: Place, now_ns: int) -> list[Action]:
@@ -177,26 +181,29 @@ class HandoffReceiver:
         self.blocks = blocks
         return [*self._pulls(), *self._finish()]
 
-    def frame_arrived(self, place: Place) -> bool:
+    def frame_arrived(self, place: Place, epoch: int) -> bool:
         """A frame came in; True if it was asked for and may be written now (``writing`` + 1)."""
-        if self.state is not ReceiverState.PULLING or place not in self._asked:
+        wanted = epoch == self.epoch and place in self._asked
+        if self.state is not ReceiverState.PULLING or not wanted:
             return False
         self.writing += 1
         return True
 
-    def frame_stored(self, place: Place, now_ns: int) -> list[Action]:
+    def frame_stored(self, place: Place, epoch: int, now_ns: int) -> list[Action]:
         """A verified frame is in its pages (``writing`` - 1)."""
         self.writing -= 1
-        if self.state is ReceiverState.PULLING and place in self._asked:
+        current = self.state is ReceiverState.PULLING and epoch == self.epoch
+        if current and place in self._asked:
             self._asked.discard(place)
             self.progress_ns = now_ns
             self.payload_bytes += place.payload_bytes(self.geometry)
         return [*self._settle(), *self._pulls(), *self._finish()]
 
-    def frame_bad(self, place: Place) -> list[Action]:
+    def frame_bad(self, place: Place, epoch: int) -> list[Action]:
         """A frame failed its check (``writing`` - 1): ask again, up to a limit."""
         self.writing -= 1
-        if self.state is not ReceiverState.PULLING or place not in self._asked:
+        current = self.state is ReceiverState.PULLING and epoch == self.epoch
+        if not current or place not in self._asked:
             return self._settle()
         self._asked.discard(place)
         self.repairs += 1
@@ -207,14 +214,15 @@ class HandoffReceiver:
         self._todo.appendleft(place)
         return self._pulls()
 
-    def frame_gone(self, place: Place) -> list[Action]:
+    def frame_gone(self, place: Place, epoch: int) -> list[Action]:
         """The peer does not hold this frame any more (``writing`` - 1)."""
         self.writing -= 1
-        return [*self._settle(), *self.pull_failed([place], "the blocks are gone at the peer")]
+        gone = self.pull_failed([place], "the blocks are gone at the peer", epoch)
+        return [*self._settle(), *gone]
 
-    def pull_failed(self, places: Sequence[Place], reason: str) -> list[Action]:
+    def pull_failed(self, places: Sequence[Place], reason: str, epoch: int) -> list[Action]:
         """A pull ended without these frames (call broken, or the peer says they are gone)."""
-        if self.state is not ReceiverState.PULLING:
+        if self.state is not ReceiverState.PULLING or epoch != self.epoch:
             return []
         lost = [place for place in places if place in self._asked]
         if not lost:
@@ -288,6 +296,7 @@ class HandoffReceiver:
         closing: list[Action] = []
         if self.state in (ReceiverState.OPENING, ReceiverState.PULLING):
             closing = [CloseStream(release=False)]
+        if self.state not in (ReceiverState.NO_PEER, ReceiverState.DONE):
             self.state = ReceiverState.CLAIMING
         self.generation, self._drains = 0, generation
         return [*closing, *self._settle()]
@@ -308,6 +317,7 @@ class HandoffReceiver:
     def _restart(self, now_ns: int) -> None:
         self._rectangles, self._todo, self._asked = [], deque(), set()
         self._committed, self._reopens, self._tries = False, 0, {}
+        self.epoch += 1
         self.progress_ns = now_ns
 
     def _pulls(self) -> list[Action]:
@@ -316,13 +326,13 @@ class HandoffReceiver:
         free = self.window_frames - len(self._asked)
         places = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
         self._asked.update(places)
-        return [Pull(tuple(places))] if places else []
+        return [Pull(tuple(places), self.epoch)] if places else []
 
     def _finish(self) -> list[Action]:
         ready = self._committed and self.blocks and not (self._todo or self._asked or self.writing)
         if self.state is not ReceiverState.PULLING or not ready:
             return []
-        self.state = ReceiverState.DONE
+        self.state = ReceiverState.COMMITTED
         return [Commit(self.generation), CloseStream(release=True)]
 
     def _give_up(self, reason: str, died: bool) -> list[Action]:

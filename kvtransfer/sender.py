@@ -104,6 +104,8 @@ class HandoffSender:
             event.block_count,
             event.valid_tokens,
         )
+        if place in self.places:  # a step that was planned again after a neighbour's failure
+            return []
         self.places.append(place)
         return [Announce(place)]
 

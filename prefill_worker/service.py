@@ -223,6 +223,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             error = common_pb2.Error(code=report.error_code, message=report.error_message)
             handoff.events.put_nowait(pb.PrefillEvent(failed=error))
         handoff.ended = True
+        handoff.machine.state = sender.SenderState.CLOSED  # a frame being read is not sent
         handoff.events.put_nowait(pb.PrefillEvent(heartbeat=pb.Renew()))  # wakes the stream
         if self._handoffs.get(key) is handoff:
             del self._handoffs[key]

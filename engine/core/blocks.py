@@ -164,15 +164,6 @@ class BlockPool:
         self._quarantined.difference_update(blocks)
         self._free.update(blocks)
 
-    def clear_names(self) -> int:
-        """Forget every cached block (weights or adapter changed); returns how many."""
-        cached = list(self._cached)
-        for block in cached:
-            self._forget_name(block)
-        self._cached.clear()
-        self._free.update(cached)
-        return len(cached)
-
     def names(self) -> list[bytes]:
         """All names held, for a snapshot."""
         return list(self._block_of)

@@ -2,7 +2,7 @@
 
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
-from engine.core.errors import NumericsError
+from engine.core.errors import NumericsError, TransferError
 from engine.core.params import SampledToken
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
@@ -73,6 +73,7 @@ class EngineCore:
         self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int, duration_ns: int
     ) -> list[ev.Event]:
         """Record a finished step; returns all events since the last call."""
+        self._withdraw(plan)
         self.scheduler.apply(plan, results, now_ns)
         self.steps += 1
         self._fit_times(plan, duration_ns)
@@ -83,9 +84,24 @@ class EngineCore:
         self.numerics_failures += 1
         running = self.scheduler.running()
         rows = getattr(error, "rows", ()) or range(len(plan.rows))
-        for request_id in {running[plan.rows[i].sequence_id].request.request_id for i in rows}:
+        ids = [plan.rows[i].sequence_id for i in rows]
+        for request_id in {running[i].request.request_id for i in ids if i in running}:
             self.scheduler.fail(request_id, error)
-        return self.take_events(plan, 0)
+        self._withdraw(plan)
+        return self.take_events()
+
+    def _withdraw(self, plan: StepPlan) -> None:
+        """End the hand-offs whose KV was announced and then had to be computed again.
+
+        A row that met NaN of a neighbour is computed once more, alone. What was announced of it
+        meanwhile may have been pulled half written.
+        """
+        running = self.scheduler.running()
+        for index in self.runner.rewritten_rows:
+            sequence = running.get(plan.rows[index].sequence_id)
+            if sequence is not None and sequence.request.kind is Kind.PREFILL:
+                error = TransferError("KV that was announced had to be computed again")
+                self.scheduler.fail(sequence.request.request_id, error)
 
     def take_admissions(self) -> list[ev.Event]:
         """What planning a step has caused; ahead of what the step itself will say."""

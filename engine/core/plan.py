@@ -57,6 +57,10 @@ class ModelRunner(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer unless ``ignore_eos``."""
 
+    @property
+    def rewritten_rows(self) -> tuple[int, ...]:
+        """Rows of the last plan whose KV was written a second time after ``on_layers_done``."""
+
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:

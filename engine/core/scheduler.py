@@ -140,13 +140,6 @@ class Scheduler:
                 request.live_choices.discard(choice)
         self._end_if_done(request)
 
-    def requeue_claim(self, request_id: str) -> None:
-        """Abandon the present claim and ask for a new one (another prefill worker takes over)."""
-        claim = self.claims.of(request_id)
-        if claim is not None and claim.state is not ClaimState.WANTED:
-            self._drop(claim)
-            self._enqueue(self.claims.new(claim.request))
-
     def drained(self, request_id: str, generation: int) -> None:
         """Nobody writes into the revoked pages of ``generation`` any more."""
         self.claims.drained(request_id, generation)
@@ -199,7 +192,9 @@ class Scheduler:
         """Record what a step computed and drew."""
         by_id = self.running()
         for row, drawn in zip(plan.rows, results, strict=True):
-            sequence = by_id[row.sequence_id]
+            sequence = by_id.get(row.sequence_id)
+            if sequence is None:
+                continue  # its request ended within this step
             sequence.computed = row.start + len(row.tokens)
             self._name_blocks(sequence)
             if not row.samples:

@@ -91,10 +91,13 @@ class Fleet:
             }
             settings = msgspec.json.encode(WorkerSettings(**fields)).decode()
             started[worker_id] = subprocess.Popen(
-                [sys.executable, "-m", "fleet.worker", settings],
+                [sys.executable, "-m", "fleet.worker"],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
             )
+            started[worker_id].stdin.write(settings.encode())
+            started[worker_id].stdin.close()
         self.workers |= {name: Worker(process) for name, process in started.items()}
 
     def start_router(self) -> str:

@@ -95,6 +95,8 @@ class Duo:
         self.now_ns = 1
         self.serial = 0
         self.requests: dict[str, Handover] = {}
+        self.commands: deque = deque()  # shell -> decode engine, read before its next step
+        self.reports: deque = deque()  # decode engine -> shell
 
     # -- verbs ---------------------------------------------------------------
 
@@ -105,11 +107,18 @@ class Duo:
         handover = Handover(name, prompt, ticket, intake)
         self.requests[name] = handover
         request = EngineRequest(name, Kind.REMOTE, prompt, PARAMS, SEED, ticket=ticket)
-        self.decode.core.scheduler.submit(request, self.now_ns)
+        self.commands.append(lambda: self.decode.core.scheduler.submit(request, self.now_ns))
         return handover
 
     def step_decode(self) -> None:
-        for event in self.decode.step(self.now_ns):
+        """The engine reads its commands and steps; the shell has not heard of it yet."""
+        while self.commands:
+            self.commands.popleft()()
+        self.reports.extend(self.decode.step(self.now_ns))
+
+    def hear_engine(self) -> None:
+        while self.reports:
+            event = self.reports.popleft()
             handover = self.requests.get(getattr(event, "request_id", ""))
             if handover is None:
                 continue
@@ -179,11 +188,11 @@ class Duo:
         """Prefill reads one wanted frame and it arrives, perhaps damaged or as a repeat."""
         if not handover.wanted:
             return
-        generation, life, place = handover.wanted.popleft()
+        generation, life, place, epoch = handover.wanted.popleft()
         out = handover.out
         gone = life != self.life or out is None or not out.may_read(place)
         if gone or damage == "lost":
-            self.act(handover, handover.intake.pull_failed([place], "gone"))
+            self.act(handover, handover.intake.pull_failed([place], "gone", epoch))
             return
         out.read_begins()
         payload = self.prefill.view.read(out.blocks, place)
@@ -193,20 +202,22 @@ class Duo:
         if damage == "flip":
             payload = bytes([payload[0] ^ 1]) + payload[1:]
         for _ in range(2 if damage == "twice" else 1):
-            if handover.intake.frame_arrived(place):
-                handover.arrived.append((handover.intake.blocks, place, payload, digests, bound))
+            if handover.intake.frame_arrived(place, epoch):
+                handover.arrived.append(
+                    (handover.intake.blocks, place, payload, digests, bound, epoch)
+                )
 
     def store(self, handover: Handover) -> None:
         """A frame that arrived is checked and written, in a thread of its own as it were."""
         if not handover.arrived:
             return
-        table, place, payload, digests, bound = handover.arrived.popleft()
+        table, place, payload, digests, bound, epoch = handover.arrived.popleft()
         if chunk.digests(payload, place, self.decode.view.geometry, bound) != digests:
-            self.act(handover, handover.intake.frame_bad(place))
+            self.act(handover, handover.intake.frame_bad(place, epoch))
         else:
             self.assert_ours(handover, table, place)
             self.decode.view.write(table, place, payload)
-            self.act(handover, handover.intake.frame_stored(place, self.now_ns))
+            self.act(handover, handover.intake.frame_stored(place, epoch, self.now_ns))
         self.finish_cancel(handover)
 
     def lose_stream(self, handover: Handover) -> None:
@@ -255,20 +266,19 @@ class Duo:
                 case receiver.Open():
                     self.open(handover, action)
                 case receiver.Bind():
-                    scheduler.bind(handover.name, action.generation)
+                    self.tell(scheduler.bind, handover.name, action.generation)
                 case receiver.Pull():
                     handover.wanted.extend(
-                        (handover.intake.generation, handover.life, place)
+                        (handover.intake.generation, handover.life, place, action.epoch)
                         for place in action.places
                     )
                 case receiver.Commit():
                     assert handover.first is not None
-                    assert scheduler.commit(
-                        handover.name, action.generation, [handover.first], self.now_ns
-                    )
+                    first = [handover.first]
+                    generation = action.generation
+                    self.tell(scheduler.commit, handover.name, generation, first, self.now_ns)
                 case receiver.CloseStream():
                     handover.heard.clear()
-                    handover.wanted.clear()
                     handover.opened += 1
                     if handover.out is not None:
                         end = handover.out.release if action.release else handover.out.cancel
@@ -276,10 +286,14 @@ class Duo:
                 case receiver.AskForPeer():
                     handover.needs_peer = True
                 case receiver.Drained():
-                    scheduler.drained(handover.name, action.generation)
+                    self.tell(scheduler.drained, handover.name, action.generation)
                 case receiver.TakeOver():
                     first = None if handover.first is None else [handover.first]
-                    scheduler.compute_locally(handover.name, first)
+                    self.tell(scheduler.compute_locally, handover.name, first)
+
+    def tell(self, command, *arguments) -> None:
+        """Send a command to the decode engine."""
+        self.commands.append(lambda: command(*arguments))
 
     def open(self, handover: Handover, action: receiver.Open) -> None:
         handover.opened += 1  # pulls go on: they do not hang on the control stream
@@ -327,7 +341,7 @@ class Duo:
 
     def finish_cancel(self, handover: Handover) -> None:
         if handover.cancelled and not handover.intake.writing:
-            self.decode.core.scheduler.cancel(handover.name)
+            self.tell(self.decode.core.scheduler.cancel, handover.name)
 
     def assert_ours(self, handover: Handover, table: tuple[int, ...], place: Place) -> None:
         """A page is written only while its claim, or its quarantine, stands."""
@@ -350,6 +364,7 @@ class Duo:
             self.now_ns += 1_000
             self.step_prefill()
             self.step_decode()
+            self.hear_engine()
             for handover in self.requests.values():
                 if handover.out is not None:
                     handover.out.renew(self.now_ns)
@@ -359,8 +374,10 @@ class Duo:
                 self.store(handover)
             if all(h.ends for h in self.requests.values()):
                 break
-        self.step_prefill()
-        self.step_decode()
+        for _ in range(3):
+            self.step_prefill()
+            self.step_decode()
+            self.hear_engine()
         self.check()
 
     def stuck(self) -> list[str]:

@@ -58,6 +58,7 @@ def test_damage_is_repaired_by_pulling_again():
     for _ in range(60):
         duo.step_prefill()
         duo.step_decode()
+        duo.hear_engine()
         duo.hear(handover)
         duo.fetch(handover, damage="flip" if handover.intake.repairs < 3 else "")
         duo.store(handover)
@@ -86,6 +87,10 @@ class Handovers(RuleBasedStateMachine):
     @rule()
     def step_decode(self):
         self.duo.step_decode()
+
+    @rule()
+    def hear_engine(self):
+        self.duo.hear_engine()
 
     @rule(index=st.integers(0, 5), count=st.integers(1, 4))
     @precondition(lambda self: self.duo.requests)
@@ -141,7 +146,7 @@ class Handovers(RuleBasedStateMachine):
                 assert handover.ends == [""]
                 assert handover.tokens == want
             assert handover.tokens == want[: len(handover.tokens)], "never a wrong token"
-            assert handover.intake.state is ReceiverState.DONE
+            assert handover.intake.state in (ReceiverState.DONE, ReceiverState.COMMITTED)
         for engine in (self.duo.prefill, self.duo.decode):
             counts = engine.core.pool.counts()
             assert (counts.leased, counts.quarantined) == (0, 0)

@@ -46,10 +46,12 @@ class WorkerProcess:
             sys.executable,
             "-m",
             "fleet.worker",
-            settings,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
+        process.stdin.write(settings.encode())
+        process.stdin.close()
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         return cls(process, msgspec.json.decode(line, type=WorkerRecord))
 

@@ -1,6 +1,7 @@
 """Two real worker processes hand KV over; then things go wrong."""
 
 import asyncio
+import os
 import signal
 
 import grpc
@@ -163,6 +164,42 @@ async def test_an_engine_that_dies_takes_its_worker_along():
             decode.kill_engine()
             await router.until(lambda: router.lost, 2.0)
         assert await asyncio.wait_for(decode.process.wait(), 5) != 0
+
+
+async def test_a_hung_engine_takes_its_worker_along():
+    async with workers("decode-0", canary_s=1.0) as (decode,):
+        await asyncio.sleep(1.5)
+        os.kill(decode.record.pid, signal.SIGSTOP)
+        assert await asyncio.wait_for(decode.process.wait(), 12) != 0
+
+
+async def test_a_prefill_worker_that_is_only_slow_is_not_called_dead():
+    async with workers("prefill-0", "decode-0") as (first, decode), routed(decode) as router:
+        first.signal_all(signal.SIGSTOP)
+        await router.submit("a", PROMPT, first)
+        await router.until(lambda: router.asks, 8.0)
+        assert not router.asks[0].peer_died
+        first.signal_all(signal.SIGCONT)
+        again = pb.PrefillReplacement(request_id="a", attempt=1, prefill=first.target)
+        await router.send(replacement=again)
+        assert not (await router.ended("a")).HasField("error")
+
+
+async def test_a_choice_that_stopped_stays_stopped_after_local_compute():
+    async with workers("prefill-0", "decode-0", decode_emulated_token_s=0.01) as (first, decode):
+        async with routed(decode) as router:
+            first.process.kill()
+            sampling = {"max_tokens": 80, "n": 2, "temperature": 1.0, "seed": 3}
+            await router.submit("a", [1, 2, 3], first, sampling=sampling)
+            await router.until(lambda: router.asks, 5.0)
+            await router.send(
+                replacement=pb.PrefillReplacement(request_id="a", attempt=1, compute_locally=True)
+            )
+            await router.until(lambda: len(router.tokens["a"].get(0, [])) >= 3)
+            await router.send(cancel=pb.Cancel(request_id="a", attempt=1, choices=[0]))
+            await router.ended("a")
+            assert len(router.tokens["a"][0]) < 40
+            assert len(router.tokens["a"][1]) == 80
 
 
 @pytest.mark.parametrize("drill", ["flip", "swap", "replay", "incarnation", "torn"])

@@ -226,6 +226,18 @@ def test_a_bad_row_fails_alone():
     assert answers(run(core))[("good", 0)] == golden(list(range(30)))
 
 
+def test_announced_kv_that_was_written_twice_ends_its_hand_off(monkeypatch):
+    core = make_core()
+    core.scheduler.submit(request("handed over", list(range(40)), Kind.PREFILL), 0)
+    plan = core.plan(0)
+    results = core.runner.execute(plan)
+    monkeypatch.setattr(type(core.runner), "rewritten_rows", (0,))
+    events = core.apply(plan, results, 0, 1)
+    (end,) = [event for event in events if isinstance(event, ev.Ended)]
+    assert end.error_code == "transfer_failed"
+    assert not any(isinstance(event, ev.PromptDone) for event in events)
+
+
 def test_a_probe_leaves_no_name_behind():
     core = make_core()
     probe = request("probe", list(range(40)))
