@@ -239,6 +239,7 @@ class FeedMachine:
     wants: set[bytes] = field(default_factory=set)
     gaps: int = 0
     _tracks: dict[bytes, _Track] = field(default_factory=dict)
+    _strangers: dict[bytes, float] = field(default_factory=dict)  # wanted, unknown: since when
 
     def resync(self) -> None:
         """Redis has another life: believe what is known, and read everything again."""
@@ -302,7 +303,16 @@ class FeedMachine:
                 track.missing_since_s = now_s
             elif now_s - track.missing_since_s >= FORGET_AFTER_S:
                 items += self._forget(incarnation)
+        self._drop_strangers(live, now_s)
         return items
+
+    def _drop_strangers(self, live: Mapping[bytes, tuple[int, int]], now_s: float) -> None:
+        """What is wanted of an incarnation that never was, or died unread, comes no more."""
+        unknown = self.wants - live.keys() - self._tracks.keys()
+        self._strangers = {name: self._strangers.get(name, now_s) for name in unknown}
+        for name, since_s in self._strangers.items():
+            if now_s - since_s >= FORGET_AFTER_S:
+                self.wants.discard(name)
 
     def _missed(self, incarnation: bytes) -> None:
         self.gaps += 1
@@ -332,6 +342,10 @@ class EventFeed:
     def gaps(self) -> int:
         """How often something was missed and read again."""
         return self._machine.gaps
+
+    def want(self, incarnation: bytes) -> None:
+        """Ask for the incarnation's snapshot: the reader has lost what it was told."""
+        self._machine.wants.add(incarnation)
 
     async def __aiter__(self) -> AsyncIterator[FeedItem]:
         next_beat_s = 0.0

@@ -33,7 +33,7 @@ class Admission:
         self.running = 0  # sequences
         self._heap: list[Waiting] = []
         self._gone: set[str] = set()
-        self._next_ticket = 1
+        self._last_ticket = 0
         self._ends_ns: deque[int] = deque(maxlen=256)
 
     @property
@@ -41,11 +41,14 @@ class Admission:
         """Requests in the queue."""
         return len(self._heap) - len(self._gone)
 
-    def draw_ticket(self) -> int:
-        """The next ticket number."""
-        ticket = self._next_ticket
-        self._next_ticket += 1
-        return ticket
+    def draw_ticket(self, now_us: int) -> int:
+        """The next ticket number: rises always, and fairly beside the tickets of other routers.
+
+        Args:
+            now_us: Wall clock in microseconds; all that routers have in common.
+        """
+        self._last_ticket = max(self._last_ticket + 1, now_us)
+        return self._last_ticket
 
     def offer(self, entry: Waiting, now_ns: int, *, expected_s: float) -> None:
         """Queue up.

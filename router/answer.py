@@ -140,6 +140,7 @@ class Answer(Response):
 
     def _start_headers(self, kind: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         begun = [flight for flight in self._flights if flight.record.begun] or self._flights
+        begun[0].record.sent = True  # its route stands in the headers: it cannot move any more
         return [
             (b"content-type", kind),
             (b"x-request-id", self._context.request_id.encode()),
@@ -165,8 +166,6 @@ class Answer(Response):
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
         )
-        for flight in self._flights:
-            flight.record.sent = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._write(send, b"".join(map(_event, self._layout.opening())))
         shown: set[str] = set()
@@ -196,6 +195,7 @@ class Answer(Response):
         pieces = []
         for prompt, flight in enumerate(self._flights):
             for delta in flight.record.take():
+                flight.record.sent = True  # not before: a prompt that still waits may be moved
                 if delta.text and flight.id not in shown:
                     shown.add(flight.id)
                     self._context.observer.first_byte(flight, monotonic_ns())

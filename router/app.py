@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, HTTPException, Request, Response
 from opentelemetry.trace import Span
 from pydantic import BaseModel
@@ -20,7 +21,7 @@ from router.gateway import Gateway
 from router.mirror import Mirror
 from router.model import ServedModel
 from router.observe import Observer
-from router.prepare import Caller, Preparer, read_headers, tenant_of
+from router.prepare import Caller, Preparer, off_loop, read_headers, tenant_of
 from router.probes import Prober
 from router.schema import (
     ChatBody,
@@ -100,9 +101,10 @@ class Router:
             now_ns = time.monotonic_ns()
             with self._counted(request, "chat"):
                 caller = read_headers(request.headers, self.settings)
-                body = parse(ChatBody, await self._body(request))
+                raw = await self._body(request)
+                body = await off_loop(len(raw), lambda: parse(ChatBody, raw))
                 self.model.check_name(body.model)
-                return await self._chat(body, caller, now_ns)
+                return await self._chat(body, len(raw), caller, now_ns)
 
         @app.post("/v1/completions", **_documented(CompletionBody))
         async def completions(request: Request) -> Response:
@@ -110,14 +112,16 @@ class Router:
             now_ns = time.monotonic_ns()
             with self._counted(request, "completions"):
                 caller = read_headers(request.headers, self.settings)
-                body = parse(CompletionBody, await self._body(request))
+                raw = await self._body(request)
+                body = await off_loop(len(raw), lambda: parse(CompletionBody, raw))
                 self.model.check_name(body.model)
-                return await self._completions(body, caller, now_ns)
+                return await self._completions(body, len(raw), caller, now_ns)
 
-    async def _chat(self, body: ChatBody, caller: Caller, now_ns: int) -> Response:
+    async def _chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
         span = gateway_span(self.tracing, "chat", body, caller)
+        caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            prepared = await self.preparer.chat(body, traceparent_of(span, caller), now_ns)
+            prepared = await off_loop(size, lambda: self.preparer.chat(body, caller, now_ns))
         layout = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
         context = self._context("chat", prepared.request_id, span)
         return Answer(
@@ -128,14 +132,17 @@ class Router:
             include_usage=body.include_usage,
         )
 
-    async def _completions(self, body: CompletionBody, caller: Caller, now_ns: int) -> Response:
+    async def _completions(
+        self, body: CompletionBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
         span = gateway_span(self.tracing, "text_completion", body, caller)
+        caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            requests = await self.preparer.completions(body, traceparent_of(span, caller), now_ns)
+            requests = await off_loop(size, lambda: self.preparer.completions(body, caller, now_ns))
         answer_id = requests[0].request_id
         if len(requests) > 1:
             answer_id = answer_id.rpartition("-")[0]
-        echoes = [self._echo(prompt) for prompt in body.prompts()] if body.echo else None
+        echoes = await off_loop(size, lambda: self._echoes(body)) if body.echo else None
         layout = CompletionFormat(
             n=requests[0].sampling.n, echoes=echoes, **self._format_parts(answer_id, body)
         )
@@ -147,8 +154,9 @@ class Router:
             include_usage=body.include_usage,
         )
 
-    def _echo(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
+    def _echoes(self, body: CompletionBody) -> list[str]:
+        decode = self.model.tokenizer.decode
+        return [item if isinstance(item, str) else decode(item) for item in body.prompts()]
 
     def _format_parts(self, answer_id: str, body: GenerationBody) -> dict[str, Any]:
         return {
@@ -219,30 +227,40 @@ class Router:
 
     def _add_text(self, app: FastAPI) -> None:
         @app.post("/tokenize", **_documented(TokenizeBody))
-        async def tokenize(request: Request) -> dict[str, Any]:
+        async def tokenize(request: Request) -> Response:
             """Token ids of a prompt, or of the prompt that a conversation makes."""
             tenant_of(request.headers, self.settings)
-            body = parse(TokenizeBody, await self._body(request))
-            tokens = self._tokens_of(body)
-            answer: dict[str, Any] = {
-                "count": len(tokens),
-                "max_model_len": self.model.max_context_tokens,
-                "tokens": tokens,
-            }
-            if body.return_token_strs:
-                answer["token_strs"] = [self.model.tokenizer.token_text(i) for i in tokens]
-            return answer
+            raw = await self._body(request)
+            answer = await off_loop(len(raw), lambda: self._tokenized(raw))
+            return Response(answer, media_type="application/json")
 
         @app.post("/detokenize", **_documented(DetokenizeBody))
-        async def detokenize(request: Request) -> dict[str, Any]:
+        async def detokenize(request: Request) -> Response:
             """The text of token ids, special ones included."""
             tenant_of(request.headers, self.settings)
-            body = parse(DetokenizeBody, await self._body(request))
-            if body.model is not None:
-                self.model.check_name(body.model)
-            self.model.check_ids(body.tokens, "tokens")
-            text = self.model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-            return {"prompt": text}
+            raw = await self._body(request)
+            answer = await off_loop(len(raw), lambda: self._detokenized(raw))
+            return Response(answer, media_type="application/json")
+
+    def _tokenized(self, raw: bytes) -> bytes:
+        body = parse(TokenizeBody, raw)
+        tokens = self._tokens_of(body)
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": self.model.max_context_tokens,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [self.model.tokenizer.token_text(i) for i in tokens]
+        return orjson.dumps(answer)
+
+    def _detokenized(self, raw: bytes) -> bytes:
+        body = parse(DetokenizeBody, raw)
+        if body.model is not None:
+            self.model.check_name(body.model)
+        self.model.check_ids(body.tokens, "tokens")
+        text = self.model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return orjson.dumps({"prompt": text})
 
     def _tokens_of(self, body: TokenizeBody) -> list[int]:
         if body.model is not None:
@@ -268,7 +286,7 @@ class Router:
 
         @app.get("/health/ready")
         async def ready(response: Response) -> dict[str, Any]:
-            """A real one-token request went through every live pair of workers."""
+            """A real short request went through every live pair of workers."""
             result = await self.prober.check()
             response.status_code = 200 if result["status"] == "ready" else 503
             return result

@@ -12,6 +12,9 @@ from router.mirror import Applied, Mirror
 class EventSource(Protocol):
     """KV events of all workers; ``fleet.registry.EventFeed`` is one. Heals gaps by itself."""
 
+    def want(self, incarnation: bytes) -> None:
+        """Send a snapshot of the incarnation, though nothing was missed on the way."""
+
     def __aiter__(self) -> AsyncIterator[FeedItem]:
         """Items without end."""
 
@@ -45,8 +48,10 @@ class MirrorFeeder:
     async def _run(self, events: EventSource) -> None:
         applied = 0
         async for item in events:
-            # A gap cannot be healed from here: the source reads the snapshot, and sends it.
+            # The source heals its own gaps. This one is ours: a worker that was thought dead, and
+            # forgotten, lives on.
             if self._mirror.apply(item) is Applied.SNAPSHOT_NEEDED:
+                events.want(item.incarnation)
                 self._metrics.inc("baton_mirror_sequence_gaps")
             if isinstance(item, Snapshot):
                 self._metrics.inc("baton_mirror_snapshots")

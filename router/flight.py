@@ -7,7 +7,7 @@ from router.cost import Candidate
 from router.lifecycle import RequestRecord
 from router.request import GenerationRequest
 
-_EXPLAINED_CANDIDATES = 32
+EXPLAINED_CANDIDATES = 32
 
 
 class Flight:
@@ -30,7 +30,8 @@ class Flight:
         self.cancelled_ns = 0
         self.delivered_ns = 0
         self.observed = False
-        self.candidates: list[Candidate] = []
+        self.candidates: list[Candidate] = []  # the cheapest
+        self.gaps_s: list[float] = []  # between tokens that came one by one, with a hand-off
         self.chosen: Candidate | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.repair_timer: asyncio.TimerHandle | None = None
@@ -82,10 +83,10 @@ class Flight:
             "state": "ended" if record.ended else "running" if self.decode_id else "queued",
             "error": record.error.body()["error"] if record.error is not None else None,
             "seed": request.sampling.seed,
-            "prompt_tokens": len(request.prompt),
+            "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.completion_tokens,
             "finish_reasons": [choice.finish_reason for choice in record.choices],
-            "candidates": [found.explain() for found in self.candidates[:_EXPLAINED_CANDIDATES]],
+            "candidates": [found.explain() for found in self.candidates],
             "chosen": self.chosen.explain() if self.chosen is not None else None,
             "route": None
             if route is None

@@ -28,7 +28,7 @@ def usage(flights: Iterable[Flight]) -> dict[str, Any]:
     """Tokens read and written. Cached ones are prompt tokens that were not computed for this."""
     prompt = completion = cached = 0
     for flight in flights:
-        prompt += len(flight.request.prompt)
+        prompt += flight.record.prompt_tokens
         completion += flight.record.completion_tokens
         cached += flight.record.cached_tokens
     return {

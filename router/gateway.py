@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
 from typing import Any
 
 from batonpb.decode_pb2 import (
@@ -46,7 +46,8 @@ from router.mirror import Mirror
 from router.observe import Observer
 from router.placement import Placer
 from router.repair import MAX_ATTEMPTS, after_worker_death
-from router.request import GenerationRequest
+from router.request import GenerationRequest, part_id
+from router.schema import MAX_PROMPTS
 from router.settings import RouterSettings
 from router.streams import WorkerLink, own_wire
 from router.workers import WorkerTable
@@ -123,7 +124,7 @@ class Gateway:
             UnavailableError: No worker can serve it in the mode asked for.
         """
         self._check_served(request)
-        ticket = self.admission.draw_ticket()
+        ticket = self.admission.draw_ticket(time_ns() // 1000)
         flight = Flight(RequestRecord(request, self._tokenizer, ticket), bell)
         flight.submitted_ns = now_ns = monotonic_ns()
         if not request.probe:
@@ -147,9 +148,16 @@ class Gateway:
         self._finish(flight, CancelledError_("the client went away"))
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        """What was decided for a request and why; None when it is not known (any more)."""
+        """What was decided for a request and why; None when it is not known (any more).
+
+        A call with several prompts is one request for each of them: all its parts are listed.
+        """
         flight = self._kept.get(request_id)
-        return None if flight is None else flight.explain()
+        if flight is not None:
+            return flight.explain()
+        names = [part_id(request_id, index) for index in range(MAX_PROMPTS)]
+        parts = [self._kept[name].explain() for name in names if name in self._kept]
+        return {"id": request_id, "parts": parts} if parts else None
 
     @property
     def in_flight(self) -> int:
@@ -197,7 +205,10 @@ class Gateway:
 
     def _place(self, flight: Flight, avoid: bytes = b"") -> None:
         """Choose workers and send. ``avoid`` is an incarnation that just failed."""
-        error = self._placer.place(flight, avoid)
+        try:
+            error = self._placer.place(flight, avoid)
+        except Exception as fault:  # noqa: BLE001 - logged there; only this request ends
+            error = _fault(flight, fault)
         if error is not None:
             flight.decode_id = None
             self._fail_placed(flight, error)
@@ -217,11 +228,14 @@ class Gateway:
         self._after_end(flight)
 
     def _tell_cancelled(self, flight: Flight, choices: tuple[int, ...] = ()) -> None:
+        if not choices:
+            flight.cancelled_ns = monotonic_ns()
+        self._send_cancel(flight, choices)
+
+    def _send_cancel(self, flight: Flight, choices: tuple[int, ...] = ()) -> None:
         link = self.workers.link(flight.decode_id)
         if link is None or flight.record.attempt == 0:
             return
-        if not choices:
-            flight.cancelled_ns = monotonic_ns()
         cancel = Cancel(request_id=flight.id, attempt=flight.record.attempt, choices=choices)
         link.send(RouterFrame(cancel=cancel))
 
@@ -251,6 +265,7 @@ class Gateway:
         flight.delivered_ns = monotonic_ns()
         if flight.id not in self._flights or flight.record.times is not None:
             self._observer.over(flight)
+        flight.record.shed()
 
     def _linger_over(self, flight: Flight) -> None:
         if self._flights.pop(flight.id, None) is not None and flight.delivered_ns:
@@ -289,7 +304,7 @@ class Gateway:
         self._book.forget(link.worker_id)
         for flight in self._held_by(link.worker_id):
             if flight.record.ended:
-                self._flights.pop(flight.id, None)
+                self._linger_over(flight)
             else:
                 self._move(flight, incarnation, f"{link.worker_id}: {reason}")
 
@@ -333,13 +348,14 @@ class Gateway:
         if flight is None or flight.record.ended or flight.record.attempt != submission.attempt:
             return
         error = UnavailableError(f"{link.worker_id} did not take the request: {reason}")
+        self._send_cancel(flight)  # only the answer may have been lost, and the request be there
         if flight.record.attempt >= MAX_ATTEMPTS:
             self._fail_placed(flight, error)
         else:
             self._retry(flight, link.incarnation, "submit failed", error)
 
     def on_frame(self, link: WorkerLink, frame: WorkerFrame) -> None:
-        """Everything that a worker did in one step."""
+        """Everything that a worker did in one step. A fault in one request ends only that one."""
         now_ns = monotonic_ns()
         if frame.HasField("status"):
             self.workers.note_status(link)
@@ -352,7 +368,10 @@ class Gateway:
         for run in frame.tokens:
             flight = flights.get(run.request_id)
             if flight is not None:
-                self._on_run(link, flight, run, now_ns)
+                try:
+                    self._on_run(link, flight, run, now_ns)
+                except Exception as fault:  # noqa: BLE001 - logged there
+                    self._finish(flight, _fault(flight, fault))
         for needed in frame.prefill_needed:
             flight = flights.get(needed.request_id)
             if flight is not None:
@@ -412,3 +431,11 @@ class Gateway:
             self._retry(flight, avoid, end.error.code, error)
         else:
             self._fail_placed(flight, error)
+
+
+def _fault(flight: Flight, fault: Exception) -> BatonError:
+    """What the client of ``flight`` hears of ``fault``; the log has the rest."""
+    if isinstance(fault, BatonError):
+        return fault
+    _LOG.error("request %s failed inside the router", flight.id, exc_info=fault)
+    return InternalError("the router failed; see its log")

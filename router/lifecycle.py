@@ -7,7 +7,7 @@ Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and th
     shown    ── pending ── held              pending waits for the client, held for a stop string
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from batonpb.common_pb2 import TokenLogprob
@@ -52,7 +52,6 @@ class ChoiceRecord:
     def __init__(self, index: int, detokenizer: Detokenizer) -> None:
         self.index = index
         self.token_ids: list[int] = []
-        self.logprobs: list[ShownLogprob] = []
         self.next_index = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -89,7 +88,6 @@ class ChoiceRecord:
         if logprob is not None:
             top = zip(unpack(logprob.top_ids), logprob.top_logprobs, strict=True)
             shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
-            self.logprobs.append(shown)
             self._pending.logprobs.append(shown)
 
     def _end(self, reason: str, stop_reason: str | int | None) -> None:
@@ -110,6 +108,10 @@ class ChoiceRecord:
         pending, self._pending = self._pending, Delta(self.index)
         return pending
 
+    def shed(self) -> None:
+        """Let go of what only a running request needs."""
+        self.token_ids, self._pending = [], Delta(self.index)
+
 
 class RequestRecord:
     """One request over all its attempts.
@@ -122,6 +124,7 @@ class RequestRecord:
 
     def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer, ticket: int) -> None:
         self.request = request
+        self.prompt_tokens = len(request.prompt)
         self.ticket = ticket
         self.attempt = 0
         self.error: BatonError | None = None
@@ -228,3 +231,9 @@ class RequestRecord:
     def take(self) -> list[Delta]:
         """Everything that the client has not got yet."""
         return [delta for choice in self.choices if (delta := choice.take()) is not None]
+
+    def shed(self) -> None:
+        """The answer is out: keep its figures for later questions, not its tokens."""
+        self.request = replace(self.request, prompt=())
+        for choice in self.choices:
+            choice.shed()

@@ -19,7 +19,6 @@ class Observer:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self._gaps_s: dict[str, list[float]] = {}
 
     def queue(self, waiting: int, limit: int) -> None:
         """The length of the queue changed."""
@@ -92,7 +91,7 @@ class Observer:
         for _ in range(fresh):
             self.metrics.observe("baton_inter_token_seconds", gap_s)
         if fresh == 1 and flight.prefill_id is not None:
-            self._gaps_s.setdefault(flight.id, []).append(gap_s)
+            flight.gaps_s.append(gap_s)
 
     def first_byte(self, flight: Flight, now_ns: int) -> None:
         """The first content byte of an answer went out."""
@@ -108,7 +107,7 @@ class Observer:
         if flight.observed or flight.request.probe:
             return
         flight.observed = True
-        gaps_s = self._gaps_s.pop(flight.id, [])
+        gaps_s, flight.gaps_s = flight.gaps_s, []
         record, tenant = flight.record, flight.request.tenant
         inc, observe = self.metrics.inc, self.metrics.observe
         observe(
@@ -124,10 +123,10 @@ class Observer:
             observe("baton_phase_seconds", took_s, phase=phase)
         if not record.begun:
             return
-        inc("baton_prompt_tokens", len(flight.request.prompt), tenant=tenant)
+        inc("baton_prompt_tokens", record.prompt_tokens, tenant=tenant)
         inc("baton_generation_tokens", record.completion_tokens, tenant=tenant)
         inc("baton_prefix_tokens", record.cached_tokens, source="local")
-        computed = len(flight.request.prompt) - record.cached_tokens
+        computed = record.prompt_tokens - record.cached_tokens
         inc("baton_prefix_tokens", computed, source="computed")
         tokens = record.completion_tokens / flight.request.sampling.n
         if tokens > 1:

@@ -8,7 +8,7 @@ from batonpb.decode_pb2 import Submission
 from engine.core.errors import BatonError, UnavailableError
 from router import wire
 from router.cost import candidates, choose
-from router.flight import Flight
+from router.flight import EXPLAINED_CANDIDATES, Flight
 from router.load import LoadBook
 from router.mirror import Mirror
 from router.observe import Observer
@@ -93,7 +93,8 @@ class Placer:
                 f"x-baton-mode {request.mode} cannot be met by the workers that are ready"
             )
         chosen = choose(found, tie_s=self._settings.tie_s, pick=self._random.choice)
-        flight.candidates, flight.chosen, flight.placed_ns = found, chosen, now_ns
+        flight.candidates = found[:EXPLAINED_CANDIDATES]
+        flight.chosen, flight.placed_ns = chosen, now_ns
         flight.decode_id = chosen.decode.worker_id
         flight.prefill_id = chosen.prefill.worker_id if chosen.prefill else None
         flight.wants_prefill = False

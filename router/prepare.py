@@ -11,7 +11,7 @@ from typing import TypeVar
 from engine.core.errors import InvalidRequestError, PromptTooLongError, UnauthorizedError
 from engine.core.params import SamplingParams
 from router.model import ServedModel
-from router.request import GenerationRequest, Mode
+from router.request import GenerationRequest, Mode, part_id
 from router.schema import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody
 from router.settings import RouterSettings
 
@@ -22,8 +22,9 @@ _MODES: dict[str, Mode] = {
     "colocated": "colocated",
 }
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
+_MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
-_LARGE_CHARACTERS = 16 * 1024  # beyond it the tokenizer works in a thread
+_LARGE_BYTES = 16 * 1024
 
 _T = TypeVar("_T")
 
@@ -83,16 +84,27 @@ def tenant_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
 def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
     if raw is None:
         return settings.default_timeout_s
-    if not (raw.isascii() and raw.isdigit() and 0 < int(raw[:12]) <= _MAX_TIMEOUT_MS):
+    timeout_ms = _number(raw)
+    if timeout_ms is None or not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
         raise InvalidRequestError(
             f"x-baton-timeout-ms: must be 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})",
             param="x-baton-timeout-ms",
         )
-    return int(raw) / 1000
+    return timeout_ms / 1000
+
+
+def _number(raw: str) -> int | None:
+    """The number that ``raw`` spells in its one way: ASCII digits, no leading zero, not too many.
+
+    Two spellings of one token id would be two entries of the same bias.
+    """
+    if not (raw.isascii() and raw.isdigit()) or len(raw) > _MAX_DIGITS:
+        return None
+    return int(raw) if raw == "0" or raw[0] != "0" else None
 
 
 class Preparer:
-    """Makes requests of bodies.
+    """Makes requests of bodies. Takes time for large ones: see ``off_loop``.
 
     Args:
         model: For text, limits and defaults.
@@ -103,7 +115,7 @@ class Preparer:
         self._model = model
         self._settings = settings
 
-    async def chat(self, body: ChatBody, caller: Caller, now_ns: int) -> GenerationRequest:
+    def chat(self, body: ChatBody, caller: Caller, now_ns: int) -> GenerationRequest:
         """The request of a chat.
 
         Raises:
@@ -117,8 +129,7 @@ class Preparer:
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
         messages = [{"role": item.role, "content": item.text()} for item in body.messages]
-        size = sum(len(item["content"]) for item in messages)
-        prompt = await _maybe_in_thread(size, lambda: self._model.encode_chat(messages))
+        prompt = self._model.encode_chat(messages)
         wanted = body.max_completion_tokens or body.max_tokens
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
@@ -127,7 +138,7 @@ class Preparer:
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
 
-    async def completions(
+    def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int
     ) -> list[GenerationRequest]:
         """The requests of a completion, one for each prompt.
@@ -148,16 +159,13 @@ class Preparer:
         request_id = f"cmpl-{secrets.token_hex(16)}"
         requests = []
         for index, text in enumerate(prompts):
-            prompt = await _maybe_in_thread(
-                len(text),
-                lambda text=text: self._model.encode_prompt(text),  # type: ignore[misc]
-            )
+            prompt = self._model.encode_prompt(text)
             room = self._room(prompt, "prompt")
             default = min(_COMPLETION_TOKENS, room)
             sampling = self._sampling(
                 body, body.max_tokens, room, default=default, logprobs=body.logprobs
             )
-            name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            name = request_id if len(prompts) == 1 else part_id(request_id, index)
             requests.append(self._request(name, body, caller, prompt, sampling, now_ns))
         return requests
 
@@ -236,7 +244,8 @@ class Preparer:
             )
         self._model.check_ids(body.stop_token_ids or (), "stop_token_ids")
         for name in body.logit_bias or ():
-            if not (name.isascii() and name.isdigit() and int(name[:12]) < vocabulary):
+            token_id = _number(name)
+            if token_id is None or token_id >= vocabulary:
                 raise InvalidRequestError(
                     f"logit_bias: {name[:40]!r} is not a token id (0 to {vocabulary - 1})",
                     param="logit_bias",
@@ -277,6 +286,6 @@ def _first(*values: _T | None) -> _T:
     raise ValueError("no default")
 
 
-async def _maybe_in_thread(size: int, work: Callable[[], _T]) -> _T:
-    # Long texts take milliseconds; `tokenizers` lets go of the GIL meanwhile.
-    return await asyncio.to_thread(work) if size > _LARGE_CHARACTERS else work()
+async def off_loop(size: int, work: Callable[[], _T]) -> _T:
+    """``work()`` on a body of ``size`` bytes: in a thread when it could hold up others' tokens."""
+    return await asyncio.to_thread(work) if size > _LARGE_BYTES else work()

@@ -1,11 +1,16 @@
-"""Readiness by experiment: a one-token request through every live pair of workers."""
+"""Readiness by experiment: a short request through every live pair of workers.
+
+It asks for two tokens, because prefill draws the first one: only the second proves the hand-off. A
+fleet that is merely busy is ready: a probe that came too late counts as failed only where neither
+worker of the pair has made a step meanwhile.
+"""
 
 import asyncio
 import secrets
 from time import monotonic, monotonic_ns
 from typing import Any
 
-from engine.core.errors import BatonError
+from engine.core.errors import BatonError, DeadlineError
 from engine.core.params import SamplingParams
 from router.gateway import Gateway
 from router.request import GenerationRequest, Pinned
@@ -13,6 +18,8 @@ from router.settings import RouterSettings
 
 _AT_ONCE = 4
 _PROMPT = (1, 2, 3)
+_TOKENS = 2
+_FIRST = -(2**31)  # the priority before all others
 
 
 class Prober:
@@ -72,12 +79,13 @@ class Prober:
 
     async def _probe(self, pair: Pinned, gate: asyncio.Semaphore) -> dict[str, Any]:
         async with gate:
-            began_ns = monotonic_ns()
+            began_ns, steps = monotonic_ns(), self._steps(pair)
             bell = asyncio.Event()
             request = GenerationRequest(
                 request_id=f"probe-{secrets.token_hex(16)}",
                 prompt=_PROMPT,
-                sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+                sampling=SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True),
+                priority=_FIRST,
                 mode="disaggregated" if pair.prefill else "colocated",
                 arrived_ns=began_ns,
                 deadline_ns=began_ns + int(self._settings.probe_timeout_s * 1e9),
@@ -93,10 +101,21 @@ class Prober:
                 error = flight.record.error
             except BatonError as refused:
                 error = refused
+            busy = isinstance(error, DeadlineError) and self._stepped(pair, steps)
             return {
                 "prefill": pair.prefill or pair.decode,
                 "decode": pair.decode,
-                "ok": error is None,
+                "ok": error is None or busy,
+                "busy": busy,
                 "seconds": round((monotonic_ns() - began_ns) / 1e9, 4),
                 "error": error.message if error is not None else None,
             }
+
+    def _steps(self, pair: Pinned) -> dict[bytes, int]:
+        """Engine steps so far of the pair's workers, by incarnation."""
+        links = [self._gateway.workers.link(name) for name in (pair.prefill, pair.decode)]
+        return {link.incarnation: link.status.steps for link in links if link and link.status}
+
+    def _stepped(self, pair: Pinned, before: dict[bytes, int]) -> bool:
+        after = self._steps(pair)
+        return any(after.get(life, 0) > steps for life, steps in before.items())

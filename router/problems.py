@@ -6,7 +6,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.errors import BatonError, InternalError, QueueFullError, UnavailableError
 
@@ -27,12 +29,31 @@ def _plain(status: int, message: str, kind: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(16)}"
+
+
+class _RequestIds:
+    """Gives every response an ``x-request-id`` that has none of its own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault("x-request-id", _new_id())
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
 def install(app: FastAPI) -> None:
-    """Make ``app`` answer every error with OpenAI's body."""
+    """Make ``app`` answer every error with OpenAI's body, and every request with an id."""
 
     async def on_baton_error(request: Request, error: Exception) -> JSONResponse:
         found = error if isinstance(error, BatonError) else InternalError(str(error))
-        return problem_response(found, f"req-{secrets.token_hex(16)}")
+        return problem_response(found)
 
     async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, HTTPException):
@@ -50,8 +71,10 @@ def install(app: FastAPI) -> None:
 
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
         _LOG.error("a request failed inside the router", exc_info=error)
-        return problem_response(InternalError("the router failed; see its log"))
+        # This answer goes out around the middleware.
+        return problem_response(InternalError("the router failed; see its log"), _new_id())
 
+    app.add_middleware(_RequestIds)
     app.add_exception_handler(BatonError, on_baton_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_fault)

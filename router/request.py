@@ -46,6 +46,11 @@ class GenerationRequest:
     traceparent: str = ""
 
 
+def part_id(request_id: str, index: int) -> str:
+    """The name of one prompt's request, of a call ``request_id`` with several prompts."""
+    return f"{request_id}-{index}"
+
+
 def pack(tokens: tuple[int, ...] | list[int]) -> bytes:
     """Token ids as little-endian uint32."""
     return np.asarray(tokens, dtype="<u4").tobytes()

@@ -25,6 +25,7 @@ from batonpb.decode_pb2_grpc import DecodeStub
 _LOG = logging.getLogger(__name__)
 
 WIRE_VERSION = 1
+_WATCH_NS = 100_000_000
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
@@ -36,6 +37,33 @@ _CHANNEL_OPTIONS = [
     # Two routers in one test process must not share a connection: one may be cut.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+
+class Silence:
+    """How long a worker has said nothing. Sans-IO.
+
+    While our own loop stood still, its words may have lain unread: that time does not count.
+
+    Args:
+        since_ns: When the stream was opened, on the monotonic clock.
+    """
+
+    def __init__(self, since_ns: int) -> None:
+        self._since_ns = since_ns
+        self.late_ns = 0  # how much of the silence does not count
+
+    def grown_ns(self, now_ns: int, heard_ns: int, late_ns: int) -> int:
+        """The silence so far.
+
+        Args:
+            now_ns: The clock.
+            heard_ns: When the worker was heard last.
+            late_ns: By how much the caller was woken too late.
+        """
+        if heard_ns > self._since_ns:
+            self._since_ns, self.late_ns = heard_ns, 0
+        self.late_ns += max(late_ns, 0)
+        return now_ns - self._since_ns - self.late_ns
 
 
 class LinkListener(Protocol):
@@ -156,7 +184,10 @@ class WorkerLink:
         self.live = False
         self._broken_ns = 0
         self._out.clear()
-        self._listener.on_dead(self, self.incarnation, reason)
+        try:
+            self._listener.on_dead(self, self.incarnation, reason)
+        except Exception:  # noqa: BLE001 - logged; the link must be opened again all the same
+            _LOG.exception("the death of %s could not be handled", self.worker_id)
 
     async def _run(self) -> None:
         channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
@@ -165,10 +196,14 @@ class WorkerLink:
         try:
             while True:
                 heard_before = self._heard_ns
-                reason, refused = await self._serve_once(self._stub)
+                try:
+                    reason, refused = await self._serve_once(self._stub)
+                    self._after_break(reason, refused)
+                except Exception:  # noqa: BLE001 - logged; nobody else would see it
+                    _LOG.exception("the link to %s failed inside the router", self.worker_id)
+                    self.die("the router failed to handle what it said")
                 if self._heard_ns != heard_before:
                     failures = 0
-                self._after_break(reason, refused)
                 delay_s = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
                 failures += 1
                 await asyncio.sleep(delay_s)
@@ -213,13 +248,17 @@ class WorkerLink:
 
     async def _watch(self, opened_ns: int) -> None:
         """Ends when the worker has been silent for too long."""
+        silence = Silence(opened_ns)
         while True:
-            await asyncio.sleep(0.1)
+            slept_ns = monotonic_ns()
+            await asyncio.sleep(_WATCH_NS / 1e9)
             now_ns = monotonic_ns()
-            if now_ns - max(self._heard_ns, opened_ns) > self._silence_ns:
+            late_ns = now_ns - slept_ns - _WATCH_NS
+            if silence.grown_ns(now_ns, self._heard_ns, late_ns) > self._silence_ns:
                 self.die(f"silent for {self._silence_ns / 1e9:g} s")
                 return
-            if self._broken_ns and now_ns - self._broken_ns > self._reopen_s * 1e9:
+            broken_ns = now_ns - silence.late_ns - self._broken_ns
+            if self._broken_ns and broken_ns > self._reopen_s * 1e9:
                 self.die("the stream could not be opened again in time")
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[RouterFrame, WorkerFrame]") -> None:

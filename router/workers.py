@@ -13,6 +13,7 @@ from fleet.registry_types import WorkerRecord
 from router.cost import (
     PRIOR_DECODE_STEP_S,
     PRIOR_EDGE_BYTES_PER_S,
+    PRIOR_EDGE_OVERHEAD_S,
     PRIOR_PREFILL_OVERHEAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     Edge,
@@ -326,7 +327,8 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook) -> WorkerLoad:
         format_id=format_id(link.capabilities),
         edges={
             edge.prefill_worker_id: Edge(
-                bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S, overhead_s=edge.overhead_s
+                bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S,
+                overhead_s=edge.overhead_s or PRIOR_EDGE_OVERHEAD_S,
             )
             for edge in status.edges
         },

@@ -64,7 +64,9 @@ class TextTokenizer:
             add_special_tokens: Whether to put what the model wants in front (such as a BOS token).
                 A chat template writes these itself.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch, though it is one text: `tokenizers` lets go of the GIL only for batches.
+        [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -182,6 +182,7 @@ def test_nan_is_a_typed_error_for_its_row_and_does_not_touch_the_neighbour(
         driver.step(good_row, bad_row)
     assert caught.value.rows == (1,)  # type: ignore[attr-defined]
     assert not driver.runner._pool[:, :, bad_table[2]].isnan().any()
+    assert driver.runner.rewritten_rows[-1] == 1, "what was announced of it is not to be trusted"
     assert driver.step(good_row) == expected
 
 

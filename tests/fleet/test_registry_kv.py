@@ -267,3 +267,25 @@ def test_changes_that_undo_each_other_publish_nothing() -> None:
     ledger.change(removed=NAMES[:2])
     ledger.change(removed=NAMES[:2], cleared=True)
     assert not ledger.pending
+
+
+def test_a_snapshot_of_an_incarnation_that_is_gone_is_not_asked_for_forever() -> None:
+    machine = FeedMachine()
+    machine.on_entry(EventBatch(incarnation=b"x" * 16, sequence=5))
+    machine.on_live({}, 0.0)
+    machine.on_live({}, 9.0)
+    assert machine.wants == {b"x" * 16}  # it may be about to say that it is alive
+    machine.on_live({}, 10.0)
+    assert not machine.wants
+
+
+async def test_a_reader_that_lost_what_it_was_told_gets_it_again(
+    publisher: KvEventPublisher, reader: Reader
+) -> None:
+    held = names(4)
+    publisher.publish(stored=held)
+    await eventually(lambda: list(reader.names.values()) == [set(held)])
+    (incarnation,) = reader.names
+    reader.names.clear()
+    reader.feed.want(incarnation)
+    await eventually(lambda: reader.names == {incarnation: set(held)})

@@ -53,7 +53,10 @@ class Script:
     skip_index: int | None = None  # lose this token once: the router must ask for it
     logprob: float = -0.5
     cached_tokens: int = 0
-    streams: int = 0  # how many more requests its reports pretend to run
+    streams: int = 0  # how many more requests its reports pretend to run, with a step for each
+    bad_seed: int | None = None  # such requests get alternatives without log-probabilities
+    lose_end: bool = False  # never confirm the end
+    lose_ack: bool = False  # a submission on a call of its own arrives, and its answer is lost
     decode_step_s: float = 0.02
 
 
@@ -87,6 +90,7 @@ class EmulatedWorker(DecodeServicer):
         self.replacements: list[pb.PrefillReplacement] = []
         self.tokens_metadata: list[str] = []
         self.transfer_count = 0
+        self.steps = 0
         self.address = ""
         self._queues: set[asyncio.Queue] = set()
         self._server: grpc.aio.Server | None = None
@@ -113,6 +117,8 @@ class EmulatedWorker(DecodeServicer):
     async def Submit(self, request, context):
         self.unary.append(request.request_id)
         self._begin(request)
+        if self.script.lose_ack:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "lost")
         return pb.SubmitAck()
 
     async def Serve(self, request_iterator, context) -> AsyncIterator[pb.WorkerFrame]:
@@ -138,6 +144,7 @@ class EmulatedWorker(DecodeServicer):
     async def _tick(self, queue) -> None:
         while True:
             await asyncio.sleep(0.1)
+            self.steps += self.script.streams
             if not self.script.hang:
                 queue.put_nowait(pb.WorkerFrame(status=self._status()))
 
@@ -172,6 +179,7 @@ class EmulatedWorker(DecodeServicer):
             kv_blocks=common.BlockCounts(total=512, free=500, cached=8, leased=4),
             running=running + self.script.streams,
             threads=1,
+            steps=self.steps,
             transfers=common.TransferTotals(
                 count=self.transfer_count, bytes=self.transfer_count * 1000
             ),
@@ -261,7 +269,8 @@ class EmulatedWorker(DecodeServicer):
             self.transfer_count += 1
         self._push(pb.WorkerFrame(routes=[route]))
         await self._generate(job)
-        self._end(submission)
+        if not script.lose_end:
+            self._end(submission)
 
     async def _generate(self, job: Job) -> None:
         script, sampling = self.script, job.submission.sampling
@@ -310,6 +319,8 @@ class EmulatedWorker(DecodeServicer):
         )
         if reason == "stop":
             run.has_stop_token, run.stop_token_id = True, self.script.stop_token
+        if self.script.bad_seed == sampling.seed:
+            run.logprobs.append(common.TokenLogprob(top_ids=b"\0\0\0\0"))
         if sampling.logprobs >= 0:
             for token in ids:
                 top = [token + k for k in range(sampling.logprobs)]

@@ -34,6 +34,9 @@ BAD_CHAT = [
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"logit_bias": {"49152": 1}}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"000000000000999999": 1}}, "logit_bias"),
+    ({"logit_bias": {"05": 1, "5": 2}}, "logit_bias"),
+    ({"logit_bias": {"0" * 12 + "9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
@@ -247,3 +250,12 @@ async def test_a_model_without_template_cannot_chat(make_fleet, artifact):
     error = check_problem(await fleet.chat(model="base"), 400, "messages")
     assert "no chat template" in error["message"]
     assert (await fleet.complete(model="base")).status_code == 200
+
+
+async def test_a_number_in_a_header_counts_with_all_its_digits(make_fleet):
+    fleet = await make_fleet({"decode-0": None}, window_requests=1)
+    for raw in ("000000000001" + "9" * 20, "0", "-1", "86400001", "1" * 13):
+        response = await fleet.chat(headers={"x-baton-timeout-ms": raw})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "x-baton-timeout-ms"
+    assert (await fleet.chat(headers={"x-baton-timeout-ms": "86400000"})).status_code == 200

@@ -4,8 +4,10 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from batonpb.common_pb2 import Capabilities, EdgeRate, WorkerStatus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +15,7 @@ from fleet.registry_types import EventBatch
 from router.cost import Edge, Terms, WorkerLoad, candidates, choose
 from router.load import LoadBook
 from router.mirror import Mirror
+from router.workers import load_of
 
 TRACE = Path(__file__).with_name("conversation_sample.jsonl")
 
@@ -216,3 +219,10 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
         reused += row["input_length"] - best.uncached_tokens
     assert max(work) / (sum(work) / nodes) < 1.5
     assert reused > 0.8 * bound
+
+
+def test_a_measured_edge_without_an_overhead_has_the_usual_one():
+    status = WorkerStatus(edges=[EdgeRate(prefill_worker_id="prefill-0", bytes_per_s=1e9)])
+    link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"d")
+    slot = SimpleNamespace(worker_id="decode-0", role="decode", link=link)
+    assert load_of(slot, 0, LoadBook()).edges["prefill-0"] == Edge(bytes_per_s=1e9)

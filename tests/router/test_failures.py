@@ -155,6 +155,16 @@ async def test_a_hung_worker_is_dead_after_two_seconds(make_fleet):
     await until(lambda: fleet.state("decode-0") == "ready", timeout_s=5)
 
 
+async def test_a_router_that_stood_still_does_not_blame_its_workers(make_fleet, caplog):
+    fleet = await make_fleet({"decode-0": None}, silence_s=0.6)
+    for _ in range(3):
+        time.sleep(1.0)  # noqa: ASYNC251 - this is what it is about
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    assert "dead" not in caplog.text
+    assert (await fleet.chat()).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_broken_stream_is_resumed_without_duplicates(make_fleet, model, stream):
     fleet = await make_fleet({"decode-0": Script(step_s=0.02, cut_stream_at=5)})
@@ -303,3 +313,70 @@ class TestAdmission:
         assert (await first).status_code == 200
         assert len(only(fleet).submissions) == 1
         assert fleet.router.gateway.admission.waiting == 0
+
+
+class TestFaultsOfOurOwn:
+    """A fault inside the router ends the request that it is in, and nothing else."""
+
+    async def test_a_streamed_call_of_many_prompts_runs_through_a_narrow_window(self, make_fleet):
+        fleet = await make_fleet({"decode-0": Script(step_s=0.01)}, window_requests=1)
+        response = await fleet.complete(["a", "b", "c"], stream=True, max_tokens=3)
+        events = events_of(response.text)
+        assert events[-1] == "[DONE]"
+        ends = [e["choices"][0] for e in events[:-1] if e["choices"][0]["finish_reason"]]
+        assert [end["index"] for end in ends] == [0, 1, 2]
+        assert (await fleet.chat()).status_code == 200
+
+    async def test_a_placement_that_fails_frees_its_place(self, make_fleet, monkeypatch):
+        fleet = await make_fleet({"decode-0": None}, window_requests=1)
+        gateway = fleet.router.gateway
+        place, faults = gateway._placer.place, [OverflowError("too large")]
+
+        def broken(flight, avoid):
+            if faults:
+                raise faults.pop()
+            return place(flight, avoid)
+
+        monkeypatch.setattr(gateway._placer, "place", broken)
+        response = await fleet.chat()
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert (gateway.admission.running, gateway.in_flight) == (0, 0)
+        assert (await fleet.chat()).status_code == 200
+
+    async def test_tokens_that_cannot_be_handled_end_only_their_request(self, make_fleet):
+        fleet = await make_fleet({"decode-0": Script(bad_seed=7, step_s=0.02)})
+        good = asyncio.create_task(fleet.chat(max_tokens=9))
+        await until(lambda: only(fleet).jobs)
+        assert (await fleet.chat(seed=7)).status_code == 500
+        assert (await good).status_code == 200
+
+    async def test_a_frame_that_cannot_be_handled_kills_the_link_and_it_comes_back(
+        self, make_fleet, monkeypatch, caplog
+    ):
+        fleet = await make_fleet({"decode-0": None})
+        table = fleet.router.gateway.workers
+        faults = [KeyError("a fault of ours")]
+        note_status = table.note_status
+
+        def broken(link):
+            if faults:
+                raise faults.pop()
+            note_status(link)
+
+        monkeypatch.setattr(table, "note_status", broken)
+        await until(lambda: fleet.state("decode-0") == "dead")
+        await until(lambda: fleet.state("decode-0") == "ready")
+        assert "a fault of ours" in caplog.text
+        assert (await fleet.chat()).status_code == 200
+
+
+async def test_a_submission_that_seems_lost_is_cancelled_before_it_goes_elsewhere(make_fleet):
+    fleet = await make_fleet(
+        {"decode-0": Script(lose_ack=True, prefill_s=30)}, unary_prompt_bytes=64
+    )
+    call = asyncio.create_task(fleet.complete("hi " * 40))
+    await fleet.add("decode-1")
+    assert (await call).status_code in (200, 503)
+    await until(lambda: only(fleet).cancels)
+    assert only(fleet).cancels[0].attempt == 1

@@ -13,6 +13,7 @@ from router.admission import Admission, Waiting
 from router.lifecycle import RequestRecord
 from router.repair import after_prefill_failure, after_worker_death
 from router.request import GenerationRequest, pack, unpack
+from router.streams import Silence
 
 
 def request(n: int = 1, stops=(), mode="auto", **sampling) -> GenerationRequest:
@@ -241,3 +242,16 @@ class TestAdmission:
             queue.offer(Waiting(0, 99, "x"), now_ns, expected_s=1)
         assert 4 <= caught.value.retry_after_s <= 6
         assert queue.drain_per_s(now_ns + 40 * 10**9) == 0  # long ago says nothing of now
+
+    def test_tickets_rise_and_two_routers_draw_them_from_one_clock(self):
+        old, new = Admission(1), Admission(1)
+        assert [old.draw_ticket(now) for now in (100, 100, 90, 200)] == [100, 101, 102, 200]
+        assert new.draw_ticket(250) > 200  # a router that starts later does not overtake
+
+
+def test_silence_does_not_count_while_our_own_loop_stood_still():
+    silence = Silence(since_ns=0)
+    assert silence.grown_ns(100, heard_ns=0, late_ns=0) == 100
+    assert silence.grown_ns(1100, heard_ns=0, late_ns=900) == 200
+    assert silence.grown_ns(1200, heard_ns=0, late_ns=0) == 300
+    assert silence.grown_ns(1300, heard_ns=1250, late_ns=0) == 50

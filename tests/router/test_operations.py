@@ -103,7 +103,7 @@ async def test_ready_sends_a_token_through_every_live_pair(make_fleet):
     pairs = {(pair["prefill"], pair["decode"]) for pair in response.json()["pairs"]}
     assert pairs == {("prefill-0", "decode-0"), ("prefill-0", "decode-1")}
     probes = [s for worker in fleet.workers.values() for s in worker.submissions]
-    assert all(probe.probe and probe.sampling.max_tokens == 1 for probe in probes)
+    assert all(probe.probe and probe.sampling.max_tokens == 2 for probe in probes)
     assert all(probe.prefill.worker_id == "prefill-0" for probe in probes)
     for _ in range(5):
         await fleet.http.get("/health/ready")
@@ -308,3 +308,92 @@ async def test_the_process_stops_within_five_seconds_of_sigterm(tmp_path):
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_large_bodies_hold_up_nobody(fleet):
+    """While large bodies are read and refused, the loop goes round."""
+    message = {"role": "user", "content": ""}
+    words = "the quick brown fox jumps over the lazy dog. "
+    calls = [
+        ("/tokenize", {"prompt": words * 60_000}),
+        ("/detokenize", {"tokens": [1000] * 300_000}),
+        ("/v1/completions", {"model": MODEL, "prompt": [words * 300] * 64}),
+        ("/v1/chat/completions", {"model": MODEL, "messages": [message] * 60_000}),
+    ]
+    for path, body in calls:
+        content, gaps_s, ended = json.dumps(body).encode(), [], asyncio.Event()
+
+        async def beat(gaps_s=gaps_s, ended=ended):
+            last_s = time.monotonic()
+            while not ended.is_set():
+                await asyncio.sleep(0.005)
+                gaps_s.append(time.monotonic() - last_s)
+                last_s = time.monotonic()
+
+        beating = asyncio.create_task(beat())
+        response = await fleet.http.post(path, content=content)
+        ended.set()
+        await beating
+        assert response.status_code in (200, 400)
+        assert max(gaps_s) < 0.6, path
+
+
+async def test_a_busy_pair_is_ready_and_a_stuck_one_is_not(make_fleet):
+    slow = Script(prefill_s=30, streams=8)
+    fleet = await make_fleet({"decode-0": slow}, probe_timeout_s=0.5, probe_every_s=0)
+    response = await fleet.http.get("/health/ready")
+    assert response.status_code == 200
+    [pair] = response.json()["pairs"]
+    assert (pair["ok"], pair["busy"]) == (True, True)
+    assert fleet.workers["decode-0"].submissions[0].priority == -(2**31)
+    slow.streams = 0
+    await asyncio.sleep(0.3)
+    response = await fleet.http.get("/health/ready")
+    assert response.status_code == 503
+    [pair] = response.json()["pairs"]
+    assert (pair["ok"], pair["busy"]) == (False, False)
+
+
+async def test_every_response_has_an_id_and_a_call_of_many_prompts_is_found_by_its_own(fleet):
+    many = await fleet.complete(["a", "b"], max_tokens=1)
+    story = (await fleet.http.get(f"/fleet/requests/{many.headers['x-request-id']}")).json()
+    assert [part["id"] for part in story["parts"]] == [f"{story['id']}-0", f"{story['id']}-1"]
+    for method, path, status in [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/fleet", 200),
+        ("POST", "/tokenize", 400),
+    ]:
+        response = await fleet.http.request(method, path)
+        assert response.status_code == status
+        assert response.headers["x-request-id"].startswith("req-")
+    assert (await fleet.chat()).headers["x-request-id"].startswith("chatcmpl-")
+
+
+async def test_a_fault_is_500_with_an_id(fleet, monkeypatch):
+    monkeypatch.setattr(fleet.router.gateway.workers, "describe", lambda: 1 / 0)
+    response = await fleet.http.get("/fleet")
+    assert response.status_code == 500
+    assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make_fleet):
+    fleet = await make_fleet({"decode-0": None})
+    response = await fleet.chat(max_tokens=5, logprobs=True, top_logprobs=3)
+    name, counted = response.json()["id"], response.json()["usage"]
+    [flight] = fleet.router.gateway._kept.values()
+    await until(lambda: not flight.request.prompt)
+    assert [choice.token_ids for choice in flight.record.choices] == [[]]
+    story = (await fleet.http.get(f"/fleet/requests/{name}")).json()
+    assert story["prompt_tokens"] == counted["prompt_tokens"] > 0
+    assert story["completion_tokens"] == 5
+
+
+async def test_a_delivered_request_is_counted_though_its_worker_dies_unconfirmed(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(lose_end=True)})
+    await fleet.chat()
+    assert fleet.router.gateway.in_flight == 1
+    await fleet.workers["decode-0"].stop()
+    await until(lambda: fleet.router.gateway.in_flight == 0)
+    values = samples((await fleet.http.get("/metrics")).text)
+    assert values["baton_generation_tokens_total", ("tenant", "default")] == 4

@@ -59,7 +59,7 @@ async def place(router: Router, count: int) -> list[str]:
     preparer = Preparer(router.model, router.settings)
     went = []
     for _ in range(count):
-        [request] = await preparer.completions(
+        [request] = preparer.completions(
             body, read_headers({}, router.settings), time.monotonic_ns()
         )
         bell = asyncio.Event()
@@ -100,6 +100,12 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             held = workers[2].incarnation
             await until(lambda r=router, h=held: r.mirror.prefix_blocks(h, names) == len(names))
             assert await place(router, 5) == ["decode-2"] * 5
+
+        # A router that thought the worker dead learns again what it holds.
+        routers[0].gateway.workers.link("decode-2").die("a mistake")
+        assert routers[0].mirror.prefix_blocks(held, names) == 0
+        await until(lambda: routers[0].mirror.prefix_blocks(held, names) == len(names))
+        await until(lambda: len(routers[0].gateway.workers.usable) == 3)
 
         redis_server.kill()
         assert await place(routers[1], 3) == ["decode-2"] * 3
