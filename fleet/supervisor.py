@@ -118,6 +118,8 @@ class Supervisor:
         self._start_redis()
         self._save_state()
         self._start_workers()
+        sums = fleet_state.state_folder(self._config.fleet) / "transfers.json"
+        sums.unlink(missing_ok=True)  # of an earlier fleet; a router that restarts finds its own
         self._start_router()
         self._wait_until_ready()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
@@ -24,6 +25,7 @@ from router.load import LoadBook
 from router.mirror import Mirror
 from router.settings import RouterSettings
 from router.streams import LinkListener, WorkerLink, wire_ok
+from router.transfers import TransferLedger
 
 _STATES = ("starting", "ready", "draining")
 _BLOCK_STATES = ("total", "free", "cached", "leased", "quarantined")
@@ -122,8 +124,8 @@ class WorkerTable:
         self._hello = hello
         self._listener = listener
         self._slots: dict[str, Slot] = {}
-        self._transfers: dict[bytes, tuple[int, int, int]] = {}
-        self._past_transfers = (0, 0, 0)
+        folder = Path(settings.state_dir) if settings.state_dir else None
+        self._transfers = TransferLedger(folder / "transfers.json" if folder else None)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.changed = asyncio.Event()
@@ -137,6 +139,7 @@ class WorkerTable:
 
     async def close(self) -> None:
         """Hang up on every worker."""
+        self._transfers.save()
         for task in self._tasks:
             task.cancel()
         links = [slot.link for slot in self._slots.values() if slot.link is not None]
@@ -238,15 +241,8 @@ class WorkerTable:
         """A report came: remember the transfers of this incarnation."""
         if link.status is not None:
             totals = link.status.transfers
-            before = self._transfers.get(link.incarnation, (0, 0, 0))
-            self._transfers[link.incarnation] = (
-                max(before[0], totals.count),
-                max(before[1], totals.bytes),
-                max(before[2], totals.failures),
-            )
-            if len(self._transfers) > 4096:  # old lives count on in the sum
-                past = self._transfers.pop(next(iter(self._transfers)))
-                self._past_transfers = _add(self._past_transfers, past)
+            sums = (totals.count, totals.bytes, totals.failures)
+            self._transfers.note(link.incarnation, sums)
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())
@@ -267,9 +263,7 @@ class WorkerTable:
 
     def describe(self) -> dict[str, Any]:
         """The answer to ``GET /fleet``."""
-        count, payload, failures = self._past_transfers
-        for part in self._transfers.values():
-            count, payload, failures = _add((count, payload, failures), part)
+        count, payload, failures = self._transfers.total()
         limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
         shown = sorted(name for name, slot in self._slots.items() if not _long_dead(slot, limit_ns))
         return {
@@ -290,10 +284,6 @@ class WorkerTable:
 
 def _long_dead(slot: Slot, limit_ns: int) -> bool:
     return slot.dead_since_ns is not None and slot.dead_since_ns < limit_ns
-
-
-def _add(left: tuple[int, int, int], right: tuple[int, int, int]) -> tuple[int, int, int]:
-    return left[0] + right[0], left[1] + right[1], left[2] + right[2]
 
 
 def load_of(slot: Slot, cached_blocks: int, book: LoadBook) -> WorkerLoad:

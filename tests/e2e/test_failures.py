@@ -92,6 +92,18 @@ async def test_a_router_that_dies_leaves_nothing_behind(shared):
     await asyncio.to_thread(shared.assert_baseline, 10.0)
 
 
+async def test_a_second_router_knows_the_transfers_of_the_first(shared):
+    await text_of(shared.url, chat("Move some blocks.", max_tokens=3), "disaggregated")
+    await asyncio.sleep(1.5)  # the sums are written once a second
+    second = await asyncio.to_thread(shared.start_router)
+    before = shared.transfers()
+    after = httpx.get(f"{second}/fleet", timeout=5).json()["transfers"]
+    assert after == before
+    process, _ = shared.routers.pop()
+    process.terminate()
+    process.wait(10)
+
+
 async def test_garbage_is_answered_and_forgotten(shared):
     async with httpx.AsyncClient(base_url=shared.url, timeout=10) as client:
         for content in (b"", b"{", b"\xff\xfe", b"[]", b'"x"', b'{"model": 1}', b"null"):

@@ -1,0 +1,81 @@
+"""The sums of hand-offs in `/fleet`, over all lives of all workers and over router restarts."""
+
+import contextlib
+import logging
+from pathlib import Path
+from time import monotonic_ns
+
+import msgspec
+
+_LOG = logging.getLogger(__name__)
+
+_SAVE_EVERY_NS = 1_000_000_000
+_REMEMBERED_LIVES = 4096
+
+Totals = tuple[int, int, int]  # count, bytes, failures
+
+
+class _Book(msgspec.Struct):
+    """What is kept: totals by incarnation (hex), and the sum of lives too old to be listed."""
+
+    lives: dict[str, Totals] = {}
+    past: Totals = (0, 0, 0)
+
+
+class TransferLedger:
+    """Totals that never fall.
+
+    Args:
+        file: Where they outlive this process; None keeps them in memory only.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._book = _Book()
+        self._saved_ns = 0
+        if file is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._book = self._read(file)
+
+    def _read(self, file: Path) -> _Book:
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=_Book)
+        except msgspec.DecodeError as error:
+            _LOG.warning("%s is damaged, starting from zero: %s", file, error)
+            return _Book()
+
+    def note(self, incarnation: bytes, totals: Totals) -> None:
+        """A worker's report of this life."""
+        lives, key = self._book.lives, incarnation.hex()
+        before = lives.get(key, (0, 0, 0))
+        now = (max(before[0], totals[0]), max(before[1], totals[1]), max(before[2], totals[2]))
+        if now == before:
+            return
+        lives[key] = now
+        if len(lives) > _REMEMBERED_LIVES:
+            self._book.past = _add(self._book.past, lives.pop(next(iter(lives))))
+        if monotonic_ns() - self._saved_ns > _SAVE_EVERY_NS:
+            self.save()
+
+    def total(self) -> Totals:
+        """The sum over all lives."""
+        total = self._book.past
+        for part in self._book.lives.values():
+            total = _add(total, part)
+        return total
+
+    def save(self) -> None:
+        """Write the file, whole or not at all; a full disk costs only the memory of it."""
+        self._saved_ns = monotonic_ns()
+        if self._file is None:
+            return
+        draft = self._file.with_suffix(".new")
+        try:
+            draft.write_bytes(msgspec.json.encode(self._book))
+            draft.replace(self._file)
+        except OSError as error:
+            _LOG.warning("cannot write %s: %s", self._file, error)
+
+
+def _add(a: Totals, b: Totals) -> Totals:
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
