@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.core.errors import NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, StepPlan
@@ -26,6 +27,7 @@ class EmulatedRunner:
         vocab_size: Tokens drawn are below it.
         eos_token_ids: Tokens that end an answer.
         token_s: Time that computing one token takes (slept, spread over the layers).
+        nan_after_steps: Drill: later steps end as if their logits were NaN; 0 = never.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class EmulatedRunner:
         vocab_size: int = 256,
         eos_token_ids: tuple[int, ...] = (),
         token_s: float = 0.0,
+        nan_after_steps: int = 0,
     ) -> None:
         self._geometry = geometry
         layers, two, blocks, tokens, heads, dim = geometry.shape
@@ -45,6 +48,8 @@ class EmulatedRunner:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._token_s = token_s
+        self._nan_after_steps = nan_after_steps
+        self._steps = 0
         self._ramp = np.arange(row_bytes, dtype=np.uint64)
 
     @property
@@ -66,6 +71,9 @@ class EmulatedRunner:
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
         """Run one step; see ``ModelRunner.execute``."""
+        self._steps += 1
+        if 0 < self._nan_after_steps < self._steps:
+            raise NumericsError(f"NaN in the logits of {len(plan.rows)} rows (a drill)")
         for source, target in plan.copies:
             self._pool[:, :, target] = self._pool[:, :, source]
         tokens = sum(len(row.tokens) for row in plan.rows)

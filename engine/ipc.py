@@ -30,6 +30,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_requests: int = 32
     max_step_tokens: int = 512
     emulated_token_s: float = 0.0
+    emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
 
 

@@ -114,7 +114,12 @@ class EngineProcess:
             num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=settings.kv_blocks, dtype="bf16"
         )
         pool = map_pool(self._pool_fd, geometry)
-        runner = EmulatedRunner(geometry, pool, token_s=settings.emulated_token_s)
+        runner = EmulatedRunner(
+            geometry,
+            pool,
+            token_s=settings.emulated_token_s,
+            nan_after_steps=settings.emulated_nan_after_steps,
+        )
         return runner, ModelInfo("exact/emulated", b"emulated weights", 1 << 20)
 
     def _receive(self) -> bool:

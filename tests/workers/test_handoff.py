@@ -173,6 +173,15 @@ async def test_a_hung_engine_takes_its_worker_along():
         assert await asyncio.wait_for(decode.process.wait(), 12) != 0
 
 
+async def test_nan_is_a_typed_error_and_its_worker_leaves_traffic():
+    """The request hears of it; the canary, which meets NaN too, ends the worker."""
+    sick = {"emulated_nan_after_steps": 6, "canary_s": 2.0}
+    async with workers("decode-0", **sick) as (decode,), routed(decode) as router:
+        await router.submit("a", PROMPT, sampling={"max_tokens": 100})
+        assert (await router.ended("a", 5.0)).error.code == "numerics_error"
+        assert await asyncio.wait_for(decode.process.wait(), 12) != 0
+
+
 async def test_a_prefill_worker_that_is_only_slow_is_not_called_dead():
     async with workers("prefill-0", "decode-0") as (first, decode), routed(decode) as router:
         first.signal_all(signal.SIGSTOP)
