@@ -21,6 +21,8 @@ from fleet.registry_types import (
 )
 
 _MAX_KEPT_BATCHES = 1024
+_EXPECTED_FOR_NS = 2_000_000_000
+_MAX_EXPECTED = 65_536
 
 
 class Applied(Enum):
@@ -69,6 +71,7 @@ class Mirror:
         self._max_names = max_names
         self._max_incarnations = max_incarnations
         self._held: dict[bytes, _Held] = {}
+        self._expected: dict[tuple[bytes, bytes], int] = {}  # until when, oldest first
         self.gaps = 0
         self.snapshots = 0
 
@@ -93,6 +96,22 @@ class Mirror:
     def forget(self, incarnation: bytes) -> None:
         """The incarnation is dead: one dictionary entry goes, however much it held."""
         self._held.pop(incarnation, None)
+
+    def expect(self, incarnation: bytes, names: Sequence[bytes], now_ns: int) -> None:
+        """A request was sent there that will store these blocks; its events are not here yet.
+
+        So the same prompt, asked again at once, goes where it was computed. What does not come
+        true within two seconds is forgotten.
+        """
+        for name in names:
+            key = (incarnation, name)
+            self._expected.pop(key, None)
+            self._expected[key] = now_ns + _EXPECTED_FOR_NS
+        while self._expected:
+            oldest = next(iter(self._expected))
+            if self._expected[oldest] > now_ns and len(self._expected) <= _MAX_EXPECTED:
+                break
+            del self._expected[oldest]
 
     def _entry(self, incarnation: bytes) -> _Held:
         entry = self._held.get(incarnation)
@@ -157,14 +176,19 @@ class Mirror:
             entry.checksum = names_checksum((name,), entry.checksum)
         return Applied.DONE
 
-    def prefix_blocks(self, incarnation: bytes, names: Sequence[bytes]) -> int:
-        """How many of ``names``, from the first on, the incarnation holds."""
+    def prefix_blocks(
+        self, incarnation: bytes, names: Sequence[bytes], now_ns: int | None = None
+    ) -> int:
+        """How many of ``names``, from the first on, the incarnation holds.
+
+        With ``now_ns`` those count too that it is expected to hold soon.
+        """
         entry = self._held.get(incarnation)
-        if entry is None:
-            return 0
-        held = entry.names
+        held = entry.names if entry is not None else ()
         for count, name in enumerate(names):
-            if name not in held:
+            if name in held:
+                continue
+            if now_ns is None or self._expected.get((incarnation, name), 0) <= now_ns:
                 return count
         return len(names)
 

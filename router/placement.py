@@ -82,7 +82,7 @@ class Placer:
             return UnavailableError("no worker is ready")
         names = self._names.of(request, usable)
         found = candidates(
-            self._workers.loads(usable, names, self._mirror, self._book),
+            self._workers.loads(usable, names, self._mirror, self._book, now_ns),
             mode=request.mode,
             prompt_tokens=len(request.prompt),
             expected_tokens=min(request.sampling.max_tokens, round(self._answer_tokens)),
@@ -102,6 +102,9 @@ class Placer:
         where = f"placed on {chosen.computes.worker_id} → {flight.decode_id}"
         flight.record.note(where, now_ns)
         self._book_load(flight, now_ns)
+        if not request.probe:
+            for incarnation in {chosen.computes.incarnation, chosen.decode.incarnation}:
+                self._mirror.expect(incarnation, names, now_ns)
         self._observer.placed(flight)
         return self._send(flight, attempt, now_ns)
 

@@ -272,11 +272,16 @@ class WorkerTable:
         }
 
     def loads(
-        self, slots: Sequence[Slot], names: Sequence[bytes], mirror: Mirror, book: LoadBook
+        self,
+        slots: Sequence[Slot],
+        names: Sequence[bytes],
+        mirror: Mirror,
+        book: LoadBook,
+        now_ns: int,
     ) -> list[WorkerLoad]:
         """The slots as the cost model takes them, for a prompt with these block names."""
         return [
-            load_of(slot, mirror.prefix_blocks(slot.link.incarnation, names), book)
+            load_of(slot, mirror.prefix_blocks(slot.link.incarnation, names, now_ns), book)
             for slot in slots
             if slot.link is not None
         ]

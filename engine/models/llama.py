@@ -218,7 +218,7 @@ class Llama:
         x_TE = F.embedding(tokens_T, self._embed).float()
         for index, layer in enumerate(self._layers):
             h_TE = F.rms_norm(x_TE, shape_E, layer.attn_norm, eps).to(self.dtype)
-            qkv = layer.qkv(h_TE)
+            qkv = self._project(layer.qkv, index, "qkv", h_TE)
             pairs = torch.view_as_complex(qkv[:, :k_end].float().view(rows, -1, dim // 2, 2))
             rotated = torch.view_as_real(pairs * rotation).view(rows, k_end)
             qkv[:, :k_end] = rotated  # rounds to the model's dtype in the same pass
@@ -227,13 +227,17 @@ class Llama:
             a_TE = attention(index, q, kv)
             if on_layers_done is not None:
                 on_layers_done(index + 1)
-            x_TE += layer.o(a_TE)
+            x_TE += self._project(layer.o, index, "o", a_TE)
             h_TE = F.rms_norm(x_TE, shape_E, layer.mlp_norm, eps).to(self.dtype)
-            gate_up = layer.gate_up(h_TE)
+            gate_up = self._project(layer.gate_up, index, "gate_up", h_TE)
             f = c.intermediate_size
             act_TF = F.silu(gate_up[:, :f]).mul_(gate_up[:, f:])
-            x_TE += layer.down(act_TF)
+            x_TE += self._project(layer.down, index, "down", act_TF)
         return x_TE
+
+    def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
+        """One linear layer of layer ``index``; every product of the layers goes through here."""
+        return linear(x_TE)
 
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.

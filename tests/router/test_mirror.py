@@ -147,3 +147,21 @@ def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fat
         mirror.apply(Snapshot(incarnation=A, sequence=last, names=frozenset(truth)))
     assert mirror.names_of(A) == truth
     assert mirror.apply(beat) is Applied.DONE
+
+
+def test_what_was_just_placed_counts_until_it_should_have_come():
+    mirror = Mirror()
+    names = [b"a", b"b"]
+    mirror.expect(A, names, now_ns=0)
+    assert mirror.prefix_blocks(A, names, now_ns=1) == 2
+    assert mirror.prefix_blocks(B, names, now_ns=1) == 0
+    assert mirror.prefix_blocks(A, names) == 0  # nothing was told yet
+    assert mirror.prefix_blocks(A, names, now_ns=3_000_000_000) == 0
+
+
+def test_expectations_are_bounded_and_old_ones_leave():
+    mirror = Mirror()
+    for second in range(5):
+        many = [f"{second}/{i}".encode() for i in range(30_000)]
+        mirror.expect(A, many, now_ns=second * 1_000_000_000)
+    assert len(mirror._expected) <= 65_536
