@@ -29,6 +29,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
+    check_every_step: bool = False  # tests: recount all blocks after each step
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -46,6 +47,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     skip_blocks: int = 0
     cacheable: bool = True
+    pooling: str = ""
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
@@ -136,6 +138,7 @@ Report = (
     | Fatal
     | Sick
     | ev.Tokens
+    | ev.Harvested
     | ev.Admitted
     | ev.Published
     | ev.PromptDone

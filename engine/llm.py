@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.core import events as ev
 from engine.core.core import EngineCore
 from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
+from engine.core.harvest import MEAN, Floats, PromptScores
 from engine.core.names import name_seed
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
@@ -49,6 +51,8 @@ class Output:
     text: str = ""
     finish_reason: str = ""
     cached_tokens: int = 0
+    scores: PromptScores | None = None  # of the prompt, with `prompt_logprobs`
+    vector: bytes = b""  # float32, of `embed`
 
     @property
     def token_ids(self) -> list[int]:
@@ -141,19 +145,50 @@ class LLM:
             BatonError: Whatever else ended a request.
         """
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
+        found = self._answers(prompts, params)
+        for output in found:
+            output.text = self.tokenizer.decode(output.token_ids)
+        return found
+
+    def embed(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], pooling: str = MEAN
+    ) -> list[Floats]:
+        """One vector ``[E]`` of length 1 for each prompt, computed together.
+
+        Args:
+            prompts: Texts, or lists of token ids.
+            pooling: Of the hidden rows behind the final norm: ``"mean"`` or ``"last"``.
+
+        Raises:
+            InvalidRequestError: A prompt is empty or can never fit into the pool.
+        """
+        found = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
+        vectors = [np.frombuffer(output.vector, "<f4") for output in found]
+        return [vector / np.linalg.norm(vector) for vector in vectors]
+
+    def _answers(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams,
+        pooling: str = "",
+    ) -> list[Output]:
         outputs: dict[str, list[Output]] = {}
         for prompt in prompts:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
             self._check(ids, params)
             ticket = next(self._tickets)
             request = EngineRequest(
-                f"llm-{ticket}", Kind.FULL, ids, params, self._seed, ticket=ticket
+                f"llm-{ticket}",
+                Kind.FULL,
+                ids,
+                params,
+                self._seed,
+                ticket=ticket,
+                pooling=pooling,
             )
             self.core.scheduler.submit(request, time.monotonic_ns())
             outputs[request.request_id] = [Output(len(ids), c) for c in range(params.n)]
         self._run(outputs)
-        for output in itertools.chain.from_iterable(outputs.values()):
-            output.text = self.tokenizer.decode(output.token_ids)
         return list(itertools.chain.from_iterable(outputs.values()))
 
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
@@ -176,6 +211,9 @@ class LLM:
                         output = outputs[event.request_id][event.choice]
                         output.tokens += event.tokens
                         output.finish_reason = event.finish_reason or output.finish_reason
+                    elif isinstance(event, ev.Harvested) and event.request_id in outputs:
+                        for output in outputs[event.request_id]:
+                            output.scores, output.vector = event.scores, event.vector
                     elif isinstance(event, ev.Ended) and event.request_id in open_requests:
                         open_requests.discard(event.request_id)
                         if event.error_code:

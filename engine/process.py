@@ -74,7 +74,8 @@ class EngineProcess:
         began_ns = time.monotonic_ns()
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        self._core = EngineCore(runner, limits)
+        check = self._settings.check_every_step
+        self._core = EngineCore(runner, limits, check_every_step=check)
         ready = ipc.Ready(
             os.getpid(),
             runner.geometry,
@@ -170,6 +171,7 @@ class EngineProcess:
             command.ticket,
             command.skip_blocks,
             command.cacheable,
+            command.pooling,
         )
         try:
             self._core.scheduler.submit(request, now_ns)

@@ -239,14 +239,18 @@ class Llama:
         """One linear layer of layer ``index``; every product of the layers goes through here."""
         return linear(x_TE)
 
+    def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        """``[S, E]`` fp32: rows of ``forward``'s result behind the final norm."""
+        eps = self.config.rms_norm_eps
+        return F.rms_norm(x_SE, (self.config.hidden_size,), self._final_norm, eps)
+
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.
 
         A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common; so the best
         are computed again in fp32, row by row.
         """
-        eps = self.config.rms_norm_eps
-        h_SE = F.rms_norm(x_SE, (self.config.hidden_size,), self._final_norm, eps)
+        h_SE = self.normed(x_SE)
         raw_SV = self._head(h_SE.to(self.dtype))
         if self.dtype == torch.float32:
             return Logits(raw_SV)
