@@ -102,7 +102,7 @@ class EmulatedRunner:
     def _reap(self, row: PlanRow, harvest: Harvest) -> None:
         """Scores and vectors that tell where each row came from, and of what KV."""
         count, wide = len(row.tokens), harvest.alternatives or 0
-        digests = [self.digest(row.block_ids, row.start + i + 1) for i in range(count)]
+        digests = [self._digest_at(row.block_ids, row.start + i) for i in range(count)]
         targets = harvest.targets(row.start, count) if harvest.alternatives is not None else []
         own = np.array([-(digests[i] % 997 + t % 7) / 64 for i, t in enumerate(targets)])
         ids = np.array([[(t + k) % self._vocab_size for k in range(wide)] for t in targets])
@@ -127,6 +127,11 @@ class EmulatedRunner:
             token = zlib.crc32(noise.encode()) % self._vocab_size
             drawn.append(SampledToken(token, 0.0 if sample.params.logprobs is not None else None))
         return drawn
+
+    def _digest_at(self, block_ids: Sequence[int], position: int) -> int:
+        """Digest of the KV of one position."""
+        block, slot = divmod(position, self._geometry.block_tokens)
+        return zlib.crc32(self._pool[:, :, block_ids[block], slot].tobytes())
 
     def digest(self, block_ids: Sequence[int], tokens: int) -> int:
         """Digest of the KV of the first ``tokens`` positions."""
