@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 MEAN, LAST = "mean", "last"
 POOLINGS = (MEAN, LAST)
-SCORED_TOKEN_COST = 4
+SCORED_TOKEN_COST = 2
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.uint32]

@@ -119,7 +119,7 @@ def test_an_embedding_at_prefill_is_done_without_tokens_and_announces_no_kv():
 def test_a_scored_chunk_takes_a_smaller_part_of_the_step():
     core = make_core(step_tokens=256)
     core.scheduler.submit(scored(prompt=list(range(200))), 0)
-    assert [len(row.tokens) for row in core.plan(0).rows] == [64]
+    assert [len(row.tokens) for row in core.plan(0).rows] == [128]
 
 
 @settings(max_examples=40, deadline=None)
