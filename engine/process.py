@@ -94,6 +94,8 @@ class EngineProcess:
                 self._step(plan)
             elif had_commands or self._core.scheduler.events:
                 self._send(self._core.take_events())
+            else:
+                self._core.check_when_idle()
 
     def _build(self) -> tuple[ModelRunner, ModelInfo]:
         settings = self._settings
