@@ -30,7 +30,10 @@ class Engine:
         )
         data = bytearray(geometry.pool_bytes)
         self.core = EngineCore(
-            EmulatedRunner(geometry, data), SchedulerConfig(8, 32), group_layers_bytes=1
+            EmulatedRunner(geometry, data),
+            SchedulerConfig(8, 32),
+            group_layers_bytes=1,
+            check_every_step=True,
         )
         self.view = chunk.PoolView(data, geometry)
 

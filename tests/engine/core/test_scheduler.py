@@ -19,7 +19,7 @@ SEED = b"s" * 16
 def make_core(blocks: int = 64, batch: int = 32, step_tokens: int = 512, eos=()) -> EngineCore:
     geometry = KvGeometry(num_layers=2, num_kv_heads=2, head_dim=4, num_blocks=blocks, dtype="bf16")
     runner = EmulatedRunner(geometry, bytearray(geometry.pool_bytes), eos_token_ids=eos)
-    return EngineCore(runner, SchedulerConfig(batch, step_tokens))
+    return EngineCore(runner, SchedulerConfig(batch, step_tokens), check_every_step=True)
 
 
 def request(name: str, prompt: list[int], kind: Kind = Kind.FULL, ticket=0, **params):
