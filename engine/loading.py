@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine.linear import ANY_ROWS, RowCounts, probe_row_counts
-from engine.models import llama
+from engine.models import decoder
 from engine.numerics import DTYPES, Numerics
 from engine.text.artifact import ModelArtifact, ModelError
 from engine.text.gguf_file import open_gguf
@@ -44,7 +44,7 @@ def load_model(
     *,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
-) -> llama.Llama:
+) -> decoder.Decoder:
     """Load, convert and pack a model.
 
     Args:
@@ -70,7 +70,7 @@ def load_model(
             probed[shape] = probe_row_counts(outputs, inputs, DTYPES[dtype])
         return probed[shape]
 
-    return llama.Llama(artifact.config, weights, DTYPES[dtype], row_counts)
+    return decoder.Decoder(artifact.config, weights, DTYPES[dtype], row_counts)
 
 
 def load_weights(
@@ -80,7 +80,7 @@ def load_weights(
     progress: Progress = _silent,
     cache_dir: Path | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Weights by canonical name (``llama.weight_table``), contiguous, in ``dtype``.
+    """Weights by canonical name (``decoder.weight_table``), contiguous, in ``dtype``.
 
     Raises:
         ModelError: Something is missing or not supported.
@@ -103,7 +103,7 @@ def load_weights(
 def _read_safetensors(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
 ) -> dict[str, torch.Tensor]:
-    table = llama.weight_table(artifact.config, "safetensors")
+    table = decoder.weight_table(artifact.config, "safetensors")
     weights: dict[str, torch.Tensor] = {}
     handles: dict[str, Any] = {}
     try:
@@ -127,17 +127,17 @@ def _read_safetensors(
         # a rank of a tensor-parallel group will take its rows here
         weight = handles[entry.source].get_slice(entry.source)[:].to(dtype)
         if entry.name.endswith((".q", ".k")):
-            weight = llama.pair_rows(weight, artifact.config.head_dim)
+            weight = decoder.pair_rows(weight, artifact.config.head_dim)
         weights[entry.name] = weight.contiguous()
         progress("read", done + 1, len(table))
     return weights
 
 
-def _unknown(names: Iterable[str], table: list[llama.WeightName]) -> list[str]:
+def _unknown(names: Iterable[str], table: list[decoder.WeightName]) -> list[str]:
     known = {entry.source for entry in table}
     # a tied model may store its head all the same
-    known |= {llama.ROPE_FACTORS, *llama.GLOBAL_NAMES["head"]}
-    return [n for n in names if n not in known and not n.endswith(llama.IGNORED)]
+    known |= {decoder.ROPE_FACTORS, *decoder.GLOBAL_NAMES["head"]}
+    return [n for n in names if n not in known and not n.endswith(decoder.IGNORED)]
 
 
 def _refuse(artifact: ModelArtifact, problems: list[str], unknown: list[str]) -> None:
@@ -164,7 +164,7 @@ def _read_gguf(
 
     native = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
     found = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
-    table = llama.weight_table(artifact.config, "gguf")
+    table = decoder.weight_table(artifact.config, "gguf")
     problems = []
     for entry in table:
         tensor = found.get(entry.source)
@@ -193,9 +193,9 @@ def _read_gguf(
         # GGUF's converter already put the RoPE pairs of Q and K side by side
         weights[entry.name] = torch.from_numpy(read(entry.source, entry.shape)).to(dtype)
         progress("convert", done + 1, len(table))
-    if llama.ROPE_FACTORS in found:
+    if decoder.ROPE_FACTORS in found:
         half = artifact.config.head_dim // 2
-        weights["rope_factors"] = torch.from_numpy(read(llama.ROPE_FACTORS, (half,)))
+        weights["rope_factors"] = torch.from_numpy(read(decoder.ROPE_FACTORS, (half,)))
     return weights
 
 

@@ -26,7 +26,7 @@ from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, StepPlan
 from engine.ipc import EngineSettings
 from engine.loading import load_model
-from engine.models.llama import ROPE_ORDER, Llama
+from engine.models.decoder import ROPE_ORDER, Decoder
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
@@ -66,7 +66,7 @@ class TorchRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         pool_buffer: memoryview | bytearray,
         geometry: KvGeometry,
         layout: Layout,
@@ -271,7 +271,7 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
 
 
 @torch.inference_mode()
-def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
+def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -316,7 +316,7 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
 
 
 @torch.inference_mode()
-def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) -> str:
+def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
     It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library

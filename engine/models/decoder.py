@@ -134,7 +134,7 @@ AttentionFn = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, q [T, H, D], kv [2, T, K, D]) -> [T, H * D]``; writes K and V first."""
 
 
-class Llama:
+class Decoder:
     """A loaded model: packed weights and the forward pass.
 
     Args:
