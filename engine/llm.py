@@ -120,14 +120,15 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
         **fields: Any,
     ) -> list[Output]:
         """Answers to prompts, computed together.
 
         Args:
-            prompts: Texts, or lists of token ids.
+            prompts: A text, texts, or lists of token ids; texts begin with the BOS token of models
+                that want one.
             params: For all prompts.
             **fields: In place of ``params``, fields of ``SamplingParams``; greedy and
                 ``max_tokens=64`` unless said otherwise.
@@ -142,8 +143,12 @@ class LLM:
         """
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
         outputs: dict[str, list[Output]] = {}
-        for prompt in prompts:
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in (prompts,) if isinstance(prompts, str) else prompts:
+            ids = (
+                self.tokenizer.encode(prompt, add_special_tokens=True)
+                if isinstance(prompt, str)
+                else list(prompt)
+            )
             self._check(ids, params)
             ticket = next(self._tickets)
             request = EngineRequest(

@@ -26,7 +26,8 @@ from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, StepPlan
 from engine.ipc import EngineSettings
 from engine.loading import load_model
-from engine.models.decoder import ROPE_ORDER, Decoder
+from engine.models.decoder import Decoder
+from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
@@ -79,7 +80,8 @@ class TorchRunner:
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
         self._pool = flat.view(geometry.shape)
-        self._attention = PagedAttention(self._pool, geometry, model.config.num_heads, layout)
+        c = model.config
+        self._attention = PagedAttention(self._pool, geometry, c.num_heads, layout, c.layer_windows)
 
     @property
     def geometry(self) -> KvGeometry:
@@ -267,7 +269,7 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
     c = artifact.config
     if numerics == "fast":
         return selftest.fast_layout(c.num_heads // c.num_kv_heads)
-    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype)
+    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
 
 
 @torch.inference_mode()
@@ -280,7 +282,9 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
     for linear in model.linears().values():
         linear.check()
     c = model.config
-    if fault := selftest.attention_fault(layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype):
+    if fault := selftest.attention_fault(
+        layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window
+    ):
         raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
     geometry = KvGeometry(
         num_layers=c.num_layers,

@@ -1,11 +1,10 @@
-"""The Llama family: which weights it has, what they are called elsewhere, and its forward pass.
+"""The decoder: building blocks and forward pass of every family that is served.
 
     T rows of a step, E hidden size, H query heads, K KV heads, D head dim, F feed-forward size,
     L layers, V vocabulary
 
-RoPE pairs are kept adjacent ``(x0, x1), (x2, x3), ...``, as in the original weights and in GGUF, so
-that rotation is one complex product. Hugging Face stores Q and K with the pairs split in halves;
-``pair_rows`` turns one into the other. K in the pool is in the adjacent order too.
+Which blocks a layer has follows from the weights of its family (``engine/models/family.py``). RoPE
+pairs are adjacent here and in the pool, wherever the weights came from (``engine/models/rope.py``).
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -18,114 +17,38 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.linear import ANY_ROWS, Linear, RowCounts
+from engine.models.experts import Experts
+from engine.models.families import FAMILIES
+from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
 from engine.sampling import Logits
 from engine.text.artifact import ModelConfig
 
-ROPE_ORDER = "adjacent"
 REFINED = 32  # logits of each row that are computed in fp32
 
-# canonical name -> (GGUF name, Hugging Face name); {i} is the layer
-GLOBAL_NAMES = {
-    "embed": ("token_embd.weight", "model.embed_tokens.weight"),
-    "final_norm": ("output_norm.weight", "model.norm.weight"),
-    "head": ("output.weight", "lm_head.weight"),
-}
-LAYER_NAMES = {
-    "attn_norm": ("blk.{i}.attn_norm.weight", "model.layers.{i}.input_layernorm.weight"),
-    "q": ("blk.{i}.attn_q.weight", "model.layers.{i}.self_attn.q_proj.weight"),
-    "k": ("blk.{i}.attn_k.weight", "model.layers.{i}.self_attn.k_proj.weight"),
-    "v": ("blk.{i}.attn_v.weight", "model.layers.{i}.self_attn.v_proj.weight"),
-    "o": ("blk.{i}.attn_output.weight", "model.layers.{i}.self_attn.o_proj.weight"),
-    "mlp_norm": ("blk.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
-    "gate": ("blk.{i}.ffn_gate.weight", "model.layers.{i}.mlp.gate_proj.weight"),
-    "up": ("blk.{i}.ffn_up.weight", "model.layers.{i}.mlp.up_proj.weight"),
-    "down": ("blk.{i}.ffn_down.weight", "model.layers.{i}.mlp.down_proj.weight"),
-}
-IGNORED = ("rotary_emb.inv_freq",)
-ROPE_FACTORS = "rope_freqs.weight"  # GGUF's form of llama3 scaling: one divisor per pair
-
-
-@dataclass(frozen=True, slots=True)
-class WeightName:
-    """One weight: its own name, its name in the artifact, and its shape."""
-
-    name: str
-    source: str
-    shape: tuple[int, ...]
-
-
-def weight_table(config: ModelConfig, file_format: str) -> list[WeightName]:
-    """Every weight that the model needs, in the order of loading."""
-    c = config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    e, f = c.hidden_size, c.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed": (c.vocab_size, e),
-        "final_norm": (e,),
-        "head": (c.vocab_size, e),
-        "attn_norm": (e,),
-        "q": (q, e),
-        "k": (kv, e),
-        "v": (kv, e),
-        "o": (e, q),
-        "mlp_norm": (e,),
-        "gate": (f, e),
-        "up": (f, e),
-        "down": (e, f),
-    }
-    column = 0 if file_format == "gguf" else 1
-    table = [
-        WeightName(name, names[column], shapes[name])
-        for name, names in GLOBAL_NAMES.items()
-        if not (name == "head" and c.tie_word_embeddings)
-    ]
-    for i in range(c.num_layers):
-        table += [
-            WeightName(f"layers.{i}.{name}", names[column].format(i=i), shapes[name])
-            for name, names in LAYER_NAMES.items()
-        ]
-    return table
-
-
-def pair_rows(weight_NE: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of Q or K from Hugging Face's split halves to adjacent pairs."""
-    heads = weight_NE.shape[0] // head_dim
-    split = weight_NE.view(heads, 2, head_dim // 2, -1)
-    return split.transpose(1, 2).reshape(weight_NE.shape)
-
-
-def unpair_rows(weight_NE: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The inverse of ``pair_rows``."""
-    heads = weight_NE.shape[0] // head_dim
-    pairs = weight_NE.view(heads, head_dim // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(weight_NE.shape)
-
-
-def rope_frequencies(config: ModelConfig, factors: torch.Tensor | None = None) -> torch.Tensor:
-    """Angle per position of each pair, ``[D / 2]``, fp32, with the model's scaling applied."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    if factors is not None:
-        frequencies = frequencies / factors.float()
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    factor = float(scaling["factor"])
-    if scaling["rope_type"] == "linear":
-        return frequencies / factor
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    original = float(scaling["original_max_position_embeddings"])
-    waves = 2 * math.pi / frequencies
-    smooth = ((original / waves - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth) * frequencies / factor + smooth * frequencies
+RowCountsOf = Callable[[int, int], RowCounts]
+"""The permitted row counts of a weight of (outputs, inputs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """One layer; what a family has not is ``None``."""
+
     attn_norm: torch.Tensor
     qkv: Linear
+    qkv_bias: torch.Tensor | None
+    head_norm: torch.Tensor | None  # [H + K, D], for Q and K
     o: Linear
+    attn_post_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
+    mlp: "_Dense | Experts"
+    mlp_post_norm: torch.Tensor | None
+    frequencies: int  # which of the model's
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """The gated feed-forward part."""
+
     gate_up: Linear
     down: Linear
 
@@ -139,10 +62,10 @@ class Decoder:
 
     Args:
         config: The model's numbers.
-        weights: By canonical name (``weight_table``); Q and K with adjacent pairs. Emptied while
-            packing, so that the peak stays near one copy.
+        weights: By canonical name (``families.weight_table``); Q and K with adjacent pairs.
+            Emptied while packing, so that the peak stays near one copy.
         dtype: ``bf16`` or ``fp32``, of weights and activations.
-        row_counts: Gives the permitted row counts of a weight of (outputs, inputs).
+        row_counts: At which numbers of rows a product may be taken.
     """
 
     def __init__(
@@ -150,48 +73,105 @@ class Decoder:
         config: ModelConfig,
         weights: dict[str, torch.Tensor],
         dtype: torch.dtype,
-        row_counts: Callable[[int, int], RowCounts] = lambda *_: ANY_ROWS,
+        row_counts: RowCountsOf = lambda *_: ANY_ROWS,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self._family = FAMILIES[config.family]
         self._split = (
             config.num_heads * config.head_dim,
             (config.num_heads + config.num_kv_heads) * config.head_dim,
         )
-
-        def linear(*parts: torch.Tensor) -> Linear:
-            weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-            return Linear(weight, row_counts(*weight.shape))
-
+        local = local_frequencies(config)
         factors = weights.pop("rope_factors", None)
+        self._frequencies = [rope_frequencies(config, factors)]
+        self._magnitudes = [rope_magnitude(config)]
+        if local is not None:
+            self._frequencies.append(local)
+            self._magnitudes.append(1.0)
         self._embed = weights.pop("embed")
+        self._embed_scale = math.sqrt(config.hidden_size) if self._family.scale_embedding else 1.0
         self._final_norm = weights.pop("final_norm").float()
         self._head_rows = weights.pop("head", self._embed)
-        self._head = linear(self._head_rows)
-        self._layers = []
-        for i in range(config.num_layers):
-            part = {name: weights.pop(f"layers.{i}.{name}") for name in LAYER_NAMES}
-            layer = _Layer(
-                attn_norm=part["attn_norm"].float(),
-                qkv=linear(part["q"], part["k"], part["v"]),
-                o=linear(part["o"]),
-                mlp_norm=part["mlp_norm"].float(),
-                gate_up=linear(part["gate"], part["up"]),
-                down=linear(part["down"]),
+        self._head = Linear(self._head_rows, row_counts(*self._head_rows.shape))
+        self._layers = [self._layer(i, weights, row_counts) for i in range(config.num_layers)]
+
+    def _layer(
+        self, index: int, weights: dict[str, torch.Tensor], row_counts: RowCountsOf
+    ) -> _Layer:
+        """Take the weights of one layer and pack them."""
+        c = self.config
+
+        def take(name: str) -> torch.Tensor | None:
+            return weights.pop(f"layers.{index}.{name}", None)
+
+        def norm(name: str) -> torch.Tensor | None:
+            weight = take(name)
+            return None if weight is None else weight.float()
+
+        def linear(*names: str) -> Linear:
+            parts = [weights.pop(f"layers.{index}.{name}") for name in names]
+            weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+            parts.clear()
+            return Linear(weight, row_counts(*weight.shape))
+
+        attn_norm, mlp_norm = norm("attn_norm"), norm("mlp_norm")
+        if attn_norm is None or mlp_norm is None:
+            raise KeyError(f"layers.{index}: every family norms its inputs")
+        biases = [take(f"{name}_bias") for name in "qkv"]
+        mlp: _Dense | Experts
+        if c.num_experts:
+            each = range(c.num_experts)
+            mlp = Experts(
+                router=linear("router"),
+                gate_up=[linear(f"experts.{j}.gate", f"experts.{j}.up") for j in each],
+                down=[linear(f"experts.{j}.down") for j in each],
+                chosen=c.experts_per_token,
+                normalise=c.normalise_experts,
             )
-            self._layers.append(layer)
-        self._frequencies = rope_frequencies(config, factors)
+        else:
+            mlp = _Dense(linear("gate", "up"), linear("down"))
+        is_local = bool(c.layer_windows) and c.layer_windows[index] is not None
+        return _Layer(
+            attn_norm=attn_norm,
+            qkv=linear("q", "k", "v"),
+            qkv_bias=_joined(biases),
+            head_norm=self._head_norm(norm("q_norm"), norm("k_norm")),
+            o=linear("o"),
+            attn_post_norm=norm("attn_post_norm"),
+            mlp_norm=mlp_norm,
+            mlp=mlp,
+            mlp_post_norm=norm("mlp_post_norm"),
+            frequencies=int(is_local and len(self._frequencies) > 1),
+        )
+
+    def _head_norm(
+        self, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """``[H + K, D]``: a row for each head. A query scale of the model's own goes in here."""
+        c = self.config
+        if q_norm is None or k_norm is None:
+            return None
+        if c.query_scale is not None:
+            q_norm = q_norm * (c.query_scale * math.sqrt(c.head_dim))
+        return torch.cat((q_norm.expand(c.num_heads, -1), k_norm.expand(c.num_kv_heads, -1)))
 
     def linears(self) -> Mapping[str, Linear]:
         """One linear layer of each kind, for the self-test."""
         first = self._layers[0]
-        names = ("qkv", "o", "gate_up", "down")
-        return {"head": self._head, **{name: getattr(first, name) for name in names}}
+        found = {"head": self._head, "qkv": first.qkv, "o": first.o}
+        if isinstance(first.mlp, Experts):
+            mlp = first.mlp
+            return {**found, "router": mlp.router, "gate_up": mlp.gate_up[0], "down": mlp.down[0]}
+        return {**found, "gate_up": first.mlp.gate_up, "down": first.mlp.down}
 
-    def rotation(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """``[T, 1, D / 2]`` complex: what RoPE multiplies the pairs with."""
-        angles = positions_T.to(torch.float32).view(-1, 1, 1) * self._frequencies
-        return torch.polar(torch.ones_like(angles), angles)
+    def rotations(self, positions_T: torch.Tensor) -> list[torch.Tensor]:
+        """What RoPE multiplies the pairs with: ``[T, 1, D / 2]`` complex for each base."""
+        found = []
+        for frequencies, magnitude in zip(self._frequencies, self._magnitudes, strict=True):
+            angles = positions_T.to(torch.float32).view(-1, 1, 1) * frequencies
+            found.append(torch.polar(torch.full_like(angles, magnitude), angles))
+        return found
 
     def forward(
         self,
@@ -210,30 +190,63 @@ class Decoder:
             attention: Writes K and V, and attends.
             on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is written.
         """
-        c, eps = self.config, self.config.rms_norm_eps
-        shape_E = (c.hidden_size,)
-        rows, dim = tokens_T.shape[0], c.head_dim
-        q_end, k_end = self._split
-        rotation = self.rotation(positions_T)
         x_TE = F.embedding(tokens_T, self._embed).float()
+        if self._embed_scale != 1.0:
+            x_TE *= self._embed_scale
+        rotations = self.rotations(positions_T)
         for index, layer in enumerate(self._layers):
-            h_TE = F.rms_norm(x_TE, shape_E, layer.attn_norm, eps).to(self.dtype)
-            qkv = self._project(layer.qkv, index, "qkv", h_TE)
-            pairs = torch.view_as_complex(qkv[:, :k_end].float().view(rows, -1, dim // 2, 2))
-            rotated = torch.view_as_real(pairs * rotation).view(rows, k_end)
-            qkv[:, :k_end] = rotated  # rounds to the model's dtype in the same pass
-            kv = qkv[:, q_end:].view(rows, 2, c.num_kv_heads, dim).transpose(0, 1)
-            q = qkv[:, :q_end].view(rows, c.num_heads, dim)
+            h_TE = self._norm(x_TE, layer.attn_norm).to(self.dtype)
+            q, kv = self._heads(layer, index, h_TE, rotations[layer.frequencies])
             a_TE = attention(index, q, kv)
             if on_layers_done is not None:
                 on_layers_done(index + 1)
-            x_TE += self._project(layer.o, index, "o", a_TE)
-            h_TE = F.rms_norm(x_TE, shape_E, layer.mlp_norm, eps).to(self.dtype)
-            gate_up = self._project(layer.gate_up, index, "gate_up", h_TE)
-            f = c.intermediate_size
-            act_TF = F.silu(gate_up[:, :f]).mul_(gate_up[:, f:])
-            x_TE += self._project(layer.down, index, "down", act_TF)
+            o_TE = self._project(layer.o, index, "o", a_TE)
+            x_TE += o_TE if layer.attn_post_norm is None else self._norm(o_TE, layer.attn_post_norm)
+            h_TE = self._norm(x_TE, layer.mlp_norm).to(self.dtype)
+            m_TE = self._mlp(layer, index, h_TE)
+            x_TE += m_TE if layer.mlp_post_norm is None else self._norm(m_TE, layer.mlp_post_norm)
         return x_TE
+
+    def _norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
+        """RMS norm in fp32."""
+        return F.rms_norm(x_TE.float(), weight_E.shape, weight_E, self.config.rms_norm_eps)
+
+    def _heads(
+        self, layer: _Layer, index: int, h_TE: torch.Tensor, rotation: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Q ``[T, H, D]`` and K with V ``[2, T, K, D]``: biased, normed and rotated."""
+        c, rows, dim = self.config, h_TE.shape[0], self.config.head_dim
+        q_end, k_end = self._split
+        qkv = self._project(layer.qkv, index, "qkv", h_TE)
+        heads = qkv[:, :k_end].float()
+        if layer.qkv_bias is not None:
+            heads += layer.qkv_bias[:k_end]
+            qkv[:, k_end:] += layer.qkv_bias[k_end:]
+        heads = heads.view(rows, -1, dim)
+        if layer.head_norm is not None:
+            heads = F.rms_norm(heads, (dim,), None, c.rms_norm_eps).mul_(layer.head_norm)
+        pairs = torch.view_as_complex(heads.view(rows, -1, dim // 2, 2))
+        rotated = torch.view_as_real(pairs * rotation).view(rows, k_end)
+        qkv[:, :k_end] = rotated  # rounds to the model's dtype in the same pass
+        kv = qkv[:, q_end:].view(rows, 2, c.num_kv_heads, dim).transpose(0, 1)
+        return qkv[:, :q_end].view(rows, c.num_heads, dim), kv
+
+    def _mlp(self, layer: _Layer, index: int, h_TE: torch.Tensor) -> torch.Tensor:
+        """``[T, E] -> [T, E]``: the feed-forward part, without norms."""
+        mlp = layer.mlp
+        if isinstance(mlp, Experts):
+            return mlp(
+                h_TE, self._gate, lambda linear, name, x: self._project(linear, index, name, x)
+            )
+        act_TF = self._gate(self._project(mlp.gate_up, index, "gate_up", h_TE))
+        return self._project(mlp.down, index, "down", act_TF)
+
+    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``[T, 2 F] -> [T, F]``."""
+        f = gate_up.shape[1] // 2
+        if self._family.activation == "silu":
+            return F.silu(gate_up[:, :f]).mul_(gate_up[:, f:])
+        return F.gelu(gate_up[:, :f], approximate="tanh").mul_(gate_up[:, f:])
 
     def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
         """One linear layer of layer ``index``; every product of the layers goes through here."""
@@ -253,3 +266,9 @@ class Decoder:
         ids_SC = raw_SV.topk(min(REFINED, raw_SV.shape[1]), dim=-1).indices
         rows = zip(F.embedding(ids_SC, self._head_rows).float(), h_SE, strict=True)
         return Logits(raw_SV, ids_SC, torch.stack([torch.mv(w_CE, h_E) for w_CE, h_E in rows]))
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """One fp32 row of all parts, or ``None`` without them."""
+    there = [part.float() for part in parts if part is not None]
+    return torch.cat(there) if there else None

@@ -9,7 +9,9 @@ import torch
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.loading import load_weights
-from engine.models import decoder
+from engine.models.decoder import Decoder
+from engine.models.families import weight_table
+from engine.models.rope import unpair_rows
 from engine.runner import TorchRunner, geometry_of
 from engine.selftest import fast_layout
 from engine.text.artifact import ModelArtifact
@@ -42,7 +44,7 @@ PROMPTS = (
 )
 
 
-def logits_of(model: decoder.Decoder, artifact: ModelArtifact, tokens: list[int]) -> torch.Tensor:
+def logits_of(model: Decoder, artifact: ModelArtifact, tokens: list[int]) -> torch.Tensor:
     """``[T, V]`` logits of one sequence."""
     geometry = geometry_of(artifact, "fp32", 32)
     group = artifact.config.num_heads // artifact.config.num_kv_heads
@@ -72,10 +74,10 @@ def theirs(artifact: ModelArtifact) -> Any:
     )
     weights = load_weights(artifact, "fp32")
     state = {}
-    for entry in decoder.weight_table(c, "safetensors"):
+    for entry in weight_table(c, "safetensors"):
         weight = weights[entry.name]
         if entry.name.endswith((".q", ".k")):
-            weight = decoder.unpair_rows(weight, c.head_dim)
+            weight = unpair_rows(weight, c.head_dim)
         state[entry.source] = weight
     model = transformers.LlamaForCausalLM(config).eval()
     missing = model.load_state_dict(state, strict=False)
@@ -102,7 +104,7 @@ def greedy(theirs: Any, prompt: list[int], count: int) -> list[int]:
 
 def test_logits_agree(
     artifact: ModelArtifact,
-    load: Callable[[str, str], decoder.Decoder],
+    load: Callable[[str, str], Decoder],
     theirs: Any,
     record_property: Callable[[str, object], None],
 ) -> None:

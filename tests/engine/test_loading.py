@@ -14,7 +14,8 @@ from gguf.quants import _type_traits, dequantize
 from safetensors.torch import save_file
 
 from engine.loading import load_model, load_weights
-from engine.models import decoder
+from engine.models import llama
+from engine.models.rope import unpair_rows
 from engine.numerics import same_bits
 from engine.text.artifact import ModelError, resolve_model
 
@@ -201,7 +202,7 @@ def write_directory(folder: Path, *, shards: int = 2, **changes: Any) -> dict[st
         "model.norm.weight": random((64,)) + 1,
     }
     for i in range(2):
-        for name, (_, source) in decoder.LAYER_NAMES.items():
+        for name, (_, source) in llama.LAYER_NAMES.items():
             weights[source.format(i=i)] = random(artifact_config[name])
     names = sorted(weights)
     if shards == 1:
@@ -228,7 +229,7 @@ def test_safetensors_are_read_across_shards_with_rope_pairs_made_adjacent(
     weights = load_weights(artifact, "fp32")
     q = stored["model.layers.1.self_attn.q_proj.weight"]
     assert torch.equal(weights["layers.1.q"][:2], q[[0, 8]])  # head 0: pair (0, dim / 2)
-    assert torch.equal(decoder.unpair_rows(weights["layers.1.q"], 16), q)
+    assert torch.equal(unpair_rows(weights["layers.1.q"], 16), q)
     assert torch.equal(weights["layers.0.down"], stored["model.layers.0.mlp.down_proj.weight"])
     assert artifact.config.eos_token_ids == (2, 3)
     assert artifact.generation_defaults == {"temperature": 0.6}
