@@ -273,7 +273,8 @@ def test_a_directory_gives_the_logits_of_transformers(tmp_path: Path, rope: dict
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'"),
     ],
 )
 def test_what_the_family_cannot_do_is_refused_by_name(
