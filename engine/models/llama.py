@@ -13,6 +13,7 @@ that rotation is one complex product. Hugging Face stores Q and K with the pairs
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -134,6 +135,13 @@ AttentionFn = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, q [T, H, D], kv [2, T, K, D]) -> [T, H * D]``; writes K and V first."""
 
 
+class Deltas(Protocol):
+    """What is added to the layers' products."""
+
+    def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
+        """Change ``y_TN``, the product ``name`` of a layer for the inputs ``x_TE``."""
+
+
 class Llama:
     """A loaded model: packed weights and the forward pass.
 
@@ -154,6 +162,7 @@ class Llama:
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.deltas: Deltas | None = None  # of the step that runs: LoRA
         self._split = (
             config.num_heads * config.head_dim,
             (config.num_heads + config.num_kv_heads) * config.head_dim,
@@ -237,7 +246,10 @@ class Llama:
 
     def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
         """One linear layer of layer ``index``; every product of the layers goes through here."""
-        return linear(x_TE)
+        y_TN = linear(x_TE)
+        if self.deltas is not None:
+            self.deltas.apply(index, name, x_TE, y_TN)
+        return y_TN
 
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.
