@@ -1,4 +1,4 @@
-"""Where requests wait for their adapter, in the step loop's process: loading never delays a step."""
+"""Where requests of the step loop wait for their adapter; loading never delays a step."""
 
 import contextlib
 import os

@@ -160,8 +160,9 @@ class LLM:
         """
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
         outputs: dict[str, list[Output]] = {}
-        adapters = [adapter] * len(prompts) if isinstance(adapter, str) else adapter
-        for prompt, chosen in zip(prompts, adapters, strict=True):
+        adapters = itertools.repeat(adapter) if isinstance(adapter, str) else iter(adapter)
+        for prompt in prompts:
+            chosen = next(adapters)
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
             self._check(ids, params)
             ticket = next(self._tickets)

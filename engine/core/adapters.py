@@ -1,6 +1,6 @@
 """Which adapters an engine holds, who uses them, and who waits for one. Pure: no I/O, no torch.
 
-    unknown ──wanted, a place is free──▶ LOADING ──▶ LOADED ──place needed, nobody uses it──▶ unknown
+    unknown ──wanted, a place is free──▶ LOADING ──▶ LOADED ──its place is needed──▶ unknown
                                             └──▶ failed: who waited for it hears why
 
 An adapter stays while any request that uses it lives. When every place is taken, the least recently

@@ -281,9 +281,11 @@ def _match(
                 problems.append(f"{name} is {list(header[name][0])}, not {list(wanted)}")
         weights.append(part)
     targets = settings.get("target_modules")
-    for target in targets if isinstance(targets, list) else ():
-        if not any(part.target == str(target).rsplit(".", 1)[-1] for part in weights):
-            problems.append(f"target_modules names {target!r}, and there are no weights for it")
+    problems += [
+        f"target_modules names {target!r}, and there are no weights for it"
+        for target in (targets if isinstance(targets, list) else ())
+        if not any(part.target == str(target).rsplit(".", 1)[-1] for part in weights)
+    ]
     if not weights and not problems:
         problems.append("it holds no weights")
     if problems:

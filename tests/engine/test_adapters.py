@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_merged_weights_in_transformers(tmp_path: Path, 
     assert float((ours - plain).abs().max()) > 100 * MAX_LOGIT_ERROR, "the adapter matters"
 
 
-# --- on SmolLM2 ------------------------------------------------------------------------------------
+# --- on SmolLM2 --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -178,5 +178,5 @@ def test_nan_in_an_adapter_is_refused_by_name(artifact: ModelArtifact, tmp_path:
     weights[name][3, 1] = float("nan")
     save_file(weights, path / "adapter_model.safetensors")
     digest = read_adapter(path, artifact.config, 64).digest.hex()
-    with pytest.raises(AdapterLoadError, match="NaN or Inf in .*o_proj.lora_B"):
+    with pytest.raises(AdapterLoadError, match=r"NaN or Inf in .*o_proj\.lora_B"):
         AdapterSet(artifact.config, torch.float32).prepare(AdapterRef("m", digest, str(path)))
