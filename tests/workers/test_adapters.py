@@ -70,9 +70,10 @@ async def test_one_that_cannot_be_loaded_ends_its_request_alone(tmp_path):
 
 
 async def test_cancelled_while_it_waits_for_its_adapter(tmp_path):
-    async with workers("decode-0", max_adapters=1, emulated_token_s=0.01) as (decode,):
+    async with workers("decode-0", max_adapters=1, emulated_token_s=0.02) as (decode,):
         async with routed(decode) as router:
-            await router.submit("long", PROMPT, adapter=adapter(1, tmp_path))
+            long = {"max_tokens": 60}
+            await router.submit("long", PROMPT[:8], adapter=adapter(1, tmp_path), sampling=long)
             await router.submit("waits", PROMPT, adapter=adapter(2, tmp_path))
             await asyncio.sleep(0.2)
             await router.send(cancel=pb.Cancel(request_id="waits", attempt=1))
