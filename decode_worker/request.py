@@ -110,6 +110,7 @@ class DecodeRequest:
                 request.ticket,
                 0,
                 not request.probe,
+                wire.adapter_from_wire(request.adapter),
             ),
             self._on_report,
         )

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.core import events as ev
+from engine.core.adapters import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 
@@ -29,6 +30,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
+    max_adapters: int = 0  # held at once; 0: none are served
+    max_adapter_rank: int = 64
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -46,6 +49,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     skip_blocks: int = 0
     cacheable: bool = True
+    adapter: AdapterRef | None = None
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +148,7 @@ Report = (
     | ev.Revoked
     | ev.Ended
     | ev.CacheChanged
+    | ev.AdapterChanged
     | ev.StepDone
 )
 

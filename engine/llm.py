@@ -12,11 +12,14 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.adapters import AdapterSet
 from engine.core import events as ev
+from engine.core.adapters import AdapterRef
 from engine.core.core import EngineCore
 from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
 from engine.core.names import name_seed
@@ -24,7 +27,7 @@ from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.loading import load_model
-from engine.numerics import Numerics
+from engine.numerics import DTYPES, Numerics
 from engine.runner import (
     TorchRunner,
     attention_layout,
@@ -32,6 +35,7 @@ from engine.runner import (
     numerics_id,
     verify_exact,
 )
+from engine.text.adapter_artifact import read_adapter
 from engine.text.artifact import resolve_model
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import load_tokenizer
@@ -96,9 +100,10 @@ class LLM:
         geometry = geometry_of(self.artifact, dtype, kv_blocks)
         pool = bytearray(geometry.pool_bytes)
         stops = self.artifact.config.eos_token_ids
-        self.runner = TorchRunner(model, pool, geometry, layout, stops)
+        adapters = AdapterSet(self.artifact.config, DTYPES[dtype], numerics)
+        self.runner = TorchRunner(model, pool, geometry, layout, stops, adapters)
         identity = numerics_id(model, layout, dtype, numerics)
-        self._seed = name_seed(self.artifact.weights_digest, dtype, identity)
+        self._identity = (self.artifact.weights_digest, dtype, identity)
         self.core = EngineCore(self.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
         self._tickets = itertools.count()
 
@@ -118,10 +123,22 @@ class LLM:
         prompt = template.render(messages, add_generation_prompt=True)
         return self.generate([self.tokenizer.encode(prompt)], **params)[0]
 
+    def load_adapter(self, path: str | Path, max_rank: int = 64) -> str:
+        """Load a LoRA adapter from a PEFT directory; returns what ``generate`` knows it by.
+
+        Raises:
+            AdapterError: It does not fit this model, or is of a kind that is not supported.
+        """
+        artifact = read_adapter(path, self.artifact.config, max_rank)
+        ref = AdapterRef(artifact.path.name, artifact.digest.hex(), str(path))
+        self.runner.adapters.add(ref.digest, self.runner.adapters.prepare(ref))
+        return ref.digest
+
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
+        adapter: str | Sequence[str] = "",
         **fields: Any,
     ) -> list[Output]:
         """Answers to prompts, computed together.
@@ -130,6 +147,7 @@ class LLM:
             prompts: A text, texts, or lists of token ids; texts begin with the BOS token of models
                 that want one.
             params: For all prompts.
+            adapter: What ``load_adapter`` returned, for all prompts or one for each; "" is none.
             **fields: In place of ``params``, fields of ``SamplingParams``; greedy and
                 ``max_tokens=64`` unless said otherwise.
 
@@ -143,7 +161,9 @@ class LLM:
         """
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
         outputs: dict[str, list[Output]] = {}
+        adapters = itertools.repeat(adapter) if isinstance(adapter, str) else iter(adapter)
         for prompt in (prompts,) if isinstance(prompts, str) else prompts:
+            chosen = next(adapters)
             ids = (
                 self.tokenizer.encode(prompt, add_special_tokens=True)
                 if isinstance(prompt, str)
@@ -151,8 +171,9 @@ class LLM:
             )
             self._check(ids, params)
             ticket = next(self._tickets)
+            seed = name_seed(*self._identity, chosen)
             request = EngineRequest(
-                f"llm-{ticket}", Kind.FULL, ids, params, self._seed, ticket=ticket
+                f"llm-{ticket}", Kind.FULL, ids, params, seed, ticket=ticket, adapter=chosen
             )
             self.core.scheduler.submit(request, time.monotonic_ns())
             outputs[request.request_id] = [Output(len(ids), c) for c in range(params.n)]

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from engine import ipc
+from engine.adapter_desk import AdapterDesk
 from engine.core import events as ev
 from engine.core.core import EngineCore
 from engine.core.errors import BatonError, NumericsError
@@ -68,6 +69,7 @@ class EngineProcess:
         self._pool_fd = pool_fd
         self._reader = ipc.command_reader()
         self._stopping = False
+        self._adapters = AdapterDesk(settings.max_adapters)
 
     def run(self) -> None:
         """Load, report ``Ready``, then step until told to stop."""
@@ -75,6 +77,7 @@ class EngineProcess:
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
         self._core = EngineCore(runner, limits)
+        self._adapters.open(runner.adapters)
         ready = ipc.Ready(
             os.getpid(),
             runner.geometry,
@@ -88,6 +91,9 @@ class EngineProcess:
         self._send([ready])
         while not self._stopping:
             had_commands = self._receive()
+            for command in self._adapters.advance():
+                self._submit(command, time.monotonic_ns())
+            self._send(self._adapters.take_events())
             plan = self._core.plan(time.monotonic_ns())
             if plan.rows:
                 self._step(plan)
@@ -126,7 +132,10 @@ class EngineProcess:
         """Apply what has arrived; wait for something when there is nothing to compute."""
         busy = self._core.scheduler.has_running()
         got = False
-        while select.select([self._control], [], [], 0 if busy or got else _IDLE_S)[0]:
+        wakers = (self._control, self._adapters)
+        while ready := select.select(wakers, [], [], 0 if busy or got else _IDLE_S)[0]:
+            if self._control not in ready:
+                return got  # an adapter is loaded
             data = self._control.recv(1 << 20)
             if not data:
                 self._stopping = True  # the shell is gone
@@ -139,8 +148,10 @@ class EngineProcess:
     def _handle(self, command: ipc.Command) -> None:
         scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
         match command:
-            case ipc.Submit():
+            case ipc.Submit(adapter=None):
                 self._submit(command, now_ns)
+            case ipc.Submit():
+                self._adapters.want(command)
             case ipc.Bind():
                 scheduler.bind(command.request_id, command.generation)
             case ipc.Commit():
@@ -152,7 +163,8 @@ class EngineProcess:
             case ipc.Release():
                 scheduler.release(command.request_id)
             case ipc.Cancel():
-                scheduler.cancel(command.request_id, command.choices, command.reason)
+                if not self._adapters.cancel(command):
+                    scheduler.cancel(command.request_id, command.choices, command.reason)
             case ipc.Stop():
                 self._stopping = True
 
@@ -170,6 +182,7 @@ class EngineProcess:
             command.ticket,
             command.skip_blocks,
             command.cacheable,
+            adapter=command.adapter.digest if command.adapter else "",
         )
         try:
             self._core.scheduler.submit(request, now_ns)
@@ -199,7 +212,9 @@ class EngineProcess:
         self._send(self._core.apply(plan, results, now_ns, now_ns - began_ns))
 
     def _send(self, reports: Sequence[ipc.Report]) -> None:
-        self._control.sendall(ipc.frame(reports))
+        if reports:
+            self._adapters.note(reports)
+            self._control.sendall(ipc.frame(reports))
 
 
 def main() -> None:

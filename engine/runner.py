@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from engine import sampling, selftest
+from engine.adapters import AdapterSet, StepDeltas
 from engine.attention import Layout, PagedAttention, Span
 from engine.core.errors import NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
@@ -52,6 +53,7 @@ class _Batch:
     decodes: list[Span]
     chunks: list[Span]
     last_rows: list[int]  # by plan row
+    deltas: StepDeltas | None
 
 
 class TorchRunner:
@@ -63,6 +65,7 @@ class TorchRunner:
         geometry: Shape of the pool.
         layout: How attention is cut, from ``attention_layout``.
         eos_token_ids: Tokens that end an answer.
+        adapters: What rows may name; by default an empty set in ``exact``.
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class TorchRunner:
         geometry: KvGeometry,
         layout: Layout,
         eos_token_ids: tuple[int, ...] = (),
+        adapters: AdapterSet | None = None,
     ) -> None:
         self._model = model
+        self.adapters = adapters or AdapterSet(model.config, model.dtype)
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
@@ -157,6 +162,7 @@ class TorchRunner:
                     tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
             return attention.run(layer, calls, q_THD)
 
+        self._model.deltas = batch.deltas
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
 
     def _flatten(self, rows: Sequence[PlanRow]) -> _Batch:
@@ -185,9 +191,27 @@ class TorchRunner:
             writes.append(self._chunk_write(row, begin))
             chunks.append(Span(begin, row.start, count, row.block_ids))
             last_rows[i] = begin + count - 1
+        deltas = self._deltas(rows, last_rows)
         return _Batch(
-            torch.tensor(tokens), torch.tensor(positions), writes, decodes, chunks, last_rows
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            writes,
+            decodes,
+            chunks,
+            last_rows,
+            deltas,
         )
+
+    def _deltas(self, rows: Sequence[PlanRow], last_rows: Sequence[int]) -> StepDeltas | None:
+        """Which flat rows get which adapter's deltas; None when no row has an adapter."""
+        groups: dict[str, list[int]] = {}
+        for row, last in zip(rows, last_rows, strict=True):
+            if row.adapter:
+                flat = range(last + 1 - len(row.tokens), last + 1)
+                groups.setdefault(row.adapter, []).extend(flat)
+        if not groups:
+            return None
+        return StepDeltas([(sorted(flat), self.adapters[name]) for name, flat in groups.items()])
 
     def _chunk_write(self, row: PlanRow, begin: int) -> _Write:
         slots = self._slots(row)
@@ -384,6 +408,10 @@ def open_runner(
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype)
     geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
-    runner = TorchRunner(model, map_pool(geometry), geometry, layout, artifact.config.eos_token_ids)
+    adapters = AdapterSet(
+        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank
+    )
+    stops = artifact.config.eos_token_ids
+    runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, adapters)
     identity = numerics_id(model, layout, settings.dtype, numerics)
     return runner, ModelInfo(identity, artifact.weights_digest, context)

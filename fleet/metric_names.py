@@ -83,6 +83,9 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_prefix_tokens": _count(
         "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
     ),
+    "baton_adapter_requests": _count("Requests that a LoRA adapter answered.", "adapter"),
+    "baton_adapter_prompt_tokens": _count("Prompt tokens of these requests.", "adapter"),
+    "baton_adapter_generation_tokens": _count("Tokens sent of these requests.", "adapter"),
     "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant"),
     "baton_queue_limit_requests": _gauge("Size of the queue; beyond it 429."),
 }
@@ -100,6 +103,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
     "baton_regret_seconds": _seconds("Measured cost less the best candidate's, fitted afterwards."),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
     "baton_mirror_names": _gauge("Block names in the mirror of the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
     "baton_mirror_snapshots": _count("Snapshots read to heal the mirror."),
@@ -130,6 +134,12 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_orphans": _count("Requests that lapsed by lease."),
     "baton_quarantines": _count("Page ranges quarantined because a drain was not proven."),
     "baton_numerics_errors": _count("Requests with NaN or Inf logits."),
+    "baton_adapters_held": _gauge("LoRA adapters in memory."),
+    "baton_adapter_loads": _count(
+        "LoRA adapters read from disk: loaded, failed.", "adapter", "outcome"
+    ),
+    "baton_adapter_evictions": _count("LoRA adapters that gave their place up.", "adapter"),
+    "baton_adapter_load_seconds": _seconds("Time to read and prepare a LoRA adapter."),
     "baton_model_load_seconds": _gauge("Time to load the weights."),
     "baton_warmup_seconds": _gauge("Time of warm-up and self-test."),
     "baton_kv_events": _count("KV events published: stored, removed, cleared.", "kind"),

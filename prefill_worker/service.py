@@ -175,6 +175,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             start.ticket,
             start.skip_blocks,
             not start.probe,
+            wire.adapter_from_wire(start.adapter),
         )
         self._hub.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
         return handoff, False

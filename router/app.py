@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,6 +14,8 @@ from pydantic import BaseModel
 from engine.core.errors import BatonError, InvalidRequestError, PayloadTooLargeError
 from fleet.telemetry import Metrics, Tracing
 from router import problems
+from router.adapter_api import add_adapter_calls
+from router.adapters import AdapterShelf
 from router.answer import Answer, AnswerContext
 from router.directory import WorkerDirectory
 from router.feed import EventSource, MirrorFeeder
@@ -43,6 +46,7 @@ class Router:
         model: The model it serves.
         directory: Which workers there are.
         events: KV events for the mirror, or None to route without an index.
+        shelf: Where routers share the adapters loaded at run time, or None to keep them here.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Router:
         model: ServedModel,
         directory: WorkerDirectory,
         events: EventSource | None = None,
+        shelf: AdapterShelf | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
@@ -62,17 +67,22 @@ class Router:
         self.preparer = Preparer(model, settings)
         self.prober = Prober(self.gateway, settings)
         self.created = int(time.time())
+        self._shelf = shelf
         self._feeder = MirrorFeeder(self.mirror, events, self.metrics)
 
     @contextlib.asynccontextmanager
     async def running(self, _: object = None) -> AsyncIterator[None]:
         """Connected to the workers, for as long as the context lasts."""
+        state_dir = self.settings.state_dir
+        file = Path(state_dir) / "adapters.json" if state_dir else None
+        self.model.adapters.start(self._shelf, file)
         self.gateway.start()
         self._feeder.start()
         try:
             yield
         finally:
             await self._feeder.close()
+            await self.model.adapters.close()
             await self.gateway.close()
             self.tracing.shutdown()
 
@@ -87,6 +97,7 @@ class Router:
         problems.install(app)
         self._add_generation(app)
         self._add_models(app)
+        add_adapter_calls(app, self.model.adapters, self.settings, self._body)
         self._add_text(app)
         self._add_operations(app)
         _describe_bodies(app)
@@ -206,9 +217,10 @@ class Router:
     def _add_models(self, app: FastAPI) -> None:
         @app.get("/v1/models")
         async def models(request: Request) -> dict[str, Any]:
-            """The model that this fleet serves, under each of its names."""
+            """The model that this fleet serves, under each of its names, and its adapters."""
             tenant_of(request.headers, self.settings)
-            return {"object": "list", "data": [self._record(name) for name in self.model.names]}
+            names = [*self.model.names, *(entry.name for entry in self.model.adapters.served())]
+            return {"object": "list", "data": [self._record(name) for name in names]}
 
         @app.get("/v1/models/{model_id:path}")
         async def model(request: Request, model_id: str) -> dict[str, Any]:
@@ -325,6 +337,7 @@ class Router:
                 count = counts.get((role, state), 0)
                 self.metrics.set("baton_workers", count, role=role, state=state)
         self.metrics.set("baton_mirror_names", self.mirror.total_names)
+        self.metrics.set("baton_adapters_served", len(self.model.adapters.served()))
 
     def _targets(self, own: str) -> list[dict[str, Any]]:
         fleet = self.settings.fleet

@@ -269,6 +269,7 @@ class Preparer:
             tenant=caller.tenant,
             # A tenant's name has no NUL, so tenant and salt cannot run into each other.
             cache_scope=f"{owner}\0{body.cache_salt or ''}",
+            adapter=self._model.adapter_of(body.model),
             priority=body.priority or 0,
             mode=caller.mode,
             user=body.user,

@@ -184,6 +184,23 @@ class DetokenizeBody(_Strict):
     tokens: list[_TokenId]
 
 
+class LoadAdapterBody(_Strict):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: _NonEmpty
+    lora_path: _NonEmpty
+
+    neutral = {"load_inplace": _only(None, False)}
+
+
+class UnloadAdapterBody(_Strict):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: _NonEmpty
+
+    neutral = {"lora_int_id": _only(None)}
+
+
 _Body = TypeVar("_Body", bound=_Strict)
 
 

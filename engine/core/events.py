@@ -97,6 +97,16 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True):
     removed: tuple[bytes, ...]
 
 
+class AdapterChanged(msgspec.Struct, frozen=True, tag=True):
+    """The set of adapters that this engine holds has changed, or could not."""
+
+    name: str
+    digest: str
+    what: str  # "loaded" | "evicted" | "failed"
+    held: int  # now
+    load_s: float = 0.0
+
+
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """Load after a step."""
 
@@ -126,5 +136,6 @@ Event = (
     | Revoked
     | Ended
     | CacheChanged
+    | AdapterChanged
     | StepDone
 )

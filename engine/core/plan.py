@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from engine.core.adapters import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken, SamplingParams
 
@@ -36,6 +37,7 @@ class PlanRow:
     start: int
     block_ids: Sequence[int]
     samples: tuple[SampleSpec, ...] = ()
+    adapter: str = ""  # digest of the LoRA adapter that shapes this row
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,29 @@ class StepPlan:
     copies: tuple[tuple[int, int], ...] = field(default=())
 
 
+class AdapterStore(Protocol):
+    """The adapters that a runner holds, by digest."""
+
+    def prepare(self, ref: AdapterRef) -> Any:
+        """Read and check an adapter. Slow; called in a thread of its own.
+
+        Raises:
+            AdapterLoadError: It cannot be loaded, or is not the one that ``digest`` names.
+        """
+
+    def add(self, digest: str, prepared: Any) -> None:
+        """Hold what ``prepare`` returned; between steps only."""
+
+    def remove(self, digest: str) -> None:
+        """Let an adapter go that no row needs any more; between steps only."""
+
+
 class ModelRunner(Protocol):
     """Executes plans over one KV pool."""
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """What rows may name in ``adapter``."""
 
     @property
     def geometry(self) -> KvGeometry:

@@ -288,7 +288,8 @@ class Scheduler:
             samples = self._samples(sequence)
         tokens = sequence.tokens[start:end]
         table = sequence.blocks[: blocks_for(end)]
-        return PlanRow(sequence.sequence_id, tokens, start, table, samples)
+        adapter = sequence.request.adapter
+        return PlanRow(sequence.sequence_id, tokens, start, table, samples, adapter=adapter)
 
     def _samples(self, sequence: TokenSequence) -> tuple[SampleSpec, ...]:
         request, first = sequence.request, sequence.generated == 0

@@ -29,6 +29,7 @@ class EngineRequest:
     ticket: int = 0
     skip_blocks: int = 0  # PREFILL: leading blocks that the taker has already
     cacheable: bool = True  # False for health probes
+    adapter: str = ""  # digest of a LoRA adapter that the runner holds as long as this lives
     cached_tokens: int = 0  # prompt tokens found in the cache when first admitted
     preemptions: int = 0
     names: list[bytes] = field(default_factory=list)  # of the prompt's full blocks

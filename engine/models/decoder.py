@@ -12,6 +12,7 @@ pairs are adjacent here and in the pool, wherever the weights came from (``engin
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -57,6 +58,13 @@ AttentionFn = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, q [T, H, D], kv [2, T, K, D]) -> [T, H * D]``; writes K and V first."""
 
 
+class Deltas(Protocol):
+    """What is added to the layers' products."""
+
+    def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
+        """Change ``y_TN``, the product ``name`` of a layer for the inputs ``x_TE``."""
+
+
 class Decoder:
     """A loaded model: packed weights and the forward pass.
 
@@ -77,6 +85,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.deltas: Deltas | None = None  # of the step that runs: LoRA
         self._family = FAMILIES[config.family]
         self._split = (
             config.num_heads * config.head_dim,
@@ -250,7 +259,10 @@ class Decoder:
 
     def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
         """One linear layer of layer ``index``; every product of the layers goes through here."""
-        return linear(x_TE)
+        y_TN = linear(x_TE)
+        if self.deltas is not None:
+            self.deltas.apply(index, name, x_TE, y_TN)
+        return y_TN
 
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.

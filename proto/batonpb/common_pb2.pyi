@@ -188,6 +188,16 @@ class TokenLogprob(_message.Message):
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("name", "digest", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: bytes
+    path: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., path: _Optional[str] = ...) -> None: ...
+
 class Error(_message.Message):
     __slots__ = ("code", "message", "retryable")
     CODE_FIELD_NUMBER: _ClassVar[int]
