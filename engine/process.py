@@ -76,7 +76,8 @@ class EngineProcess:
         began_ns = time.monotonic_ns()
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        self._core = EngineCore(runner, limits)
+        check = self._settings.check_every_step
+        self._core = EngineCore(runner, limits, check_every_step=check)
         self._adapters.open(runner.adapters)
         ready = ipc.Ready(
             os.getpid(),
@@ -183,6 +184,7 @@ class EngineProcess:
             command.skip_blocks,
             command.cacheable,
             adapter=command.adapter.digest if command.adapter else "",
+            pooling=command.pooling,
         )
         try:
             self._core.scheduler.submit(request, now_ns)

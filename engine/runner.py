@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine import sampling, selftest
+from engine import sampling, scoring, selftest
 from engine.adapters import AdapterSet, StepDeltas
 from engine.attention import Layout, PagedAttention, Span
 from engine.core.errors import NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, StepPlan
 from engine.ipc import EngineSettings
@@ -124,8 +125,12 @@ class TorchRunner:
             logits = self._model.logits(hidden_TE[[batch.last_rows[i] for i in sampled]])
             pairs = zip(sampled, logits.finite(), strict=True)
             broken |= {index for index, ok in pairs if not ok}
+        reaped, unscored = self._reap(plan, batch, hidden_TE, broken)
+        broken |= unscored
         if broken:
             self._fail(plan, broken)
+        for harvest, scores, rows_TE in reaped:
+            harvest.take(scores, rows_TE)
         if sampled:
             specs = [plan.rows[index].samples for index in sampled]
             drawn = sampling.sample(logits, specs, self._eos_token_ids)
@@ -228,6 +233,24 @@ class TorchRunner:
             blocks[positions // size] * size + positions % size
         )
         return result
+
+    def _reap(
+        self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
+    ) -> tuple[list[tuple[Harvest, list[Scores], Floats]], set[int]]:
+        """What harvests want of this step's rows, and the rows whose logits are not finite."""
+        reaped, unscored = [], set()
+        for index, row in enumerate(plan.rows):
+            if row.harvest is None or index in broken:
+                continue
+            last = batch.last_rows[index]
+            rows_TE = hidden_TE[last + 1 - len(row.tokens) : last + 1]
+            try:
+                part = scoring.reap(self._model, row.harvest, row.start, rows_TE)
+            except scoring.NotFiniteError:
+                unscored.add(index)
+            else:
+                reaped.append((row.harvest, *part))
+        return reaped, unscored
 
     def _broken_rows(self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
         """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""

@@ -18,6 +18,7 @@ from router.adapter_api import add_adapter_calls
 from router.adapters import AdapterShelf
 from router.answer import Answer, AnswerContext
 from router.directory import WorkerDirectory
+from router.embeddings import EmbeddingAnswer
 from router.feed import EventSource, MirrorFeeder
 from router.formats import ChatFormat, CompletionFormat
 from router.gateway import Gateway
@@ -30,12 +31,13 @@ from router.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     GenerationBody,
     TokenizeBody,
     parse,
 )
 from router.settings import RouterSettings
-from router.spans import ended_on_error, gateway_span, traceparent_of
+from router.spans import embedding_span, ended_on_error, gateway_span, traceparent_of
 
 
 class Router:
@@ -128,6 +130,28 @@ class Router:
                 self.model.check_name(body.model)
                 return await self._completions(body, len(raw), caller, now_ns)
 
+        @app.post("/v1/embeddings", **_documented(EmbeddingBody))
+        async def embeddings(request: Request) -> Response:
+            """One vector for each input."""
+            now_ns = time.monotonic_ns()
+            with self._counted(request, "embeddings"):
+                caller = read_headers(request.headers, self.settings)
+                raw = await self._body(request)
+                body = await off_loop(len(raw), lambda: parse(EmbeddingBody, raw))
+                self.model.check_name(body.model)
+                return await self._embeddings(body, len(raw), caller, now_ns)
+
+    async def _embeddings(
+        self, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
+        span = embedding_span(self.tracing, body, caller)
+        caller = traceparent_of(span, caller)
+        with ended_on_error(span):
+            requests = await off_loop(size, lambda: self.preparer.embeddings(body, caller, now_ns))
+        answer_id = requests[0].request_id.rpartition("-")[0]
+        context = self._context("embeddings", answer_id, span)
+        return EmbeddingAnswer(context, requests, body, at_once=self.settings.window_requests)
+
     async def _chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
         span = gateway_span(self.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
@@ -155,7 +179,10 @@ class Router:
             answer_id = answer_id.rpartition("-")[0]
         echoes = await off_loop(size, lambda: self._echoes(body)) if body.echo else None
         layout = CompletionFormat(
-            n=requests[0].sampling.n, echoes=echoes, **self._format_parts(answer_id, body)
+            n=requests[0].sampling.n,
+            echoes=echoes,
+            echo_logprobs=body.logprobs,
+            **self._format_parts(answer_id, body),
         )
         return Answer(
             self._context("completions", answer_id, span),
@@ -177,6 +204,7 @@ class Router:
             "fingerprint": f"baton-{self.model.artifact.weights_digest.hex()[:12]}",
             "tokenizer": self.model.tokenizer,
             "include_usage": body.include_usage,
+            "prompt_logprobs": body.prompt_logprobs,
         }
 
     def _context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
@@ -376,7 +404,7 @@ def _describe_bodies(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody):
+        for kind in (ChatBody, CompletionBody, EmbeddingBody, TokenizeBody, DetokenizeBody):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema

@@ -97,8 +97,15 @@ class ServedModel:
         entry = self.adapters.find(self.check_name(name))
         return None if entry is None else entry.ref()
 
-    def encode_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
-        """Token ids of a completion's prompt.
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state, and so of an embedding."""
+        return self.artifact.config.hidden_size
+
+    def encode_prompt(
+        self, prompt: str | Sequence[int], *, special: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a completion's prompt, or of another text that ``param`` names.
 
         Raises:
             InvalidRequestError: It is empty, or an id is outside the vocabulary.
@@ -107,9 +114,9 @@ class ServedModel:
             tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             tokens = list(prompt)
-            self.check_ids(tokens, "prompt")
+            self.check_ids(tokens, param)
         if not tokens:
-            raise InvalidRequestError("prompt: must not be empty", param="prompt")
+            raise InvalidRequestError(f"{param}: must not be empty", param=param)
         return tokens
 
     def encode_chat(

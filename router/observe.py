@@ -96,7 +96,7 @@ class Observer:
 
     def first_byte(self, flight: Flight, now_ns: int) -> None:
         """The first content byte of an answer went out."""
-        if not flight.request.probe:
+        if not flight.request.probe and not flight.request.pooling:
             self.metrics.observe(
                 "baton_time_to_first_token_seconds",
                 (now_ns - flight.request.arrived_ns) / 1e9,

@@ -18,6 +18,7 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _INT32 = 2**31
 
 MAX_PROMPTS = 64
+MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 
 
 class _Strict(BaseModel):
@@ -102,6 +103,7 @@ class GenerationBody(_Strict):
     stream_options: StreamOptions | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     priority: Annotated[int, Field(ge=-_INT32, lt=_INT32)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
 
     @property
@@ -151,19 +153,46 @@ class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    max_tokens: Annotated[int, Field(ge=0, lt=_INT32)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     neutral = {"best_of": _only(None, 1), "suffix": _only(None, "")}
 
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """How many alternatives each prompt token's score needs; None = no scores."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
+
     def prompts(self) -> list[str | list[int]]:
         """The prompts of the request, each as text or as token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if all(isinstance(item, int) for item in prompt):
-            return [[item for item in prompt if isinstance(item, int)]]
-        return [item for item in prompt if not isinstance(item, int)]
+        return _each(self.prompt)
+
+
+def _each(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    return [item for item in given if not isinstance(item, int)]
+
+
+class EmbeddingBody(_Strict):
+    """``POST /v1/embeddings``. ``pooling`` and ``normalize`` are Baton's own."""
+
+    model: _NonEmpty
+    input: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
+    pooling: Literal["mean", "last"] = "mean"
+    normalize: bool = True
+    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    priority: Annotated[int, Field(ge=-_INT32, lt=_INT32)] | None = None
+
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs of the request, each as text or as token ids."""
+        return _each(self.input)
 
 
 class TokenizeBody(_Strict):

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRef
 from engine.core.geometry import KvGeometry
+from engine.core.harvest import Harvest
 from engine.core.params import SampledToken, SamplingParams
 
 
@@ -29,7 +30,8 @@ class PlanRow:
     """One sequence's part of a step: compute ``tokens`` at positions ``start ...``.
 
     ``block_ids`` covers positions 0 to ``start + len(tokens) - 1``; the KV of positions below
-    ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished.
+    ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished. A
+    ``harvest`` takes these rows' part when the step has succeeded, and not before.
     """
 
     sequence_id: int
@@ -38,6 +40,12 @@ class PlanRow:
     block_ids: Sequence[int]
     samples: tuple[SampleSpec, ...] = ()
     adapter: str = ""  # digest of the LoRA adapter that shapes this row
+    harvest: Harvest | None = None
+
+    @property
+    def cost_tokens(self) -> int:
+        """The row's share of a step's token budget."""
+        return len(self.tokens) * (self.harvest.token_cost if self.harvest else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,14 +264,17 @@ class Decoder:
             self.deltas.apply(index, name, x_TE, y_TN)
         return y_TN
 
+    def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        """``[S, E]`` fp32: rows of ``forward``'s result behind the final norm."""
+        return self._norm(x_SE, self._final_norm)
+
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.
 
         A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common; so the best
         are computed again in fp32, row by row.
         """
-        eps = self.config.rms_norm_eps
-        h_SE = F.rms_norm(x_SE, (self.config.hidden_size,), self._final_norm, eps)
+        h_SE = self.normed(x_SE)
         raw_SV = self._head(h_SE.to(self.dtype))
         if self.dtype == torch.float32:
             return Logits(raw_SV)
