@@ -154,7 +154,7 @@ def test_prompt_scores_and_vectors_agree(
     harvests = [Harvest(tokens, 0, "mean"), Harvest(tokens, None, "last")]
     for harvest in harvests:
         table = driver.blocks(len(tokens))
-        driver.runner.execute(StepPlan((PlanRow(0, tokens, 0, table, (), harvest),)))
+        driver.runner.execute(StepPlan((PlanRow(0, tokens, 0, table, (), harvest=harvest),)))
     scores = harvests[0].scores()
     assert scores is not None
     error = np.abs(np.frombuffer(scores.logprobs, "<f4") - own[:, 0].numpy()).max()
