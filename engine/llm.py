@@ -30,6 +30,7 @@ from engine.runner import (
     attention_layout,
     geometry_of,
     numerics_id,
+    open_grammars,
     verify_exact,
 )
 from engine.text.artifact import resolve_model
@@ -96,7 +97,8 @@ class LLM:
         geometry = geometry_of(self.artifact, dtype, kv_blocks)
         pool = bytearray(geometry.pool_bytes)
         stops = self.artifact.config.eos_token_ids
-        self.runner = TorchRunner(model, pool, geometry, layout, stops)
+        self._grammars = open_grammars(self.artifact)
+        self.runner = TorchRunner(model, pool, geometry, layout, stops, self._grammars)
         identity = numerics_id(model, layout, dtype, numerics)
         self._seed = name_seed(self.artifact.weights_digest, dtype, identity)
         self.core = EngineCore(self.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
@@ -138,9 +140,12 @@ class LLM:
         Raises:
             InvalidRequestError: A prompt is empty or can never fit into the pool.
             PromptTooLongError: Prompt and answer exceed the model's context.
+            GrammarError: The grammar does not compile.
             BatonError: Whatever else ended a request.
         """
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
+        if params.grammar:
+            self._grammars.prepare(params.grammar)
         outputs: dict[str, list[Output]] = {}
         for prompt in prompts:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -23,15 +23,17 @@ import numpy as np
 from engine import ipc
 from engine.core import events as ev
 from engine.core.core import EngineCore
-from engine.core.errors import BatonError, NumericsError
+from engine.core.errors import BatonError, CancelledError_, GrammarError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.grammars import CompileDesk
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
 _IDLE_S = 1.0
+_COMPILING_S = 0.002  # while a grammar is being compiled and there is nothing else to do
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -68,6 +70,7 @@ class EngineProcess:
         self._pool_fd = pool_fd
         self._reader = ipc.command_reader()
         self._stopping = False
+        self._desk: CompileDesk[ipc.Submit] | None = None
 
     def run(self) -> None:
         """Load, report ``Ready``, then step until told to stop."""
@@ -88,6 +91,7 @@ class EngineProcess:
         self._send([ready])
         while not self._stopping:
             had_commands = self._receive()
+            self._submit_compiled()
             plan = self._core.plan(time.monotonic_ns())
             if plan.rows:
                 self._step(plan)
@@ -100,11 +104,14 @@ class EngineProcess:
             return self._build_emulated()
         from engine.runner import open_runner  # torch is loaded here and nowhere else
 
-        return open_runner(
+        runner, info = open_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([ipc.Progress(what)]),
         )
+        if runner.grammars is not None:
+            self._desk = CompileDesk(runner.grammars)
+        return runner, info
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner
@@ -126,7 +133,8 @@ class EngineProcess:
         """Apply what has arrived; wait for something when there is nothing to compute."""
         busy = self._core.scheduler.has_running()
         got = False
-        while select.select([self._control], [], [], 0 if busy or got else _IDLE_S)[0]:
+        idle_s = _COMPILING_S if self._desk else _IDLE_S
+        while select.select([self._control], [], [], 0 if busy or got else idle_s)[0]:
             data = self._control.recv(1 << 20)
             if not data:
                 self._stopping = True  # the shell is gone
@@ -139,6 +147,8 @@ class EngineProcess:
     def _handle(self, command: ipc.Command) -> None:
         scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
         match command:
+            case ipc.Submit() if command.params.grammar:
+                self._compile(command)
             case ipc.Submit():
                 self._submit(command, now_ns)
             case ipc.Bind():
@@ -151,6 +161,9 @@ class EngineProcess:
                 scheduler.drained(command.request_id, command.generation)
             case ipc.Release():
                 scheduler.release(command.request_id)
+            case ipc.Cancel() if self._desk and self._desk.drop(command.request_id):
+                cancelled = CancelledError_(command.reason or "cancelled")
+                self._end(command.request_id, cancelled)
             case ipc.Cancel():
                 scheduler.cancel(command.request_id, command.choices, command.reason)
             case ipc.Stop():
@@ -174,7 +187,24 @@ class EngineProcess:
         try:
             self._core.scheduler.submit(request, now_ns)
         except BatonError as error:
-            self._send([ev.Ended(command.request_id, error.code, error.message)])
+            self._end(command.request_id, error)
+
+    def _compile(self, command: ipc.Submit) -> None:
+        """Let the request wait beside the step loop until its grammar is compiled."""
+        if self._desk is None:
+            self._end(command.request_id, GrammarError("this engine takes no grammars"))
+        else:
+            self._desk.add(command.request_id, command, command.params.grammar)
+
+    def _submit_compiled(self) -> None:
+        for command, error in self._desk.take() if self._desk else ():
+            if error is None:
+                self._submit(command, time.monotonic_ns())
+            else:
+                self._end(command.request_id, error)
+
+    def _end(self, request_id: str, error: BatonError) -> None:
+        self._send([ev.Ended(request_id, error.code, error.message)])
 
     def _step(self, plan: StepPlan) -> None:
         admissions = self._core.take_admissions()

@@ -12,7 +12,7 @@ is zeroed before they fail.
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,16 +20,19 @@ import torch
 
 from engine import sampling, selftest
 from engine.attention import Layout, PagedAttention, Span
-from engine.core.errors import NumericsError
+from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.grammars import Grammars
 from engine.ipc import EngineSettings
 from engine.loading import load_model
 from engine.models.llama import ROPE_ORDER, Llama
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.text.grammar import vocabulary_of
+from engine.text.tokenizer import load_tokenizer
 
 
 @dataclass(slots=True)
@@ -62,6 +65,7 @@ class TorchRunner:
         geometry: Shape of the pool.
         layout: How attention is cut, from ``attention_layout``.
         eos_token_ids: Tokens that end an answer.
+        grammars: For requests with a grammar.
     """
 
     def __init__(
@@ -71,7 +75,10 @@ class TorchRunner:
         geometry: KvGeometry,
         layout: Layout,
         eos_token_ids: tuple[int, ...] = (),
+        grammars: Grammars | None = None,
     ) -> None:
+        self.grammars = grammars
+        self._refused: dict[int, GrammarError] = {}
         self._model = model
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
@@ -92,6 +99,16 @@ class TorchRunner:
         return self._rewritten
 
     @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """Rows of the last plan whose grammar failed, and why."""
+        return self._refused
+
+    @property
+    def mask_ns(self) -> int:
+        """Time that the last step spent on grammars."""
+        return self.grammars.mask_ns if self.grammars is not None else 0
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer unless ``ignore_eos``."""
         return self._eos_token_ids
@@ -103,6 +120,7 @@ class TorchRunner:
         """See ``engine.core.plan.ModelRunner``."""
         for source, target in plan.copies:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
+        self._refused = {}
         if not plan.rows:
             return []
         batch = self._flatten(plan.rows)
@@ -121,10 +139,21 @@ class TorchRunner:
             self._fail(plan, broken)
         if sampled:
             specs = [plan.rows[index].samples for index in sampled]
-            drawn = sampling.sample(logits, specs, self._eos_token_ids)
+            masks = self._masks(specs, sampled)
+            drawn = sampling.sample(logits, specs, self._eos_token_ids, masks)
             for index, tokens in zip(sampled, drawn, strict=True):
                 results[index] = tokens
         return results
+
+    def _masks(
+        self, specs: Sequence[Sequence[SampleSpec]], rows: Sequence[int]
+    ) -> list[list[sampling.Mask | None]] | None:
+        """What the grammars allow; ``rows`` are the plan rows that ``specs`` belong to."""
+        if self.grammars is None:
+            return None
+        masks, refused = self.grammars.masks(specs)
+        self._refused = {rows[index]: error for index, error in refused.items()}
+        return masks
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
@@ -270,6 +299,17 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
     return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype)
 
 
+def open_grammars(artifact: ModelArtifact) -> Grammars:
+    """Grammars over a model's vocabulary, which a thread begins to read."""
+    c = artifact.config
+    return Grammars(
+        lambda: vocabulary_of(
+            load_tokenizer(artifact.tokenizer_source()), c.vocab_size, c.eos_token_ids
+        ),
+        c.vocab_size,
+    )
+
+
 @torch.inference_mode()
 def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
@@ -365,6 +405,7 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
+    grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 
     def report(stage: str, done: int, total: int) -> None:
@@ -380,6 +421,8 @@ def open_runner(
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype)
     geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
-    runner = TorchRunner(model, map_pool(geometry), geometry, layout, artifact.config.eos_token_ids)
+    runner = TorchRunner(
+        model, map_pool(geometry), geometry, layout, artifact.config.eos_token_ids, grammars
+    )
     identity = numerics_id(model, layout, settings.dtype, numerics)
     return runner, ModelInfo(identity, artifact.weights_digest, context)

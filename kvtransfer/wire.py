@@ -37,6 +37,7 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty,
+        grammar=message.grammar,
     )
 
 

@@ -18,6 +18,7 @@ from router.directory import WorkerDirectory
 from router.feed import EventSource, MirrorFeeder
 from router.formats import ChatFormat, CompletionFormat
 from router.gateway import Gateway
+from router.grammar_checker import GrammarChecker
 from router.mirror import Mirror
 from router.model import ServedModel
 from router.observe import Observer
@@ -33,6 +34,7 @@ from router.schema import (
 )
 from router.settings import RouterSettings
 from router.spans import ended_on_error, gateway_span, traceparent_of
+from router.structured import wanted_grammar
 
 
 class Router:
@@ -60,6 +62,7 @@ class Router:
         self.mirror = Mirror()
         self.gateway = Gateway(settings, model.tokenizer, directory, self.mirror, self.observer)
         self.preparer = Preparer(model, settings)
+        self.grammars = GrammarChecker(model.vocabulary, self.metrics)
         self.prober = Prober(self.gateway, settings)
         self.created = int(time.time())
         self._feeder = MirrorFeeder(self.mirror, events, self.metrics)
@@ -73,6 +76,7 @@ class Router:
             yield
         finally:
             await self._feeder.close()
+            await self.grammars.close()
             await self.gateway.close()
             self.tracing.shutdown()
 
@@ -121,7 +125,10 @@ class Router:
         span = gateway_span(self.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            prepared = await off_loop(size, lambda: self.preparer.chat(body, caller, now_ns))
+            grammar = await self._grammar(body)
+            prepared = await off_loop(
+                size, lambda: self.preparer.chat(body, caller, now_ns, grammar)
+            )
         layout = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
         context = self._context("chat", prepared.request_id, span)
         return Answer(
@@ -138,7 +145,10 @@ class Router:
         span = gateway_span(self.tracing, "text_completion", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            requests = await off_loop(size, lambda: self.preparer.completions(body, caller, now_ns))
+            grammar = await self._grammar(body)
+            requests = await off_loop(
+                size, lambda: self.preparer.completions(body, caller, now_ns, grammar)
+            )
         answer_id = requests[0].request_id
         if len(requests) > 1:
             answer_id = answer_id.rpartition("-")[0]
@@ -153,6 +163,11 @@ class Router:
             stream=bool(body.stream),
             include_usage=body.include_usage,
         )
+
+    async def _grammar(self, body: GenerationBody) -> str:
+        """What the answer must follow, tried and found good; empty = free."""
+        wanted = wanted_grammar(body)
+        return await self.grammars.check(*wanted) if wanted is not None else ""
 
     def _echoes(self, body: CompletionBody) -> list[str]:
         decode = self.model.tokenizer.decode

@@ -135,6 +135,11 @@ class Observer:
         for choice in record.choices:
             reason = choice.finish_reason or (record.error.code if record.error else "unknown")
             inc("baton_finished_choices", reason=reason, tenant=tenant)
+            # Only the model's end token says that a grammar was satisfied.
+            sampling = flight.request.sampling
+            own_stop = (*flight.request.stops, *sampling.stop_token_ids)
+            if sampling.grammar and (reason != "stop" or choice.stop_reason in own_stop):
+                inc("baton_grammar_incomplete", reason=reason)
 
 
 def phases(flight: Flight, exposed_s: float = 0.0) -> dict[str, float]:

@@ -115,8 +115,10 @@ class Preparer:
         self._model = model
         self._settings = settings
 
-    def chat(self, body: ChatBody, caller: Caller, now_ns: int) -> GenerationRequest:
-        """The request of a chat.
+    def chat(
+        self, body: ChatBody, caller: Caller, now_ns: int, grammar: str = ""
+    ) -> GenerationRequest:
+        """The request of a chat; ``grammar`` is what its answer must follow.
 
         Raises:
             InvalidRequestError: See its subclasses; the parameter is named.
@@ -133,15 +135,17 @@ class Preparer:
         wanted = body.max_completion_tokens or body.max_tokens
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = self._sampling(body, wanted, room, default=room, logprobs=alternatives)
+        sampling = self._sampling(
+            body, wanted, room, default=room, logprobs=alternatives, grammar=grammar
+        )
         return self._request(
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
 
     def completions(
-        self, body: CompletionBody, caller: Caller, now_ns: int
+        self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""
     ) -> list[GenerationRequest]:
-        """The requests of a completion, one for each prompt.
+        """The requests of a completion, one for each prompt; each follows ``grammar``.
 
         Raises:
             InvalidRequestError: See its subclasses; the parameter is named.
@@ -163,7 +167,12 @@ class Preparer:
             room = self._room(prompt, "prompt")
             default = min(_COMPLETION_TOKENS, room)
             sampling = self._sampling(
-                body, body.max_tokens, room, default=default, logprobs=body.logprobs
+                body,
+                body.max_tokens,
+                room,
+                default=default,
+                logprobs=body.logprobs,
+                grammar=grammar,
             )
             name = request_id if len(prompts) == 1 else part_id(request_id, index)
             requests.append(self._request(name, body, caller, prompt, sampling, now_ns))
@@ -187,6 +196,7 @@ class Preparer:
         *,
         default: int,
         logprobs: int | None,
+        grammar: str,
     ) -> SamplingParams:
         if wanted is not None and wanted > room:
             raise PromptTooLongError(
@@ -217,6 +227,7 @@ class Preparer:
             repetition_penalty=float(
                 _first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0)
             ),
+            grammar=grammar,
         )
 
     def _check(self, body: GenerationBody, max_tokens: int) -> None:

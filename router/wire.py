@@ -33,6 +33,7 @@ def sampling(params: SamplingParams) -> WireSampling:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
+        grammar=params.grammar,
     )
 
 
