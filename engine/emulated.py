@@ -7,14 +7,14 @@ a single byte shows in the tokens, exactly as with a real model, only louder.
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.core.adapters import AdapterRef
-from engine.core.errors import AdapterLoadError, NumericsError
+from engine.core.errors import AdapterLoadError, BatonError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.harvest import Harvest
 from engine.core.params import SampledToken
@@ -96,6 +96,16 @@ class EmulatedRunner:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
         return self._eos_token_ids
+
+    @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """None: a grammar has nothing to act on here."""
+        return {}
+
+    @property
+    def mask_ns(self) -> int:
+        """No time."""
+        return 0
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None

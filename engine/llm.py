@@ -35,6 +35,7 @@ from engine.runner import (
     attention_layout,
     geometry_of,
     numerics_id,
+    open_grammars,
     verify_exact,
 )
 from engine.text.adapter_artifact import read_adapter
@@ -105,7 +106,8 @@ class LLM:
         pool = bytearray(geometry.pool_bytes)
         stops = self.artifact.config.eos_token_ids
         adapters = AdapterSet(self.artifact.config, DTYPES[dtype], numerics)
-        self.runner = TorchRunner(model, pool, geometry, layout, stops, adapters)
+        self._grammars = open_grammars(self.artifact)
+        self.runner = TorchRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
         identity = numerics_id(model, layout, dtype, numerics)
         self._identity = (self.artifact.weights_digest, dtype, identity)
         self.core = EngineCore(self.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
@@ -161,9 +163,12 @@ class LLM:
         Raises:
             InvalidRequestError: A prompt is empty or can never fit into the pool.
             PromptTooLongError: Prompt and answer exceed the model's context.
+            GrammarError: The grammar does not compile.
             BatonError: Whatever else ended a request.
         """
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
+        if params.grammar:
+            self._grammars.prepare(params.grammar)
         found = self._answers(prompts, params, adapter=adapter)
         for output in found:
             output.text = self.tokenizer.decode(output.token_ids)

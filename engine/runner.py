@@ -12,7 +12,7 @@ is zeroed before they fail.
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +21,12 @@ import torch
 from engine import sampling, scoring, selftest
 from engine.adapters import AdapterSet, StepDeltas
 from engine.attention import Layout, PagedAttention, Span
-from engine.core.errors import NumericsError
+from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.grammars import Grammars
 from engine.ipc import EngineSettings
 from engine.loading import load_model
 from engine.models.decoder import Decoder
@@ -33,6 +34,8 @@ from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.text.grammar import vocabulary_of
+from engine.text.tokenizer import load_tokenizer
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ class TorchRunner:
         layout: How attention is cut, from ``attention_layout``.
         eos_token_ids: Tokens that end an answer.
         adapters: What rows may name; by default an empty set in ``exact``.
+        grammars: For requests with a grammar.
     """
 
     def __init__(
@@ -77,7 +81,10 @@ class TorchRunner:
         layout: Layout,
         eos_token_ids: tuple[int, ...] = (),
         adapters: AdapterSet | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        self.grammars = grammars
+        self._refused: dict[int, GrammarError] = {}
         self._model = model
         self.adapters = adapters or AdapterSet(model.config, model.dtype)
         self._geometry = geometry
@@ -100,6 +107,16 @@ class TorchRunner:
         return self._rewritten
 
     @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """Rows of the last plan whose grammar failed, and why."""
+        return self._refused
+
+    @property
+    def mask_ns(self) -> int:
+        """Time that the last step spent on grammars."""
+        return self.grammars.mask_ns if self.grammars is not None else 0
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer unless ``ignore_eos``."""
         return self._eos_token_ids
@@ -111,6 +128,7 @@ class TorchRunner:
         """See ``engine.core.plan.ModelRunner``."""
         for source, target in plan.copies:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
+        self._refused = {}
         if not plan.rows:
             return []
         batch = self._flatten(plan.rows)
@@ -133,10 +151,21 @@ class TorchRunner:
             harvest.take(scores, rows_TE)
         if sampled:
             specs = [plan.rows[index].samples for index in sampled]
-            drawn = sampling.sample(logits, specs, self._eos_token_ids)
+            masks = self._masks(specs, sampled)
+            drawn = sampling.sample(logits, specs, self._eos_token_ids, masks)
             for index, tokens in zip(sampled, drawn, strict=True):
                 results[index] = tokens
         return results
+
+    def _masks(
+        self, specs: Sequence[Sequence[SampleSpec]], rows: Sequence[int]
+    ) -> list[list[sampling.Mask | None]] | None:
+        """What the grammars allow; ``rows`` are the plan rows that ``specs`` belong to."""
+        if self.grammars is None:
+            return None
+        masks, refused = self.grammars.masks(specs)
+        self._refused = {rows[index]: error for index, error in refused.items()}
+        return masks
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
@@ -319,6 +348,17 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
     return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
 
 
+def open_grammars(artifact: ModelArtifact) -> Grammars:
+    """Grammars over a model's vocabulary, which a thread begins to read."""
+    c = artifact.config
+    return Grammars(
+        lambda: vocabulary_of(
+            load_tokenizer(artifact.tokenizer_source()), c.vocab_size, c.eos_token_ids
+        ),
+        c.vocab_size,
+    )
+
+
 @torch.inference_mode()
 def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
@@ -416,6 +456,7 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
+    grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 
     def report(stage: str, done: int, total: int) -> None:
@@ -435,6 +476,6 @@ def open_runner(
         artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank
     )
     stops = artifact.config.eos_token_ids
-    runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, adapters)
+    runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, adapters, grammars)
     identity = numerics_id(model, layout, settings.dtype, numerics)
     return runner, ModelInfo(identity, artifact.weights_digest, context)

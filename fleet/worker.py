@@ -368,6 +368,8 @@ class Worker:
         kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}
         kind = kinds.get((step.prompt_tokens > 0, step.decode_rows > 0), "decode")
         metrics.observe("baton_step_seconds", step.duration_ns / 1e9, kind=kind)
+        if step.mask_ns:
+            metrics.observe("baton_grammar_mask_seconds", step.mask_ns / 1e9)
         metrics.observe("baton_batch_requests", step.running)
         metrics.observe("baton_batch_tokens", step.prompt_tokens, kind="prefill")
         metrics.observe("baton_batch_tokens", step.decode_rows, kind="decode")

@@ -42,6 +42,7 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty,
         prompt_logprobs=message.prompt_logprobs - 1 if message.prompt_logprobs else None,
+        grammar=message.grammar,
     )
 
 

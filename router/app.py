@@ -22,6 +22,7 @@ from router.embeddings import EmbeddingAnswer
 from router.feed import EventSource, MirrorFeeder
 from router.formats import ChatFormat, CompletionFormat
 from router.gateway import Gateway
+from router.grammar_checker import GrammarChecker
 from router.mirror import Mirror
 from router.model import ServedModel
 from router.observe import Observer
@@ -38,6 +39,7 @@ from router.schema import (
 )
 from router.settings import RouterSettings
 from router.spans import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.structured import wanted_grammar
 
 
 class Router:
@@ -67,6 +69,7 @@ class Router:
         self.mirror = Mirror()
         self.gateway = Gateway(settings, model.tokenizer, directory, self.mirror, self.observer)
         self.preparer = Preparer(model, settings)
+        self.grammars = GrammarChecker(model.vocabulary, self.metrics)
         self.prober = Prober(self.gateway, settings)
         self.created = int(time.time())
         self._shelf = shelf
@@ -85,6 +88,7 @@ class Router:
         finally:
             await self._feeder.close()
             await self.model.adapters.close()
+            await self.grammars.close()
             await self.gateway.close()
             self.tracing.shutdown()
 
@@ -156,7 +160,10 @@ class Router:
         span = gateway_span(self.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            prepared = await off_loop(size, lambda: self.preparer.chat(body, caller, now_ns))
+            grammar = await self._grammar(body)
+            prepared = await off_loop(
+                size, lambda: self.preparer.chat(body, caller, now_ns, grammar)
+            )
         layout = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
         context = self._context("chat", prepared.request_id, span)
         return Answer(
@@ -173,7 +180,10 @@ class Router:
         span = gateway_span(self.tracing, "text_completion", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            requests = await off_loop(size, lambda: self.preparer.completions(body, caller, now_ns))
+            grammar = await self._grammar(body)
+            requests = await off_loop(
+                size, lambda: self.preparer.completions(body, caller, now_ns, grammar)
+            )
         answer_id = requests[0].request_id
         if len(requests) > 1:
             answer_id = answer_id.rpartition("-")[0]
@@ -191,6 +201,11 @@ class Router:
             stream=bool(body.stream),
             include_usage=body.include_usage,
         )
+
+    async def _grammar(self, body: GenerationBody) -> str:
+        """What the answer must follow, tried and found good; empty = free."""
+        wanted = wanted_grammar(body)
+        return await self.grammars.check(*wanted) if wanted is not None else ""
 
     def _echoes(self, body: CompletionBody) -> list[str]:
         decode = self.model.tokenizer.decode

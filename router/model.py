@@ -7,6 +7,7 @@ from typing import Any
 from engine.core.adapters import AdapterRef
 from engine.core.errors import InvalidRequestError, ModelNotFoundError
 from engine.text.artifact import ModelArtifact, resolve_model
+from engine.text.grammar import Vocabulary, vocabulary_of
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from router.adapters import AdapterTable
@@ -132,6 +133,11 @@ class ServedModel:
         if not tokens:
             raise InvalidRequestError("the chat template made an empty prompt", param="messages")
         return tokens
+
+    def vocabulary(self) -> Vocabulary:
+        """The tokens, for grammars; takes a moment."""
+        ends = self.artifact.config.eos_token_ids
+        return vocabulary_of(self.tokenizer, self.vocab_size, ends)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refuse token ids outside the vocabulary.

@@ -35,6 +35,7 @@ def sampling(params: SamplingParams) -> WireSampling:
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         prompt_logprobs=0 if params.prompt_logprobs is None else params.prompt_logprobs + 1,
+        grammar=params.grammar,
     )
 
 

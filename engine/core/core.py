@@ -78,6 +78,7 @@ class EngineCore:
     ) -> list[ev.Event]:
         """Record a finished step; returns all events since the last call."""
         self._withdraw(plan)
+        self._end_refused(plan)
         self.scheduler.apply(plan, results, now_ns)
         self.steps += 1
         self._fit_times(plan, duration_ns)
@@ -105,6 +106,14 @@ class EngineCore:
             sequence = running.get(plan.rows[index].sequence_id)
             if sequence is not None and sequence.request.kind is Kind.PREFILL:
                 error = TransferError("KV that was announced had to be computed again")
+                self.scheduler.fail(sequence.request.request_id, error)
+
+    def _end_refused(self, plan: StepPlan) -> None:
+        """End the requests whose grammar failed; the others of the step are untouched."""
+        running = self.scheduler.running()
+        for index, error in self.runner.refused_rows.items():
+            sequence = running.get(plan.rows[index].sequence_id)
+            if sequence is not None:
                 self.scheduler.fail(sequence.request.request_id, error)
 
     def take_admissions(self) -> list[ev.Event]:
@@ -143,6 +152,7 @@ class EngineCore:
             counts.quarantined,
             self.pool.evictions,
             self.scheduler.preemptions,
+            self.runner.mask_ns if rows else 0,
         )
 
     def _token_budget(self) -> int:

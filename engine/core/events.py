@@ -133,6 +133,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     quarantined: int
     evictions: int
     preemptions: int
+    mask_ns: int = 0  # of the step's duration, what grammars took
 
 
 Event = (

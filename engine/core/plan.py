@@ -1,10 +1,11 @@
 """What the scheduler hands to a model runner: one step, as plain data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRef
+from engine.core.errors import BatonError
 from engine.core.geometry import KvGeometry
 from engine.core.harvest import Harvest
 from engine.core.params import SampledToken, SamplingParams
@@ -91,6 +92,14 @@ class ModelRunner(Protocol):
     @property
     def rewritten_rows(self) -> tuple[int, ...]:
         """Rows of the last plan whose KV was written a second time after ``on_layers_done``."""
+
+    @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """Rows of the last plan whose grammar failed, and why: what was drawn there is void."""
+
+    @property
+    def mask_ns(self) -> int:
+        """Time that the last step spent on grammars."""
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
