@@ -262,6 +262,7 @@ class HandoffIntake:
             decode_worker_id=self._identity.worker_id,
             generation=opened.generation,
             probe=request.probe,
+            adapter=request.adapter if request.HasField("adapter") else None,
             router_id=request.router_id,
             pooling=request.pooling,
         )

@@ -111,6 +111,7 @@ class DecodeRequest:
                 request.ticket,
                 0,
                 not request.probe,
+                wire.adapter_from_wire(request.adapter),
                 request.pooling,
             ),
             self._on_report,

@@ -7,16 +7,44 @@ a single byte shows in the tokens, exactly as with a real model, only louder.
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.errors import NumericsError
+from engine.core.adapters import AdapterRef
+from engine.core.errors import AdapterLoadError, BatonError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.harvest import Harvest
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, StepPlan
+
+
+class EmulatedAdapters:
+    """An ``AdapterStore`` of digests: what is mixed into the "KV" is all there is to an adapter."""
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+
+    def prepare(self, ref: AdapterRef) -> None:
+        """See ``AdapterStore``; a directory is all that is asked for."""
+        if not Path(ref.path).is_dir():
+            raise AdapterLoadError(f"adapter {ref.name}: {ref.path} is not a directory")
+
+    def add(self, digest: str, prepared: None) -> None:
+        """See ``AdapterStore``."""
+        self._held.add(digest)
+
+    def remove(self, digest: str) -> None:
+        """See ``AdapterStore``."""
+        self._held.remove(digest)
+
+    def check(self, plan: StepPlan) -> None:
+        """A row whose adapter is not held is a fault of the engine."""
+        lost = {row.adapter for row in plan.rows} - self._held - {""}
+        if lost:
+            raise RuntimeError(f"rows need adapters that are not held: {sorted(lost)}")
 
 
 class EmulatedRunner:
@@ -51,6 +79,7 @@ class EmulatedRunner:
         self._token_s = token_s
         self._nan_after_steps = nan_after_steps
         self._steps = 0
+        self.adapters = EmulatedAdapters()
         self._ramp = np.arange(row_bytes, dtype=np.uint64)
 
     @property
@@ -68,6 +97,16 @@ class EmulatedRunner:
         """Tokens that end an answer."""
         return self._eos_token_ids
 
+    @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """None: a grammar has nothing to act on here."""
+        return {}
+
+    @property
+    def mask_ns(self) -> int:
+        """No time."""
+        return 0
+
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
@@ -75,6 +114,7 @@ class EmulatedRunner:
         self._steps += 1
         if 0 < self._nan_after_steps < self._steps:
             raise NumericsError(f"NaN in the logits of {len(plan.rows)} rows (a drill)")
+        self.adapters.check(plan)
         for source, target in plan.copies:
             self._pool[:, :, target] = self._pool[:, :, source]
         tokens = sum(len(row.tokens) for row in plan.rows)
@@ -96,7 +136,8 @@ class EmulatedRunner:
             block = row.block_ids[position // self._geometry.block_tokens]
             slot = position % self._geometry.block_tokens
             for component in range(2):
-                seed = zlib.crc32(b"%d %d %d %d" % (token, position, layer, component))
+                text = f"{token} {position} {layer} {component}{row.adapter}"
+                seed = zlib.crc32(text.encode())
                 self._pool[layer, component, block, slot] = (self._ramp * 31 + seed) >> 3 & 0xFF
 
     def _reap(self, row: PlanRow, harvest: Harvest) -> None:

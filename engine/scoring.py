@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.core.harvest import Floats, Harvest, Scores
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.sampling import Logits
 
 SLICE_ROWS = 32
@@ -22,7 +22,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def reap(
-    model: Llama, harvest: Harvest, start: int, hidden_TE: torch.Tensor
+    model: Decoder, harvest: Harvest, start: int, hidden_TE: torch.Tensor
 ) -> tuple[list[Scores], Floats]:
     """What a harvest wants of the rows at positions ``start ...``; it takes that in itself.
 

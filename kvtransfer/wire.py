@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from batonpb import common_pb2 as pb
 
+from engine.core.adapters import AdapterRef
 from engine.core.harvest import PromptScores
 from engine.core.params import SampledToken, SamplingParams
 
@@ -41,7 +42,15 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty,
         prompt_logprobs=message.prompt_logprobs - 1 if message.prompt_logprobs else None,
+        grammar=message.grammar,
     )
+
+
+def adapter_from_wire(message: pb.Adapter) -> AdapterRef | None:
+    """The adapter that a request names; None for the base model."""
+    if not message.digest:
+        return None
+    return AdapterRef(message.name, message.digest.hex(), message.path)
 
 
 def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:

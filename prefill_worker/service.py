@@ -176,6 +176,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             start.ticket,
             start.skip_blocks,
             not start.probe,
+            wire.adapter_from_wire(start.adapter),
             start.pooling,
         )
         self._hub.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))

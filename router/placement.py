@@ -179,6 +179,7 @@ class Placer:
             router_id=self._router_id,
             lease_ms=self._settings.lease_ms,
             probe=request.probe,
+            adapter=wire.adapter(request.adapter),
             pooling=request.pooling,
         )
         link.submit(submission, alone=len(packed) > self._settings.unary_prompt_bytes)

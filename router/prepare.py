@@ -126,8 +126,10 @@ class Preparer:
         self._model = model
         self._settings = settings
 
-    def chat(self, body: ChatBody, caller: Caller, now_ns: int) -> GenerationRequest:
-        """The request of a chat.
+    def chat(
+        self, body: ChatBody, caller: Caller, now_ns: int, grammar: str = ""
+    ) -> GenerationRequest:
+        """The request of a chat; ``grammar`` is what its answer must follow.
 
         Raises:
             InvalidRequestError: See its subclasses; the parameter is named.
@@ -144,16 +146,18 @@ class Preparer:
         wanted = body.max_completion_tokens or body.max_tokens
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = self._sampling(body, wanted, room, default=room, logprobs=alternatives)
+        sampling = self._sampling(
+            body, wanted, room, default=room, logprobs=alternatives, grammar=grammar
+        )
         sampling = _with_scores(sampling, body.prompt_logprobs, len(prompt))
         return self._request(
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
 
     def completions(
-        self, body: CompletionBody, caller: Caller, now_ns: int
+        self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""
     ) -> list[GenerationRequest]:
-        """The requests of a completion, one for each prompt.
+        """The requests of a completion, one for each prompt; each follows ``grammar``.
 
         Raises:
             InvalidRequestError: See its subclasses; the parameter is named.
@@ -179,7 +183,12 @@ class Preparer:
             default = min(_COMPLETION_TOKENS, room)
             wanted = 1 if scores_only else body.max_tokens
             sampling = self._sampling(
-                body, wanted, max(room, 1), default=default, logprobs=body.logprobs
+                body,
+                wanted,
+                max(room, 1),
+                default=default,
+                logprobs=body.logprobs,
+                grammar=grammar,
             )
             sampling = _with_scores(sampling, body.prompt_alternatives, len(prompt))
             name = request_id if len(prompts) == 1 else part_id(request_id, index)
@@ -217,6 +226,7 @@ class Preparer:
                     sampling=SamplingParams(max_tokens=1, temperature=0.0),
                     tenant=caller.tenant,
                     cache_scope=self._scope(caller, None),
+                    adapter=self._model.adapter_of(body.model),
                     priority=body.priority or 0,
                     mode=caller.mode,
                     user=body.user,
@@ -246,6 +256,7 @@ class Preparer:
         *,
         default: int,
         logprobs: int | None,
+        grammar: str,
     ) -> SamplingParams:
         if wanted is not None and wanted > room:
             raise PromptTooLongError(
@@ -276,6 +287,7 @@ class Preparer:
             repetition_penalty=float(
                 _first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0)
             ),
+            grammar=grammar,
         )
 
     def _check(self, body: GenerationBody, max_tokens: int) -> None:
@@ -326,6 +338,7 @@ class Preparer:
             stops=body.stops,
             tenant=caller.tenant,
             cache_scope=self._scope(caller, body.cache_salt),
+            adapter=self._model.adapter_of(body.model),
             priority=body.priority or 0,
             mode=caller.mode,
             user=body.user,

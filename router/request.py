@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from engine.core.adapters import AdapterRef
 from engine.core.params import SamplingParams
 
 Mode = Literal["auto", "disaggregated", "colocated"]
@@ -25,6 +26,7 @@ class GenerationRequest:
     Attributes:
         prompt: Token ids.
         cache_scope: Requests of different scopes share no cached prefix.
+        adapter: The LoRA adapter to answer with; none is the model itself.
         arrived_ns: Monotonic clock of the router, as is ``deadline_ns``.
         pinned: Only for probes.
         traceparent: Parent of the spans at the workers.
@@ -38,6 +40,7 @@ class GenerationRequest:
     stops: tuple[str, ...] = ()
     tenant: str = "default"
     cache_scope: str = ""
+    adapter: AdapterRef | None = None
     priority: int = 0
     mode: Mode = "auto"
     user: str | None = None

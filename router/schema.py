@@ -34,10 +34,6 @@ def _only(*values: object) -> Callable[[Any], bool]:
     return lambda given: any(type(given) is type(value) and given == value for value in values)
 
 
-def _is_text_format(given: Any) -> bool:
-    return given is None or given == {"type": "text"}
-
-
 def _is_label(given: Any) -> bool:
     return given is None or isinstance(given, str)
 
@@ -81,6 +77,31 @@ class StreamOptions(_Strict):
     neutral = {"include_obfuscation": _only(None, False)}
 
 
+class JsonSchemaFormat(_Strict):
+    """The schema of ``response_format``; it is always kept to, ``strict`` or not."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's ways to say what an answer must look like."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: _NonEmpty | None = None
+    choice: Annotated[list[_NonEmpty], Field(min_length=1, max_length=4096)] | None = None
+    grammar: _NonEmpty | None = None
+
+
 class GenerationBody(_Strict):
     """What chat and completions have in common."""
 
@@ -106,6 +127,12 @@ class GenerationBody(_Strict):
     priority: Annotated[int, Field(ge=-_INT32, lt=_INT32)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: _NonEmpty | None = None
+    guided_choice: Annotated[list[_NonEmpty], Field(min_length=1, max_length=4096)] | None = None
+    guided_grammar: _NonEmpty | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -134,7 +161,6 @@ class ChatBody(GenerationBody):
         "parallel_tool_calls": _only(None, True),
         "functions": _only(None, []),
         "function_call": _only(None, "none"),
-        "response_format": _is_text_format,
         "metadata": _is_metadata,
         "store": _only(None, False),
         "modalities": _only(None, ["text"]),
@@ -212,6 +238,23 @@ class DetokenizeBody(_Strict):
 
     model: _NonEmpty | None = None
     tokens: list[_TokenId]
+
+
+class LoadAdapterBody(_Strict):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: _NonEmpty
+    lora_path: _NonEmpty
+
+    neutral = {"load_inplace": _only(None, False)}
+
+
+class UnloadAdapterBody(_Strict):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: _NonEmpty
+
+    neutral = {"lora_int_id": _only(None)}
 
 
 _Body = TypeVar("_Body", bound=_Strict)

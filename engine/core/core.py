@@ -79,6 +79,7 @@ class EngineCore:
     ) -> list[ev.Event]:
         """Record a finished step; returns all events since the last call."""
         self._withdraw(plan)
+        self._end_refused(plan)
         self.scheduler.apply(plan, results, now_ns)
         self.steps += 1
         self._fit_times(plan, duration_ns)
@@ -118,6 +119,14 @@ class EngineCore:
             self._checked_at = self.steps
             self.scheduler.check_integrity()
 
+    def _end_refused(self, plan: StepPlan) -> None:
+        """End the requests whose grammar failed; the others of the step are untouched."""
+        running = self.scheduler.running()
+        for index, error in self.runner.refused_rows.items():
+            sequence = running.get(plan.rows[index].sequence_id)
+            if sequence is not None:
+                self.scheduler.fail(sequence.request.request_id, error)
+
     def take_admissions(self) -> list[ev.Event]:
         """What planning a step has caused; ahead of what the step itself will say."""
         return self.scheduler.take_events()
@@ -154,6 +163,7 @@ class EngineCore:
             counts.quarantined,
             self.pool.evictions,
             self.scheduler.preemptions,
+            self.runner.mask_ns if rows else 0,
         )
 
     def _token_budget(self) -> int:

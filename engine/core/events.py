@@ -106,6 +106,16 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True):
     removed: tuple[bytes, ...]
 
 
+class AdapterChanged(msgspec.Struct, frozen=True, tag=True):
+    """The set of adapters that this engine holds has changed, or could not."""
+
+    name: str
+    digest: str
+    what: str  # "loaded" | "evicted" | "failed"
+    held: int  # now
+    load_s: float = 0.0
+
+
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """Load after a step."""
 
@@ -123,6 +133,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     quarantined: int
     evictions: int
     preemptions: int
+    mask_ns: int = 0  # of the step's duration, what grammars took
 
 
 Event = (
@@ -136,5 +147,6 @@ Event = (
     | Revoked
     | Ended
     | CacheChanged
+    | AdapterChanged
     | StepDone
 )

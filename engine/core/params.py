@@ -26,6 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    grammar: str = ""  # what the answer must follow, as llguidance takes it; empty = free
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

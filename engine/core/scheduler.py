@@ -303,7 +303,8 @@ class Scheduler:
             samples = self._samples(sequence)
         tokens = sequence.tokens[start:end]
         table = sequence.blocks[: blocks_for(end)]
-        return PlanRow(sequence.sequence_id, tokens, start, table, samples, harvest)
+        adapter = sequence.request.adapter
+        return PlanRow(sequence.sequence_id, tokens, start, table, samples, adapter, harvest)
 
     def _samples(self, sequence: TokenSequence) -> tuple[SampleSpec, ...]:
         request, first = sequence.request, sequence.generated == 0

@@ -30,6 +30,7 @@ class EngineRequest:
     ticket: int = 0
     skip_blocks: int = 0  # PREFILL: leading blocks that the taker has already
     cacheable: bool = True  # False for health probes
+    adapter: str = ""  # digest of a LoRA adapter that the runner holds as long as this lives
     pooling: str = ""  # not empty: pool the prompt's hidden rows to a vector, draw nothing
     cached_tokens: int = 0  # prompt tokens found in the cache when first admitted
     preemptions: int = 0

@@ -52,7 +52,7 @@ class PrefillTarget(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "name_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "pooling")
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "name_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class Submission(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
@@ -82,8 +83,9 @@ class Submission(_message.Message):
     router_id: str
     lease_ms: int
     probe: bool
+    adapter: _common_pb2.Adapter
     pooling: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., name_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., pooling: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., name_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class SubmitAck(_message.Message):
     __slots__ = ()

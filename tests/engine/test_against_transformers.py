@@ -11,7 +11,9 @@ from engine.core.harvest import Harvest
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.loading import load_weights
-from engine.models import llama
+from engine.models.decoder import Decoder
+from engine.models.families import weight_table
+from engine.models.rope import unpair_rows
 from engine.runner import TorchRunner, geometry_of
 from engine.selftest import fast_layout
 from engine.text.artifact import ModelArtifact
@@ -44,7 +46,7 @@ PROMPTS = (
 )
 
 
-def logits_of(model: llama.Llama, artifact: ModelArtifact, tokens: list[int]) -> torch.Tensor:
+def logits_of(model: Decoder, artifact: ModelArtifact, tokens: list[int]) -> torch.Tensor:
     """``[T, V]`` logits of one sequence."""
     geometry = geometry_of(artifact, "fp32", 32)
     group = artifact.config.num_heads // artifact.config.num_kv_heads
@@ -74,10 +76,10 @@ def theirs(artifact: ModelArtifact) -> Any:
     )
     weights = load_weights(artifact, "fp32")
     state = {}
-    for entry in llama.weight_table(c, "safetensors"):
+    for entry in weight_table(c, "safetensors"):
         weight = weights[entry.name]
         if entry.name.endswith((".q", ".k")):
-            weight = llama.unpair_rows(weight, c.head_dim)
+            weight = unpair_rows(weight, c.head_dim)
         state[entry.source] = weight
     model = transformers.LlamaForCausalLM(config).eval()
     missing = model.load_state_dict(state, strict=False)
@@ -104,7 +106,7 @@ def greedy(theirs: Any, prompt: list[int], count: int) -> list[int]:
 
 def test_logits_agree(
     artifact: ModelArtifact,
-    load: Callable[[str, str], llama.Llama],
+    load: Callable[[str, str], Decoder],
     theirs: Any,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -152,7 +154,7 @@ def test_prompt_scores_and_vectors_agree(
     harvests = [Harvest(tokens, 0, "mean"), Harvest(tokens, None, "last")]
     for harvest in harvests:
         table = driver.blocks(len(tokens))
-        driver.runner.execute(StepPlan((PlanRow(0, tokens, 0, table, (), harvest),)))
+        driver.runner.execute(StepPlan((PlanRow(0, tokens, 0, table, (), harvest=harvest),)))
     scores = harvests[0].scores()
     assert scores is not None
     error = np.abs(np.frombuffer(scores.logprobs, "<f4") - own[:, 0].numpy()).max()

@@ -54,7 +54,7 @@ def test_chunks_blocks_and_neighbours_do_not_show(llm, make_driver, chunks):
         blocks = table[: -(-end // BLOCK)]
         beside = driver.row([5] * 200, start, end, other)
         for harvest in (scores, mean):  # the second writes what is there already
-            row = PlanRow(1, tokens[start:end], start, blocks, (), harvest)
+            row = PlanRow(1, tokens[start:end], start, blocks, (), harvest=harvest)
             driver.runner.execute(StepPlan((row, beside)))
         start = end
     assert scores.scores() == wanted

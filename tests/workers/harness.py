@@ -122,7 +122,12 @@ class MiniRouter:
             await self.call.write(pb.RouterFrame(**frame))
 
     async def submit(
-        self, name: str, prompt: list[int], prefill: WorkerProcess | None = None, **fields
+        self,
+        name: str,
+        prompt: list[int],
+        prefill: WorkerProcess | None = None,
+        adapter: common_pb2.Adapter | None = None,
+        **fields,
     ) -> None:
         sampling = {"max_tokens": 8, "n": 1, "top_p": 1, "repetition_penalty": 1, "logprobs": -1}
         sampling |= fields.pop("sampling", {})
@@ -137,6 +142,8 @@ class MiniRouter:
             lease_ms=1500,
             prefill=prefill.target if prefill else None,
         )
+        if adapter is not None:
+            submission.adapter.CopyFrom(adapter)
         for key, value in fields.items():
             setattr(submission, key, value)
         self.tokens[name] = {}
