@@ -114,7 +114,7 @@ def test_mixed_in_one_step_each_row_has_the_bits_that_it_has_alone(
     driver = make_driver(dtype)
     runner = driver.runner
     names = ["", *(load_into(runner, path, artifact) for path in paths.values())]
-    tokens = prompt_of(75)
+    tokens = prompt_of(44)
 
     def hidden(table: list[int], cuts: list[int], adapter: str) -> torch.Tensor:
         parts = []
@@ -123,18 +123,18 @@ def test_mixed_in_one_step_each_row_has_the_bits_that_it_has_alone(
             parts.append(runner.hidden(StepPlan((row,)))[0])
         return torch.cat(parts)
 
-    alone = {name: hidden(driver.blocks(80), [], name) for name in names}
+    alone = {name: hidden(driver.blocks(48), [], name) for name in names}
     assert not same_bits(alone[names[0]], alone[names[1]])
     assert not same_bits(alone[names[1]], alone[names[2]])
     for name in names:
-        assert same_bits(hidden(driver.blocks(80, scattered=True), [8, 41, 74], name), alone[name])
+        assert same_bits(hidden(driver.blocks(48, scattered=True), [7, 40], name), alone[name])
 
     # two rows of each, at different places, decodes and chunks in one step
     rows, wanted = [], []
     for number in range(6):
         name = names[number % 3]
-        start, end = [(74, 75), (40, 75), (73, 74), (60, 61), (13, 64)][number % 5]
-        table = driver.blocks(80, scattered=number % 2 == 1)
+        start, end = [(43, 44), (20, 44), (42, 43), (30, 31), (13, 40)][number % 5]
+        table = driver.blocks(48, scattered=number % 2 == 1)
         before = replace(driver.row(tokens, 0, start, table), adapter=name)
         runner.hidden(StepPlan((before,)))
         rows.append(replace(driver.row(tokens, start, end, table), adapter=name))
