@@ -142,6 +142,8 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapte
 
 
 def _read_config(file: Path) -> bytes:
+    if file.exists() and not file.is_file():  # reading a pipe might never end
+        raise AdapterError(f"{file}: not a regular file")
     try:
         with file.open("rb") as stream:
             raw = stream.read(_MAX_CONFIG_BYTES + 1)
@@ -231,7 +233,7 @@ def _by_module(settings: Mapping[str, Any], key: str, default: str, module: str)
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor in the file."""
-    if not file.exists():
+    if not file.is_file():
         hint = ""
         if file.with_suffix(".bin").exists():
             hint = "; adapter_model.bin is a pickle, which is never read: save as safetensors"
