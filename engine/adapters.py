@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from engine.core.adapters import AdapterRef
 from engine.core.errors import AdapterLoadError
 from engine.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
-from engine.models.llama import pair_rows
+from engine.models.rope import pair_rows
 from engine.numerics import Numerics
 from engine.text.adapter_artifact import (
     AdapterArtifact,

@@ -10,7 +10,14 @@ from engine.client import EngineClient
 from engine.core import events as ev
 
 RequestReport = (
-    ev.Tokens | ev.Admitted | ev.Published | ev.PromptDone | ev.Reserved | ev.Bound | ev.Revoked
+    ev.Tokens
+    | ev.Harvested
+    | ev.Admitted
+    | ev.Published
+    | ev.PromptDone
+    | ev.Reserved
+    | ev.Bound
+    | ev.Revoked
 )
 Handler = Callable[[RequestReport | ev.Ended], None]
 

@@ -32,6 +32,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = 512
     max_adapters: int = 0  # held at once; 0: none are served
     max_adapter_rank: int = 64
+    check_every_step: bool = False  # tests: recount all blocks after each step
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -50,6 +51,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     skip_blocks: int = 0
     cacheable: bool = True
     adapter: AdapterRef | None = None
+    pooling: str = ""
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
@@ -140,6 +142,7 @@ Report = (
     | Fatal
     | Sick
     | ev.Tokens
+    | ev.Harvested
     | ev.Admitted
     | ev.Published
     | ev.PromptDone

@@ -86,6 +86,13 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_adapter_requests": _count("Requests that a LoRA adapter answered.", "adapter"),
     "baton_adapter_prompt_tokens": _count("Prompt tokens of these requests.", "adapter"),
     "baton_adapter_generation_tokens": _count("Tokens sent of these requests.", "adapter"),
+    "baton_grammar_compile_seconds": _seconds("Trying a new grammar before admission."),
+    "baton_grammar_refusals": _count(
+        "Grammars refused: invalid, too_large, too_expensive.", "reason"
+    ),
+    "baton_grammar_incomplete": _count(
+        "Choices with a grammar that were cut before the grammar was satisfied.", "reason"
+    ),
     "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant"),
     "baton_queue_limit_requests": _gauge("Size of the queue; beyond it 429."),
 }
@@ -126,6 +133,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_prefix_tokens": _count(
         "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
     ),
+    "baton_grammar_mask_seconds": _seconds("Of an engine step, what grammars took."),
     "baton_transfers": _count("Hand-offs by outcome: committed, failed, abandoned.", "outcome"),
     "baton_transfer_bytes": _count("KV payload bytes: sent, received.", "direction"),
     "baton_transfer_seconds": _seconds("First chunk asked for to commit."),

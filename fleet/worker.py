@@ -70,6 +70,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str = ""
     drill: str = ""  # damage frames on purpose, see kvtransfer.drill
     poison_token: int = -1  # drill: the engine dies of a prompt that holds it
+    check_every_step: bool = False  # tests: recount all blocks after each step
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     canary_s: float = CANARY_S
@@ -146,6 +147,7 @@ class Worker:
             max_step_tokens=settings.max_step_tokens,
             max_adapters=settings.max_adapters,
             max_adapter_rank=settings.max_adapter_rank,
+            check_every_step=settings.check_every_step,
             emulated_token_s=settings.emulated_token_s,
             emulated_nan_after_steps=settings.emulated_nan_after_steps,
             poison_token=settings.poison_token,
@@ -366,6 +368,8 @@ class Worker:
         kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}
         kind = kinds.get((step.prompt_tokens > 0, step.decode_rows > 0), "decode")
         metrics.observe("baton_step_seconds", step.duration_ns / 1e9, kind=kind)
+        if step.mask_ns:
+            metrics.observe("baton_grammar_mask_seconds", step.mask_ns / 1e9)
         metrics.observe("baton_batch_requests", step.running)
         metrics.observe("baton_batch_tokens", step.prompt_tokens, kind="prefill")
         metrics.observe("baton_batch_tokens", step.decode_rows, kind="decode")

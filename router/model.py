@@ -7,6 +7,7 @@ from typing import Any
 from engine.core.adapters import AdapterRef
 from engine.core.errors import InvalidRequestError, ModelNotFoundError
 from engine.text.artifact import ModelArtifact, resolve_model
+from engine.text.grammar import Vocabulary, vocabulary_of
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from router.adapters import AdapterTable
@@ -97,8 +98,15 @@ class ServedModel:
         entry = self.adapters.find(self.check_name(name))
         return None if entry is None else entry.ref()
 
-    def encode_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
-        """Token ids of a completion's prompt.
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state, and so of an embedding."""
+        return self.artifact.config.hidden_size
+
+    def encode_prompt(
+        self, prompt: str | Sequence[int], *, special: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a completion's prompt, or of another text that ``param`` names.
 
         Raises:
             InvalidRequestError: It is empty, or an id is outside the vocabulary.
@@ -107,9 +115,9 @@ class ServedModel:
             tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             tokens = list(prompt)
-            self.check_ids(tokens, "prompt")
+            self.check_ids(tokens, param)
         if not tokens:
-            raise InvalidRequestError("prompt: must not be empty", param="prompt")
+            raise InvalidRequestError(f"{param}: must not be empty", param=param)
         return tokens
 
     def encode_chat(
@@ -125,6 +133,11 @@ class ServedModel:
         if not tokens:
             raise InvalidRequestError("the chat template made an empty prompt", param="messages")
         return tokens
+
+    def vocabulary(self) -> Vocabulary:
+        """The tokens, for grammars; takes a moment."""
+        ends = self.artifact.config.eos_token_ids
+        return vocabulary_of(self.tokenizer, self.vocab_size, ends)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refuse token ids outside the vocabulary.

@@ -96,7 +96,7 @@ class Observer:
 
     def first_byte(self, flight: Flight, now_ns: int) -> None:
         """The first content byte of an answer went out."""
-        if not flight.request.probe:
+        if not flight.request.probe and not flight.request.pooling:
             self.metrics.observe(
                 "baton_time_to_first_token_seconds",
                 (now_ns - flight.request.arrived_ns) / 1e9,
@@ -138,6 +138,11 @@ class Observer:
         for choice in record.choices:
             reason = choice.finish_reason or (record.error.code if record.error else "unknown")
             inc("baton_finished_choices", reason=reason, tenant=tenant)
+            # Only the model's end token says that a grammar was satisfied.
+            sampling = flight.request.sampling
+            own_stop = (*flight.request.stops, *sampling.stop_token_ids)
+            if sampling.grammar and (reason != "stop" or choice.stop_reason in own_stop):
+                inc("baton_grammar_incomplete", reason=reason)
 
     def _answered_by(self, adapter: str, record: RequestRecord) -> None:
         inc = self.metrics.inc

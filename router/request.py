@@ -30,6 +30,8 @@ class GenerationRequest:
         arrived_ns: Monotonic clock of the router, as is ``deadline_ns``.
         pinned: Only for probes.
         traceparent: Parent of the spans at the workers.
+        pooling: Not empty: the answer is the prompt's pooled hidden state; nothing is drawn.
+        score_only: Only the prompt's scores are wanted: the one token that is drawn is not shown.
     """
 
     request_id: str
@@ -47,6 +49,18 @@ class GenerationRequest:
     probe: bool = False
     pinned: Pinned | None = None
     traceparent: str = ""
+    pooling: str = ""
+    score_only: bool = False
+
+    @property
+    def scored(self) -> bool:
+        """Whether the prompt's tokens are to have log-probabilities."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether all of the prompt is computed, whatever is cached."""
+        return self.scored or bool(self.pooling)
 
 
 def part_id(request_id: str, index: int) -> str:

@@ -34,6 +34,8 @@ def sampling(params: SamplingParams) -> WireSampling:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
+        prompt_logprobs=0 if params.prompt_logprobs is None else params.prompt_logprobs + 1,
+        grammar=params.grammar,
     )
 
 

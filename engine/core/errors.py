@@ -3,6 +3,7 @@
     BatonError
     ├── InvalidRequestError        400  the client's fault; names the parameter and the limit
     │   ├── PromptTooLongError     400
+    │   ├── GrammarError           400  the shape asked for cannot be compiled or followed
     │   ├── UnauthorizedError      401
     │   ├── ModelNotFoundError     404
     │   ├── AdapterExistsError     409  a LoRA adapter of that name is loaded
@@ -61,6 +62,12 @@ class PromptTooLongError(InvalidRequestError):
     """Prompt and answer do not fit into the context."""
 
     code = "context_length_exceeded"
+
+
+class GrammarError(InvalidRequestError):
+    """The structure asked for cannot be compiled, or costs too much."""
+
+    code = "invalid_grammar"
 
 
 class UnauthorizedError(InvalidRequestError):
