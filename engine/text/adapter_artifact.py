@@ -102,12 +102,16 @@ class AdapterArtifact:
 
 
 def target_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """``(outputs, inputs)`` of each projection that an adapter may change."""
+    """``(outputs, inputs)`` of each projection that an adapter may change.
+
+    In a mixture of experts these are the ones of attention.
+    """
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     e, f = c.hidden_size, c.intermediate_size
     shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
-    return dict(zip(TARGETS, shapes, strict=True))
+    every = dict(zip(TARGETS, shapes, strict=True))
+    return {name: every[name] for name in TARGETS[:4]} if c.num_experts else every
 
 
 def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:
