@@ -13,6 +13,7 @@ import msgspec
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
 
 LENGTH = struct.Struct("<I")
 M = TypeVar("M")
@@ -29,6 +30,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
+    speculation: SpeculationSettings = SpeculationSettings()
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token

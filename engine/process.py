@@ -88,9 +88,10 @@ class EngineProcess:
         self._send([ready])
         while not self._stopping:
             had_commands = self._receive()
-            plan = self._core.plan(time.monotonic_ns())
+            began_ns = time.monotonic_ns()
+            plan = self._core.plan(began_ns)
             if plan.rows:
-                self._step(plan)
+                self._step(plan, began_ns)
             elif had_commands or self._core.scheduler.events:
                 self._send(self._core.take_events())
 
@@ -176,7 +177,7 @@ class EngineProcess:
         except BatonError as error:
             self._send([ev.Ended(command.request_id, error.code, error.message)])
 
-    def _step(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan, began_ns: int) -> None:
         admissions = self._core.take_admissions()
         if admissions:  # before the first Published of this step
             self._send(admissions)
@@ -188,7 +189,6 @@ class EngineProcess:
             if any(found):
                 self._send([published for published in found if published])
 
-        began_ns = time.monotonic_ns()
         try:
             results = self._core.runner.execute(plan, publish if publications else None)
         except NumericsError as error:

@@ -107,23 +107,27 @@ class TorchRunner:
             return []
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, on_layers_done)
-        sampled = [index for index, row in enumerate(plan.rows) if row.samples]
+        wanted = [
+            (index, batch.last_rows[index] - back, specs)
+            for index, row in enumerate(plan.rows)
+            for back, specs in row.draws()
+        ]
         results: list[list[SampledToken]] = [[] for _ in plan.rows]
         broken = self._broken_rows(plan, batch, hidden_TE)
         self._rewritten = tuple(sorted(broken))
         if broken:
             broken = self._retry_isolated(plan, batch, hidden_TE, broken)
-        if sampled:
-            logits = self._model.logits(hidden_TE[[batch.last_rows[i] for i in sampled]])
-            pairs = zip(sampled, logits.finite(), strict=True)
-            broken |= {index for index, ok in pairs if not ok}
+        if wanted:
+            logits = self._model.logits(hidden_TE[[flat for _, flat, _ in wanted]])
+            pairs = zip(wanted, logits.finite(), strict=True)
+            broken |= {index for (index, _, _), ok in pairs if not ok}
         if broken:
             self._fail(plan, broken)
-        if sampled:
-            specs = [plan.rows[index].samples for index in sampled]
+        if wanted:
+            specs = [specs for _, _, specs in wanted]
             drawn = sampling.sample(logits, specs, self._eos_token_ids)
-            for index, tokens in zip(sampled, drawn, strict=True):
-                results[index] = tokens
+            for (index, _, _), tokens in zip(wanted, drawn, strict=True):
+                results[index] += tokens
         return results
 
     @torch.inference_mode()

@@ -98,6 +98,7 @@ def worker_settings(
         "host": host,
         "max_batch_requests": config.max_batch_requests,
         "max_step_tokens": config.max_step_tokens,
+        "speculation": config.speculation.settings(),
         "log_dir": log_dir,
     }
 

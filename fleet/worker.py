@@ -25,6 +25,7 @@ from engine import ipc
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
 from engine.hub import EngineHub
 from engine.process import die_with_parent
 from fleet.registry import KvEventPublisher, Presence, Registry, WorkerRecord
@@ -65,6 +66,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     max_batch_requests: int = 32
     max_step_tokens: int = 512
+    speculation: SpeculationSettings = SpeculationSettings()
     log_dir: str = ""
     drill: str = ""  # damage frames on purpose, see kvtransfer.drill
     poison_token: int = -1  # drill: the engine dies of a prompt that holds it
@@ -141,6 +143,7 @@ class Worker:
             max_context_tokens=settings.max_context_tokens,
             max_batch_requests=settings.max_batch_requests,
             max_step_tokens=settings.max_step_tokens,
+            speculation=settings.speculation,
             emulated_token_s=settings.emulated_token_s,
             emulated_nan_after_steps=settings.emulated_nan_after_steps,
             poison_token=settings.poison_token,
@@ -347,6 +350,9 @@ class Worker:
         metrics.set("baton_waiting_requests", step.waiting)
         self._count_up("baton_kv_evictions", step.evictions)
         self._count_up("baton_preemptions", step.preemptions)
+        self._count_up("baton_spec_drafts", step.drafts)
+        self._count_up("baton_spec_draft_tokens", step.draft_tokens)
+        self._count_up("baton_spec_accepted_tokens", step.accepted_tokens)
         if not step.duration_ns:
             return
         kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}

@@ -114,6 +114,9 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     quarantined: int
     evictions: int
     preemptions: int
+    drafts: int = 0  # speculation, since the start: rows with guesses, guesses, guesses accepted
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 Event = (
