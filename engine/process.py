@@ -28,6 +28,7 @@ from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import NgramProposer, Speculation
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
@@ -74,7 +75,7 @@ class EngineProcess:
         began_ns = time.monotonic_ns()
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        self._core = EngineCore(runner, limits)
+        self._core = EngineCore(runner, limits, speculation=self._speculation())
         ready = ipc.Ready(
             os.getpid(),
             runner.geometry,
@@ -106,6 +107,16 @@ class EngineProcess:
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([ipc.Progress(what)]),
         )
+
+    def _speculation(self) -> Speculation | None:
+        settings = self._settings.speculation
+        if settings.mode == "off":
+            return None
+        if settings.mode == "ngram":
+            return Speculation(NgramProposer(), settings.tokens)
+        from engine.draft import open_draft
+
+        return open_draft(self._settings, lambda what: self._send([ipc.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner

