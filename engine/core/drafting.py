@@ -1,9 +1,9 @@
 """Guesses by a draft model: a small model with the same vocabulary beside the main one.
 
 It draws with the same parameters and the same noise as the main model will, so its guess is right
-whenever its logits lead to the same token, at any temperature. Its KV lies in a pool of its own; what
-it lacks (a prompt that was computed here or handed over, tokens that it did not guess) it computes
-itself, in chunks. No room in its pool means no guesses, nothing worse.
+whenever its logits lead to the same token, at any temperature. Its KV lies in a pool of its own;
+what it lacks (a prompt that was computed here or handed over, tokens that it did not guess) it
+computes itself, in chunks. No room in its pool means no guesses, nothing worse.
 """
 
 from collections.abc import Mapping, Sequence

@@ -31,9 +31,9 @@ class PlanRow:
     ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished, and else
     holds one entry per choice, all drawn from the last row.
 
-    The last ``guesses`` tokens may be guesses (speculation). Then ``samples`` has one entry for each
-    of the last ``1 + guesses`` rows, in order, with a history that takes the guesses before it for
-    granted; what is drawn counts as far as the guesses before it were right.
+    The last ``guesses`` tokens may be guesses (speculation). Then ``samples`` has one entry for
+    each of the last ``1 + guesses`` rows, in order, with a history that takes the guesses before it
+    for granted; what is drawn counts as far as the guesses before it were right.
     """
 
     sequence_id: int

@@ -4,11 +4,11 @@
     drawn             [     a      |    b    |    c    |    d    ]
     a == guess 1, b == guess 2, c != guess 3:   the answer grows by a, b, c
 
-What is drawn at a position is a function of the tokens before it (and of seed, choice, position), so
-right guesses save steps and wrong ones cost time; in ``numerics: exact`` neither shows in the tokens.
-Whether guessing pays is decided per request and step, from the share of guesses that were right
-lately and from the measured time that one more guess costs everybody in the batch. Pure: durations
-come from outside.
+What is drawn at a position is a function of the tokens before it (and of seed, choice, position).
+So right guesses save steps and wrong ones cost time, and in ``numerics: exact`` neither shows in
+the tokens. Whether guessing pays is decided per request and step, from the share of guesses that
+were right lately and from the measured time that one more guess costs everybody in the batch.
+Pure: durations come from outside.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -231,9 +231,9 @@ class Speculation:
 class NgramProposer:
     """Looks up how the answer went on the last time that its newest 1 to 4 tokens stood there.
 
-    Every token knows the place before where it stood too; the most recent ``_LOOK_BACK`` such places
-    are compared, and the longest match wins, the most recent one among equals. A match that is still
-    going on repeats itself. The kind of a proposal is the length of its match.
+    Every token knows the place before where it stood too; the most recent ``_LOOK_BACK`` such
+    places are compared, and the longest match wins, the most recent one among equals. A match that
+    is still going on repeats itself. The kind of a proposal is the length of its match.
     """
 
     untimed = False

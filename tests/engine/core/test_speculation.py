@@ -15,7 +15,7 @@ from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculation import Ask, NgramProposer, Speculation, StepCost
 from engine.core.verification import right_guesses
 from engine.emulated import EmulatedRunner
-from tests.engine.core.speculating import FreeGuesses, Oracle, oracle
+from tests.engine.core.guesses import FreeGuesses, Oracle, oracle
 from tests.engine.core.test_scheduler import SEED, answers, ends, golden, request, run
 
 PROMPT = list(range(40))
@@ -115,7 +115,7 @@ def test_between_steps_guesses_hold_no_block():
 
 
 def test_guesses_stay_within_the_tokens_of_a_step():
-    speculation, answer = knowing(max_tokens=40, most=16)
+    speculation, _ = knowing(max_tokens=40, most=16)
     core = make_core(speculation, step_tokens=16, batch=4)
     core.scheduler.submit(request("a", PROMPT, max_tokens=40), 0)
     core.scheduler.submit(request("b", list(range(300)), ticket=1), 0)
