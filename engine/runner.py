@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine import sampling, selftest
+from engine import selftest, verifying
 from engine.attention import Layout, PagedAttention, Span
 from engine.core.errors import NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
@@ -108,27 +108,23 @@ class TorchRunner:
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, on_layers_done)
         wanted = [
-            (index, batch.last_rows[index] - back, specs)
+            (index, batch.last_rows[index] - back)
             for index, row in enumerate(plan.rows)
-            for back, specs in row.draws()
+            for back, _ in row.draws()
         ]
-        results: list[list[SampledToken]] = [[] for _ in plan.rows]
         broken = self._broken_rows(plan, batch, hidden_TE)
         self._rewritten = tuple(sorted(broken))
         if broken:
             broken = self._retry_isolated(plan, batch, hidden_TE, broken)
         if wanted:
-            logits = self._model.logits(hidden_TE[[flat for _, flat, _ in wanted]])
+            logits = self._model.logits(hidden_TE[[flat for _, flat in wanted]])
             pairs = zip(wanted, logits.finite(), strict=True)
-            broken |= {index for (index, _, _), ok in pairs if not ok}
+            broken |= {index for (index, _), ok in pairs if not ok}
         if broken:
             self._fail(plan, broken)
-        if wanted:
-            specs = [specs for _, _, specs in wanted]
-            drawn = sampling.sample(logits, specs, self._eos_token_ids)
-            for (index, _, _), tokens in zip(wanted, drawn, strict=True):
-                results[index] += tokens
-        return results
+        if not wanted:
+            return [[] for _ in plan.rows]
+        return verifying.draw(logits, plan.rows, self._eos_token_ids)
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:

@@ -85,6 +85,11 @@ class DraftProposer:
         for sequence_id in self._drafts.keys() - sequence_ids.keys():
             self._pool.release(self._drafts.pop(sequence_id).blocks)
 
+    @property
+    def blocks_held(self) -> int:
+        """Blocks of the draft's pool that sequences hold."""
+        return self._pool.counts().leased
+
     def check_integrity(self) -> None:
         """Recount the draft's blocks; see ``BlockPool.check_integrity``."""
         self._pool.check_integrity([draft.blocks for draft in self._drafts.values()])

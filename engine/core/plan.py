@@ -89,7 +89,8 @@ class ModelRunner(Protocol):
                 proceeds (this is what streams KV out while later layers still compute).
 
         Returns:
-            For each row of the plan, one token per entry of ``samples``, in order.
+            For each row of the plan, one token per entry of ``samples``, in order. Behind a wrong
+            guess there may be fewer.
 
         Raises:
             NumericsError: A row's logits hold NaN or Inf. ``rows`` names the rows at fault.

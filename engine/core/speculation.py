@@ -30,6 +30,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 32, 1024  # chances let pass before the next trial
 _TRIAL_GUESSES = 2
 _GUESS_SHARE = 0.05  # prior: a guess costs this part of a plain step of one request
 _PLAIN_EVERY = 64  # steps with guesses after which a plain one is timed again
+_PROBE_EVERY = 256  # steps without, because no guess could pay, after which one is timed again
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +160,7 @@ class Speculation:
         self._most = most_guesses
         self._cost = cost or StepCost()
         self._paces: dict[int, _Pace] = {}
+        self._hopeless = 0
         self._kinds: dict[int, int] = {}  # of the guesses in the step under way
 
     def extend(
@@ -184,6 +186,11 @@ class Speculation:
         if not decoding or room < 1 or self._cost.wants_plain(len(decoding)):
             return plan
         cost = self._cost.share(len(decoding))
+        if cost >= 1.0:  # even a guess that is surely right costs the batch more than it gains
+            self._hopeless += 1
+            if self._hopeless % _PROBE_EVERY:
+                return plan
+            cost, decoding = _GUESS_SHARE, decoding[:1]
         sequences = [running[plan.rows[i].sequence_id] for i in decoding]
         asks = [self._ask(sequence, cost, min(self._most, room)) for sequence in sequences]
         rows = list(plan.rows)
