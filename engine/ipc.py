@@ -29,6 +29,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
+    tensor_parallel: int = 1  # ranks of this replica
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -115,6 +116,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_context_tokens: int
     threads: int
     load_s: float
+    ranks: tuple[int, ...] = ()  # pids of a tensor-parallel replica, the leader's first
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

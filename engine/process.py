@@ -28,6 +28,7 @@ from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.ranks import RankProcesses
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
@@ -67,6 +68,7 @@ class EngineProcess:
         self._control = control
         self._pool_fd = pool_fd
         self._reader = ipc.command_reader()
+        self._ranks: RankProcesses | None = None
         self._stopping = False
 
     def run(self) -> None:
@@ -84,6 +86,7 @@ class EngineProcess:
             info.max_context_tokens,
             self._settings.threads,
             (time.monotonic_ns() - began_ns) / 1e9,
+            (os.getpid(), *self._ranks.pids) if self._ranks else (),
         )
         self._send([ready])
         while not self._stopping:
@@ -100,10 +103,13 @@ class EngineProcess:
             return self._build_emulated()
         from engine.runner import open_runner  # torch is loaded here and nowhere else
 
+        if settings.tensor_parallel > 1:
+            self._ranks = RankProcesses(settings, self._pool_fd)
         return open_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([ipc.Progress(what)]),
+            self._ranks,
         )
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
@@ -126,7 +132,12 @@ class EngineProcess:
         """Apply what has arrived; wait for something when there is nothing to compute."""
         busy = self._core.scheduler.has_running()
         got = False
-        while select.select([self._control], [], [], 0 if busy or got else _IDLE_S)[0]:
+        watched = [self._control, *(self._ranks.sockets if self._ranks else ())]
+        while readable := select.select(watched, [], [], 0 if busy or got else _IDLE_S)[0]:
+            if self._ranks is not None:
+                self._ranks.check()  # ends the process when a rank has ended
+            if self._control not in readable:
+                continue
             data = self._control.recv(1 << 20)
             if not data:
                 self._stopping = True  # the shell is gone

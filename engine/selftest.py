@@ -57,7 +57,7 @@ def attention_fault(
 ) -> str | None:
     """What differs between prefill, odd chunks, single and batched decode; ``None`` if nothing."""
     for noise in (True, False):
-        q, keys, values = _probe_data(num_heads, num_kv_heads, head_dim, dtype, noise=noise)
+        q, keys, values = probe_data(num_heads, num_kv_heads, head_dim, dtype, noise=noise)
         blocks = _POSITIONS // BLOCK_TOKENS
         geometry = KvGeometry(
             num_layers=1,
@@ -79,7 +79,7 @@ def attention_fault(
     return None
 
 
-def _probe_data(
+def probe_data(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, *, noise: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q ``[T, H, D]``, K and V ``[T * Hkv, D]``; with ``noise`` everything sums to its rounding."""

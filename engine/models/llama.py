@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.linear import ANY_ROWS, Linear, RowCounts
+from engine.parallel import Shard
 from engine.sampling import Logits
 from engine.text.artifact import ModelConfig
 
@@ -143,6 +144,7 @@ class Llama:
             packing, so that the peak stays near one copy.
         dtype: ``bf16`` or ``fp32``, of weights and activations.
         row_counts: Gives the permitted row counts of a weight of (outputs, inputs).
+        shard: This rank's part of a tensor-parallel model; ``weights`` are cut to it.
     """
 
     def __init__(
@@ -151,12 +153,15 @@ class Llama:
         weights: dict[str, torch.Tensor],
         dtype: torch.dtype,
         row_counts: Callable[[int, int], RowCounts] = lambda *_: ANY_ROWS,
+        shard: Shard | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.shard = shard
+        self.local = config if shard is None else shard.local(config)
         self._split = (
-            config.num_heads * config.head_dim,
-            (config.num_heads + config.num_kv_heads) * config.head_dim,
+            self.local.num_heads * config.head_dim,
+            (self.local.num_heads + self.local.num_kv_heads) * config.head_dim,
         )
 
         def linear(*parts: torch.Tensor) -> Linear:
@@ -167,7 +172,7 @@ class Llama:
         self._embed = weights.pop("embed")
         self._final_norm = weights.pop("final_norm").float()
         self._head_rows = weights.pop("head", self._embed)
-        self._head = linear(self._head_rows)
+        self._head = linear(self._head_rows if shard is None else shard.head_part(self._head_rows))
         self._layers = []
         for i in range(config.num_layers):
             part = {name: weights.pop(f"layers.{i}.{name}") for name in LAYER_NAMES}
@@ -210,12 +215,12 @@ class Llama:
             attention: Writes K and V, and attends.
             on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is written.
         """
-        c, eps = self.config, self.config.rms_norm_eps
+        c, eps = self.local, self.config.rms_norm_eps
         shape_E = (c.hidden_size,)
         rows, dim = tokens_T.shape[0], c.head_dim
         q_end, k_end = self._split
         rotation = self.rotation(positions_T)
-        x_TE = F.embedding(tokens_T, self._embed).float()
+        x_TE = self._embedding(tokens_T).float()
         for index, layer in enumerate(self._layers):
             h_TE = F.rms_norm(x_TE, shape_E, layer.attn_norm, eps).to(self.dtype)
             qkv = self._project(layer.qkv, index, "qkv", h_TE)
@@ -237,7 +242,19 @@ class Llama:
 
     def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
         """One linear layer of layer ``index``; every product of the layers goes through here."""
-        return linear(x_TE)
+        return linear(x_TE) if self.shard is None else self.shard.project(linear, name, x_TE)
+
+    def _embedding(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        if self.shard is None:
+            return F.embedding(tokens_T, self._embed)
+        return self.shard.embedding(tokens_T, self._embed)
+
+    def _head_product(self, h_SE: torch.Tensor) -> torch.Tensor:
+        return self._head(h_SE) if self.shard is None else self.shard.logits(self._head, h_SE)
+
+    def follow_logits(self, rows: int) -> None:
+        """This rank's part of ``logits`` that the leader computes for so many rows."""
+        self._head_product(torch.empty(rows, self.config.hidden_size, dtype=self.dtype))
 
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.
@@ -247,7 +264,7 @@ class Llama:
         """
         eps = self.config.rms_norm_eps
         h_SE = F.rms_norm(x_SE, (self.config.hidden_size,), self._final_norm, eps)
-        raw_SV = self._head(h_SE.to(self.dtype))
+        raw_SV = self._head_product(h_SE.to(self.dtype))
         if self.dtype == torch.float32:
             return Logits(raw_SV)
         ids_SC = raw_SV.topk(min(REFINED, raw_SV.shape[1]), dim=-1).indices
