@@ -21,11 +21,19 @@ The leader holds the embedding table and broadcasts the rows of a step; ranks ne
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
-from torch import distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    BroadcastOptions,
+    FileStore,
+    GatherOptions,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
 
 from engine.attention import Layout
 from engine.core.geometry import KvGeometry
@@ -37,10 +45,12 @@ from engine.ranks import (
     STEP_TIMEOUT_S,
     Forward,
     Load,
+    Loaded,
     Logits,
     Open,
     RankError,
     RankProcesses,
+    Started,
     rows_of,
 )
 from engine.text.artifact import ModelConfig, ModelError
@@ -76,7 +86,7 @@ class Group:
         self.ranks = ranks
         self._explain = explain or _broken
         patience = timedelta(seconds=LOAD_TIMEOUT_S)
-        meeting = dist.FileStore(store, ranks)
+        meeting = FileStore(store, ranks)
         meeting.set_timeout(patience)
         try:
             self._group = _backend(device, meeting, rank, ranks, patience)
@@ -102,7 +112,7 @@ class Group:
         """As ``gather``; the other ranks get an empty tensor."""
         rows, widest = part_TN.shape[0], max(widths)
         sent = _widened(part_TN, widest)
-        options = dist.GatherOptions()
+        options = GatherOptions()
         options.rootRank = LEADER
         options.timeout = self._patience
         if self.rank != LEADER:
@@ -114,12 +124,12 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """The leader's values, in place."""
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank = LEADER
         options.timeout = self._patience
         self._wait(self._group.broadcast([tensor], options))
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: Work) -> None:
         try:
             work.wait()
         except RuntimeError as error:
@@ -130,15 +140,18 @@ def _broken(cause: Exception) -> RankError:
     return RankError(f"the group of ranks broke: {str(cause).splitlines()[0]}")
 
 
-def _backend(
-    device: torch.device, store: dist.Store, rank: int, ranks: int, patience: timedelta
-) -> dist.ProcessGroup:
+def _backend(device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta) -> Any:
     if device.type == "cuda":
-        return dist.ProcessGroupNCCL(store, rank, ranks, patience)
-    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to name an interface
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = patience  # noqa: SLF001
+        return ProcessGroupNCCL(store, rank, ranks, nccl)
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001 - the only way to name an interface
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
     options._timeout = patience  # noqa: SLF001
-    return dist.ProcessGroupGloo(store, rank, ranks, options)
+    return gloo(store, rank, ranks, options)
 
 
 def _widened(part_TN: torch.Tensor, width: int) -> torch.Tensor:
@@ -181,6 +194,7 @@ def lead(config: ModelConfig, ranks: RankProcesses) -> "Shard":
         RankError: A rank did not come.
     """
     splits_of(config, ranks.count)  # refused before anybody waits
+    ranks.wait_until(Started)  # a rank that dies before it comes would be waited for
     group = Group(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure)
     return Shard(config, LEADER, group, ranks)
 
@@ -259,7 +273,7 @@ class Shard:
     def wait_loaded(self) -> None:
         """Until all hold them; then the deadline of steps begins to count."""
         if self._others is not None:
-            self._others.wait_loaded()
+            self._others.wait_until(Loaded)
         self.group.begin_steps()
 
     def lay_out(self, layouts: Sequence[Layout]) -> None:

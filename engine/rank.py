@@ -49,6 +49,7 @@ class Rank:
     def run(self, store: str) -> None:
         """Do what the leader says until it goes."""
         torch.set_num_threads(self._settings.threads)
+        self._leader.sendall(ranks.frame(ranks.Started()))
         group = Group(self._number, self._settings.tensor_parallel, store, torch.device("cpu"))
         artifact = resolve_model(self._settings.model)
         self._shard = Shard(artifact.config, self._number, group)

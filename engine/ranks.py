@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -91,6 +91,10 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
 Order = Load | Open | Forward | Logits
 
 
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A rank is about to look for its group."""
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A rank holds its weights."""
 
@@ -101,7 +105,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = Loaded | Failed
+Answer = Started | Loaded | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -122,7 +126,7 @@ class _Rank:
     process: subprocess.Popen[bytes]
     socket: socket.socket
     reader: FrameReader[Answer]
-    loaded: bool = False
+    reached: list[type] = field(default_factory=list)
     closed: bool = False
     said: str = ""
 
@@ -181,17 +185,17 @@ class RankProcesses:
             except OSError as error:
                 raise self.failure(error) from error
 
-    def wait_loaded(self) -> None:
-        """Until every rank holds its weights.
+    def wait_until(self, stage: type[Started] | type[Loaded]) -> None:
+        """Until every rank has said that it came so far.
 
         Raises:
             RankError: One is gone, or says what went wrong.
         """
         until = time.monotonic() + LOAD_TIMEOUT_S
-        while waiting := [rank for rank in self._ranks if not rank.loaded]:
+        while waiting := [rank for rank in self._ranks if stage not in rank.reached]:
             left = until - time.monotonic()
             if not select.select([rank.socket for rank in waiting], [], [], max(left, 0.0))[0]:
-                raise RankError(f"a rank did not load within {LOAD_TIMEOUT_S:.0f} s")
+                raise RankError(f"a rank was not {stage.__name__} within {LOAD_TIMEOUT_S:.0f} s")
             self.check()
 
     def check(self) -> None:
@@ -213,7 +217,7 @@ class RankProcesses:
                     if isinstance(answer, Failed):
                         rank.said = answer.message
                     else:
-                        rank.loaded = True
+                        rank.reached.append(type(answer))
 
     def failure(self, cause: Exception | None = None) -> RankError:
         """Name the ranks that are gone; without any, one of them hangs."""
