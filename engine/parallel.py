@@ -38,7 +38,6 @@ from torch._C._distributed_c10d import (
 from engine.attention import Layout
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
-from engine.core.split import Split, splits
 from engine.linear import Linear
 from engine.ranks import (
     LOAD_TIMEOUT_S,
@@ -52,8 +51,9 @@ from engine.ranks import (
     RankProcesses,
     Started,
     rows_of,
+    splits_of,
 )
-from engine.text.artifact import ModelConfig, ModelError
+from engine.text.artifact import ModelConfig
 
 LEADER = 0
 
@@ -165,25 +165,6 @@ def _side_by_side(got_RTN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     if min(widths) == widest:
         return got_RTN.transpose(0, 1).reshape(rows, ranks * widest)
     return torch.cat([got_RTN[r, :, :width] for r, width in enumerate(widths)], dim=1)
-
-
-def splits_of(config: ModelConfig, ranks: int) -> list[Split]:
-    """Every rank's part of a model.
-
-    Raises:
-        ModelError: The model cannot be split that far; the message names why.
-    """
-    try:
-        return splits(
-            ranks,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            feed=config.intermediate_size,
-            hidden=config.hidden_size,
-            vocab=config.vocab_size,
-        )
-    except ValueError as error:
-        raise ModelError(f"tensor_parallel = {ranks}: {error}") from error
 
 
 def lead(config: ModelConfig, ranks: RankProcesses) -> "Shard":

@@ -84,7 +84,7 @@ class EngineProcess:
             info.weights_digest,
             runner.eos_token_ids,
             info.max_context_tokens,
-            self._settings.threads,
+            self._settings.threads * self._settings.tensor_parallel,
             (time.monotonic_ns() - began_ns) / 1e9,
             (os.getpid(), *self._ranks.pids) if self._ranks else (),
         )

@@ -27,12 +27,13 @@ import numpy as np
 from engine.core.errors import InternalError
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
+from engine.core.split import Split, splits
 from engine.ipc import LENGTH, EngineSettings, FrameReader
+from engine.text.artifact import ModelConfig, ModelError
 
 STEP_TIMEOUT_S = 10.0
 """A collective that takes longer has met a rank that hangs."""
 LOAD_TIMEOUT_S = 600.0  # the shell has its own, shorter patience
-_STOP_S = 2.0
 
 
 class RankError(InternalError):
@@ -235,16 +236,12 @@ class RankProcesses:
         return RankError(f"one of the ranks (pids {pids}) does not answer{why}")
 
     def close(self) -> None:
-        """End them, by force where needed."""
+        """End them."""
         for rank in self._ranks:
             rank.socket.close()
-        until = time.monotonic() + _STOP_S
+            rank.process.kill()  # it has nothing to keep
         for rank in self._ranks:
-            try:
-                rank.process.wait(max(until - time.monotonic(), 0.05))
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
+            rank.process.wait()
         os.close(self._store_fd)
 
 
@@ -266,3 +263,22 @@ def _end_of(number: int, rank: _Rank) -> str:
 def rows_of(rows: Sequence[PlanRow]) -> list[Row]:
     """What the ranks need of a plan."""
     return [Row.of(row) for row in rows]
+
+
+def splits_of(config: ModelConfig, ranks: int) -> list[Split]:
+    """Every rank's part of a model.
+
+    Raises:
+        ModelError: The model cannot be split that far; the message names why.
+    """
+    try:
+        return splits(
+            ranks,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            feed=config.intermediate_size,
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+        )
+    except ValueError as error:
+        raise ModelError(f"tensor_parallel = {ranks}: {error}") from error

@@ -15,9 +15,9 @@ from engine.core.params import SamplingParams
 from engine.core.plan import StepPlan
 from engine.ipc import EngineSettings
 from engine.numerics import same_bits
-from engine.parallel import lead, splits_of
+from engine.parallel import lead
 from engine.process import map_pool
-from engine.ranks import Loaded, RankError, RankProcesses
+from engine.ranks import Loaded, RankError, RankProcesses, splits_of
 from engine.runner import open_runner
 from engine.splitcheck import product_split_fault
 from engine.text.artifact import ModelError, resolve_model
