@@ -24,6 +24,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # reference as in the config, or "emulated"
     dtype: str = "bf16"
     numerics: str = "exact"
+    weight_quantisation: str = "none"  # or "int8", "int4"
+    kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
     kv_blocks: int = 1024
     threads: int = 1
     max_context_tokens: int = 0

@@ -20,9 +20,10 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from engine.linear import ANY_ROWS, RowCounts, probe_row_counts
+from engine.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from engine.models import llama
 from engine.numerics import DTYPES, Numerics
+from engine.quantised import packer
 from engine.text.artifact import ModelArtifact, ModelError
 from engine.text.gguf_file import open_gguf
 
@@ -42,6 +43,7 @@ def load_model(
     dtype: str,
     numerics: Numerics,
     *,
+    quantisation: str = "none",
     progress: Progress | None = None,
     cache_dir: Path | None = None,
 ) -> llama.Llama:
@@ -51,6 +53,7 @@ def load_model(
         artifact: From ``resolve_model``.
         dtype: ``bf16`` or ``fp32``.
         numerics: ``exact`` probes the permitted row counts of each weight shape first.
+        quantisation: ``none``, ``int8`` or ``int4``: how the layers' weights are kept.
         progress: Called as weights go by.
         cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
 
@@ -58,6 +61,7 @@ def load_model(
         ModelError: Something is missing or not supported; nothing was loaded then.
     """
     report = progress or _silent
+    quantised = packer(quantisation, dtype)
     weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir)
     probed: dict[tuple[int, int], RowCounts] = {}
 
@@ -70,7 +74,12 @@ def load_model(
             probed[shape] = probe_row_counts(outputs, inputs, DTYPES[dtype])
         return probed[shape]
 
-    return llama.Llama(artifact.config, weights, DTYPES[dtype], row_counts)
+    def pack(name: str, weight: torch.Tensor) -> Linear:
+        layer = quantised(name, weight)
+        return layer or Linear(weight, row_counts(*weight.shape))
+
+    label = "" if quantisation == "none" else quantisation
+    return llama.Llama(artifact.config, weights, DTYPES[dtype], pack, label)
 
 
 def load_weights(

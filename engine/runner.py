@@ -25,6 +25,7 @@ from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, StepPlan
 from engine.ipc import EngineSettings
+from engine.kv_codec import kv_codec
 from engine.loading import load_model
 from engine.models.llama import ROPE_ORDER, Llama
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
@@ -77,9 +78,12 @@ class TorchRunner:
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
-        flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
+        self._codec = kv_codec(geometry, model.dtype)
+        dtype = torch.uint8 if self._codec else DTYPES[geometry.dtype]
+        flat = torch.frombuffer(pool_buffer, dtype=dtype, count=count)
         self._pool = flat.view(geometry.shape)
-        self._attention = PagedAttention(self._pool, geometry, model.config.num_heads, layout)
+        heads = model.config.num_heads
+        self._attention = PagedAttention(self._pool, geometry, heads, layout, self._codec)
 
     @property
     def geometry(self) -> KvGeometry:
@@ -147,6 +151,8 @@ class TorchRunner:
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             tokens = attention.tokens[layer]  # [2, slots, K, D]
+            if self._codec is not None:
+                kv = self._codec.encode(kv)
             for write in batch.writes:
                 if write.slots is not None:
                     tokens.index_copy_(1, write.slots, kv[:, write.rows])
@@ -233,7 +239,7 @@ class TorchRunner:
         for index in rows:
             slots = torch.from_numpy(self._slots(plan.rows[index]))
             for tokens in self._attention.tokens:
-                tokens[:, slots] = 0.0
+                tokens[:, slots] = 0
 
     def _fail(self, plan: StepPlan, broken: set[int]) -> None:
         rows = tuple(sorted(broken))
@@ -246,7 +252,7 @@ class TorchRunner:
 # --- building ----------------------------------------------------------------------------------
 
 
-def geometry_of(artifact: ModelArtifact, dtype: str, num_blocks: int) -> KvGeometry:
+def geometry_of(artifact: ModelArtifact, kv_dtype: str, num_blocks: int) -> KvGeometry:
     """The pool's shape for a model."""
     c = artifact.config
     return KvGeometry(
@@ -254,7 +260,7 @@ def geometry_of(artifact: ModelArtifact, dtype: str, num_blocks: int) -> KvGeome
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=num_blocks,
-        dtype=dtype,
+        dtype=kv_dtype,
     )
 
 
@@ -271,7 +277,7 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
 
 
 @torch.inference_mode()
-def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
+def verify_exact(model: Llama, layout: Layout, dtype: str, kv_dtype: str = "") -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -287,7 +293,7 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     length = 5 * BLOCK_TOKENS + 3
@@ -316,7 +322,9 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
 
 
 @torch.inference_mode()
-def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) -> str:
+def numerics_id(
+    model: Llama, layout: Layout, dtype: str, numerics: Numerics, kv_dtype: str = ""
+) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
     It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
@@ -328,7 +336,7 @@ def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) ->
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
@@ -336,7 +344,8 @@ def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) ->
     hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
     logits = model.logits(hidden[-1:]).raw_SV
     cut = f"u{layout.unit}t{layout.tile}"
-    return f"{numerics}/{dtype}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
+    kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
+    return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
 
 
 def open_runner(
@@ -374,12 +383,18 @@ def open_runner(
             progress(f"{stage} weights: {10 * tenth} %")
 
     with torch.inference_mode():
-        model = load_model(artifact, settings.dtype, numerics, progress=report)
+        model = load_model(
+            artifact,
+            settings.dtype,
+            numerics,
+            quantisation=settings.weight_quantisation,
+            progress=report,
+        )
         layout = attention_layout(artifact, settings.dtype, numerics)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
-        verify_exact(model, layout, settings.dtype)
-    geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
+        verify_exact(model, layout, settings.dtype, settings.kv_dtype)
+    geometry = geometry_of(artifact, settings.kv_dtype or settings.dtype, settings.kv_blocks)
     runner = TorchRunner(model, map_pool(geometry), geometry, layout, artifact.config.eos_token_ids)
-    identity = numerics_id(model, layout, settings.dtype, numerics)
+    identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
     return runner, ModelInfo(identity, artifact.weights_digest, context)

@@ -49,6 +49,15 @@ class PoolsConfig(BaseModel):
         return self.prefill + self.decode
 
 
+class QuantisationConfig(BaseModel):
+    """What is kept in fewer bits; what that costs and loses: ``docs/quantisation.md``."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    weights: Literal["none", "int8", "int4"] = "none"
+    kv: Literal["none", "int8", "fp8"] = "none"
+
+
 class FleetConfig(BaseModel):
     """Everything that an operator chooses. Commented examples: ``deploy/*.yaml``."""
 
@@ -61,6 +70,7 @@ class FleetConfig(BaseModel):
     max_context_tokens: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
     numerics: Literal["exact", "fast"] = "exact"
     dtype: Literal["bf16", "fp32"] = "bf16"
+    quantisation: QuantisationConfig = QuantisationConfig()
 
     pools: PoolsConfig = PoolsConfig()
     kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] = 1024  # of 16 tokens
@@ -271,7 +281,8 @@ def _problem(item: Any) -> str:
 
 
 def _suggestion(where: tuple[str | int, ...]) -> str:
-    keys = PoolsConfig.model_fields if where[0] == "pools" else FleetConfig.model_fields
+    nested = {"pools": PoolsConfig, "quantisation": QuantisationConfig}
+    keys = nested.get(str(where[0]), FleetConfig).model_fields
     near = difflib.get_close_matches(str(where[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"

@@ -91,6 +91,8 @@ def worker_settings(
         "max_context_tokens": config.max_context_tokens or 0,  # 0: the model's own
         "numerics": config.numerics,
         "dtype": config.dtype,
+        "weight_quantisation": config.quantisation.weights,
+        "kv_dtype": "" if config.quantisation.kv == "none" else config.quantisation.kv,
         "kv_blocks": config.kv_blocks_per_worker,
         "threads": config.threads_per_rank,
         "redis_url": redis_url,

@@ -61,6 +61,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0  # 0 = what the model says
     numerics: str = "exact"
     dtype: str = "bf16"
+    weight_quantisation: str = "none"  # or "int8", "int4"
+    kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
     kv_blocks: int = 1024
     threads: int = 1
     max_batch_requests: int = 32
@@ -136,6 +138,8 @@ class Worker:
             model=settings.model,
             dtype=settings.dtype,
             numerics=settings.numerics,
+            weight_quantisation=settings.weight_quantisation,
+            kv_dtype=settings.kv_dtype,
             kv_blocks=settings.kv_blocks,
             threads=settings.threads,
             max_context_tokens=settings.max_context_tokens,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.linear import ANY_ROWS, Linear, RowCounts
+from engine.linear import Linear, PackFn, plain
 from engine.sampling import Logits
 from engine.text.artifact import ModelConfig
 
@@ -142,7 +142,8 @@ class Llama:
         weights: By canonical name (``weight_table``); Q and K with adjacent pairs. Emptied while
             packing, so that the peak stays near one copy.
         dtype: ``bf16`` or ``fp32``, of weights and activations.
-        row_counts: Gives the permitted row counts of a weight of (outputs, inputs).
+        pack: Makes a linear layer of a weight; it is told which one it is ("qkv", "head", ...).
+        quantisation: What ``pack`` does to the weights, by name; part of the numerics id.
     """
 
     def __init__(
@@ -150,34 +151,35 @@ class Llama:
         config: ModelConfig,
         weights: dict[str, torch.Tensor],
         dtype: torch.dtype,
-        row_counts: Callable[[int, int], RowCounts] = lambda *_: ANY_ROWS,
+        pack: PackFn = plain,
+        quantisation: str = "",
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.quantisation = quantisation
         self._split = (
             config.num_heads * config.head_dim,
             (config.num_heads + config.num_kv_heads) * config.head_dim,
         )
 
-        def linear(*parts: torch.Tensor) -> Linear:
-            weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-            return Linear(weight, row_counts(*weight.shape))
+        def linear(name: str, *parts: torch.Tensor) -> Linear:
+            return pack(name, torch.cat(parts) if len(parts) > 1 else parts[0])
 
         factors = weights.pop("rope_factors", None)
         self._embed = weights.pop("embed")
         self._final_norm = weights.pop("final_norm").float()
         self._head_rows = weights.pop("head", self._embed)
-        self._head = linear(self._head_rows)
+        self._head = linear("head", self._head_rows)
         self._layers = []
         for i in range(config.num_layers):
             part = {name: weights.pop(f"layers.{i}.{name}") for name in LAYER_NAMES}
             layer = _Layer(
                 attn_norm=part["attn_norm"].float(),
-                qkv=linear(part["q"], part["k"], part["v"]),
-                o=linear(part["o"]),
+                qkv=linear("qkv", part["q"], part["k"], part["v"]),
+                o=linear("o", part["o"]),
                 mlp_norm=part["mlp_norm"].float(),
-                gate_up=linear(part["gate"], part["up"]),
-                down=linear(part["down"]),
+                gate_up=linear("gate_up", part["gate"], part["up"]),
+                down=linear("down", part["down"]),
             )
             self._layers.append(layer)
         self._frequencies = rope_frequencies(config, factors)
