@@ -12,8 +12,6 @@ a value that another path would not see. The scale is rounded to the model's dty
 one multiplication in that dtype gives a value back.
 """
 
-# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
-
 from dataclasses import dataclass
 
 import torch
