@@ -281,8 +281,11 @@ def _problem(item: Any) -> str:
 
 
 def _suggestion(where: tuple[str | int, ...]) -> str:
-    nested = {"pools": PoolsConfig, "quantisation": QuantisationConfig}
-    keys = nested.get(str(where[0]), FleetConfig).model_fields
+    nested: dict[str | int, type[BaseModel]] = {
+        "pools": PoolsConfig,
+        "quantisation": QuantisationConfig,
+    }
+    keys = nested.get(where[0], FleetConfig).model_fields
     near = difflib.get_close_matches(str(where[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"

@@ -49,8 +49,9 @@ class PoolView:
     def __init__(self, pool: memoryview | bytearray, geometry: KvGeometry) -> None:
         size = geometry.head_bytes
         # 8-byte elements move faster than 4-byte ones; a vector with its scale is a multiple of 4.
-        word = next(w for w in (np.uint64, np.uint32) if size % np.dtype(w).itemsize == 0)
-        flat: Words = np.frombuffer(pool, dtype=word)
+        flat: Words = (
+            np.frombuffer(pool, dtype=np.uint32) if size % 8 else np.frombuffer(pool, np.uint64)
+        )
         self._data = flat.reshape(*geometry.shape[:-1], size // flat.itemsize)
         self.geometry = geometry
 
