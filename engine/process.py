@@ -127,7 +127,7 @@ class EngineProcess:
             num_layers=4,
             num_kv_heads=2,
             head_dim=8,
-            num_blocks=settings.kv_blocks,
+            num_blocks=settings.kv_blocks or 1024,
             dtype=settings.kv_dtype or "bf16",
         )
         pool = map_pool(self._pool_fd, geometry)

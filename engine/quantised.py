@@ -19,10 +19,10 @@ from collections.abc import Callable
 import torch
 
 from engine.core.errors import InternalError
+from engine.footprint import INT4_GROUP_INPUTS
 from engine.linear import ANY_ROWS, Linear
 from engine.text.artifact import ModelError
 
-GROUP_INPUTS = 32  # of int4
 _LEVELS = 127.0
 _DIGIT = 254.0  # the second digit counts in 254ths of the first: half of its last place
 _ZERO_POINT = 128  # the kernels want activations without a sign
@@ -111,7 +111,7 @@ class Int4Linear(Linear):
 
     def _multiply(self, x_MK: torch.Tensor) -> torch.Tensor:
         product = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001
-        y_MN: torch.Tensor = product(x_MK, self._packed, GROUP_INPUTS, self._scales)
+        y_MN: torch.Tensor = product(x_MK, self._packed, INT4_GROUP_INPUTS, self._scales)
         return y_MN
 
 
@@ -121,7 +121,7 @@ def quantise_groups(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     Two grids are tried for each group, from least to greatest (as Q4_1 has it) and from the value
     of greatest size towards the other sign (as Q4_0 has it); the nearer one is taken.
     """
-    groups = weight_NK.view(weight_NK.shape[0], -1, GROUP_INPUTS)
+    groups = weight_NK.view(weight_NK.shape[0], -1, INT4_GROUP_INPUTS)
     least, greatest = groups.amin(2), groups.amax(2)
     extreme = torch.where(greatest.abs() > least.abs(), greatest, least)
     candidates = [((greatest - least) / 15, least), (-extreme / 8, extreme)]
@@ -162,10 +162,10 @@ def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linea
         if quantisation == "int8" or name == "head":
             return Int8Linear(weight_NK, digits=2 if name == "q" else 1)
         outputs, inputs = weight_NK.shape
-        if inputs % GROUP_INPUTS or outputs % _OUTPUTS_STEP:
+        if inputs % INT4_GROUP_INPUTS or outputs % _OUTPUTS_STEP:
             raise ModelError(
                 f"quantisation.weights int4: {name} is {outputs} x {inputs}; the kernel needs "
-                f"multiples of {_OUTPUTS_STEP} x {GROUP_INPUTS}"
+                f"multiples of {_OUTPUTS_STEP} x {INT4_GROUP_INPUTS}"
             )
         return Int4Linear(weight_NK)
 

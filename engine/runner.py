@@ -26,6 +26,7 @@ from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.footprint import give_back_memory, kv_geometry, pool_geometry
 from engine.grammars import Grammars
 from engine.ipc import EngineSettings
 from engine.kv_codec import kv_codec
@@ -333,14 +334,7 @@ class TorchRunner:
 
 def geometry_of(artifact: ModelArtifact, kv_dtype: str, num_blocks: int) -> KvGeometry:
     """The pool's shape for a model."""
-    c = artifact.config
-    return KvGeometry(
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        num_blocks=num_blocks,
-        dtype=kv_dtype,
-    )
+    return kv_geometry(artifact.config, kv_dtype, num_blocks)
 
 
 def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) -> Layout:
@@ -466,6 +460,7 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
+    geometry = pool_geometry(settings, artifact.config)
     grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 
@@ -487,11 +482,11 @@ def open_runner(
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype, settings.kv_dtype)
-    geometry = geometry_of(artifact, settings.kv_dtype or settings.dtype, settings.kv_blocks)
     adapters = AdapterSet(
         artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank
     )
     stops = artifact.config.eos_token_ids
     runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, adapters, grammars)
     identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
+    give_back_memory()
     return runner, ModelInfo(identity, artifact.weights_digest, context)

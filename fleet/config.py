@@ -86,7 +86,8 @@ class FleetConfig(BaseModel):
     adapters: AdaptersConfig = AdaptersConfig()
 
     pools: PoolsConfig = PoolsConfig()
-    kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] = 1024  # of 16 tokens
+    # of 16 tokens; `auto`: from the memory that is free when a worker starts
+    kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] | Literal["auto"] = "auto"
     threads_per_rank: Annotated[int, Field(ge=1, le=512)] = 1
     cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0
     max_batch_requests: Annotated[int, Field(ge=1, le=4096)] = 32

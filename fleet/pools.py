@@ -1,6 +1,7 @@
 """What a pool asks of Ray: bundles, environments, settings. `ray_controller` carries it out."""
 
 import math
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +94,8 @@ def worker_settings(
         "dtype": config.dtype,
         "weight_quantisation": config.quantisation.weights,
         "kv_dtype": "" if config.quantisation.kv == "none" else config.quantisation.kv,
-        "kv_blocks": config.kv_blocks_per_worker,
+        "kv_blocks": 0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
+        "workers_on_host": _workers_on_a_host(config),
         "threads": config.threads_per_rank,
         "redis_url": redis_url,
         "fleet_token": fleet_token,
@@ -104,6 +106,12 @@ def worker_settings(
         "max_adapter_rank": config.adapters.max_rank,
         "log_dir": log_dir,
     }
+
+
+def _workers_on_a_host(config: FleetConfig) -> int:
+    """The most workers that Ray can place on a machine like this one."""
+    places = math.floor((os.cpu_count() or 1) / config.cpus_per_rank + 1e-9)
+    return max(1, min(config.pools.total, places))
 
 
 def actor_name(fleet: str, worker_id: str, epoch: int) -> str:

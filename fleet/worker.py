@@ -63,7 +63,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "bf16"
     weight_quantisation: str = "none"  # or "int8", "int4"
     kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
-    kv_blocks: int = 1024
+    kv_blocks: int = 1024  # 0 = sized from the memory that is free
+    workers_on_host: int = 1  # that share it
     threads: int = 1
     max_batch_requests: int = 32
     max_step_tokens: int = 512
@@ -145,6 +146,7 @@ class Worker:
             weight_quantisation=settings.weight_quantisation,
             kv_dtype=settings.kv_dtype,
             kv_blocks=settings.kv_blocks,
+            workers_on_host=settings.workers_on_host,
             threads=settings.threads,
             max_context_tokens=settings.max_context_tokens,
             max_batch_requests=settings.max_batch_requests,
