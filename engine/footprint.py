@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, KvGeometry
+from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED, KvGeometry
 from engine.ipc import EngineSettings
 from engine.models.families import weight_table
-from engine.text.model_config import ModelConfig
+from engine.text.model_config import ModelConfig, ModelError
 
 INT4_GROUP_INPUTS = 32
 
@@ -157,8 +157,17 @@ def free_memory_bytes() -> int:
 
 
 def pool_geometry(settings: EngineSettings, config: ModelConfig) -> KvGeometry:
-    """The pool of an engine process, sized from the memory that is free now if nobody said."""
+    """The pool of an engine process, sized from the memory that is free now if nobody said.
+
+    Raises:
+        ModelError: The KV cache of this model cannot be quantised.
+    """
     kv_dtype = settings.kv_dtype or settings.dtype
+    if kv_dtype in SCALED and config.head_dim % SCALE_BYTES:
+        raise ModelError(
+            f"quantisation.kv {kv_dtype}: heads of {config.head_dim} values are not supported, "
+            f"only multiples of {SCALE_BYTES}"
+        )
     if settings.kv_blocks:
         return kv_geometry(config, kv_dtype, settings.kv_blocks)
     context = settings.max_context_tokens or config.max_context_tokens

@@ -1,15 +1,15 @@
 """Linear layers whose weights are kept in 8 or 4 bits.
 
-**int8** multiplies integers: the weights once per output, the activations of each step per row, are
-rounded to 8 bits. Integer sums are the same in any order, so a row's bits cannot depend on its
-neighbours, whatever the kernel does. The layer of Q, K and V gets its activations as two digits of
-8 bits: most of the loss of plain int8 came from there, and it is a fifth of the work.
+**int8** multiplies integers: weights are rounded to 8 bits with a scale per output, activations
+with a scale per row. Integer sums are the same in any order, so a row's bits cannot depend on its
+neighbours, whatever the kernel does. Activations are written as two digits of 8 bits, high and low,
+which go through one product as twice the rows: with one digit every tenth token was another one.
 
 **int4** keeps 32 inputs of one output as 4-bit levels with a scale and an offset, and multiplies
 bf16 activations. GGUF's Q4_1 and Q4_0 have the same groups, so their levels are found again.
 
-The LM head is int8 under both, and the best logits of each row are computed from the plain
-embedding anyway. What this loses, in figures: ``docs/quantisation.md``.
+The LM head is int8 under both, with one digit: the best logits of each row are computed from the
+plain embedding anyway. What this loses, in figures: ``docs/quantisation.md``.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -44,7 +44,7 @@ class Int8Linear(Linear):
         digits: 8-bit digits of the activations: 1 or 2.
     """
 
-    def __init__(self, weight_NK: torch.Tensor, digits: int = 1) -> None:
+    def __init__(self, weight_NK: torch.Tensor, digits: int = 2) -> None:
         self._digits = digits
         super().__init__(weight_NK, ANY_ROWS)
 
@@ -160,7 +160,7 @@ def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linea
         if name == "router":  # small, and decides which expert answers
             return None
         if quantisation == "int8" or name == "head":
-            return Int8Linear(weight_NK, digits=2 if name == "q" else 1)
+            return Int8Linear(weight_NK, digits=1 if name == "head" else 2)
         outputs, inputs = weight_NK.shape
         if inputs % INT4_GROUP_INPUTS or outputs % _OUTPUTS_STEP:
             raise ModelError(
@@ -182,7 +182,7 @@ def check_integer_kernel() -> None:
     """
     weight = torch.full((48, 256), 127.0)
     weight[1::2] = -127.0
-    layer = Int8Linear(weight)
+    layer = Int8Linear(weight, digits=1)
     for rows in (1, 5, 16, 64):
         x = torch.full((rows, 256), 127.0)
         if not torch.equal(layer(x), x @ weight.T):

@@ -269,12 +269,12 @@ class Decoder:
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.
 
-        A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common; so the best
-        are computed again in fp32, row by row.
+        A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common, and a head of
+        8 bits is coarser still; so the best are computed again in fp32, row by row.
         """
         h_SE = self.normed(x_SE)
         raw_SV = self._head(h_SE.to(self.dtype))
-        if self.dtype == torch.float32:
+        if self.dtype == torch.float32 and not self.quantisation:
             return Logits(raw_SV)
         ids_SC = raw_SV.topk(min(REFINED, raw_SV.shape[1]), dim=-1).indices
         rows = zip(F.embedding(ids_SC, self._head_rows).float(), h_SE, strict=True)

@@ -251,12 +251,13 @@ def main(
         rows.append(examination.examine(weights, kv))
         console.print(f"{weights} weights, {kv} KV: perplexity {rows[-1].perplexity:.3f}")
     table = Table(title=f"quantisation; bf16 activations, exact, {threads} threads")
-    fields = asdict(rows[0])
-    for column in fields:
-        table.add_column(column.replace("_", " "), justify="right")
+    table.add_column("")
     for row in rows:
-        values = asdict(row).values()
-        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values))
+        table.add_column(f"{row.weights}\n{row.kv}", justify="right")
+    for name in asdict(rows[0]):
+        values = [getattr(row, name) for row in rows]
+        shown = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
+        table.add_row(name.replace("_", " "), *shown)
     console.print(table)
     if json_file is not None:
         record = {"model": model, "threads": threads, "torch": torch.__version__}

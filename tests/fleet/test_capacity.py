@@ -1,6 +1,7 @@
 """What fits is said before anything starts, and is what is then measured."""
 
 import asyncio
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -122,6 +123,13 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
     assert 64 < pair < 6 * GIB // 368_640 // 2
     assert many == pair  # the cores hold two; the others are elsewhere
     assert kv_blocks(FleetConfig(max_context_tokens=160)) == 320  # 32 requests of 10 blocks
+
+
+def test_heads_that_cannot_hold_an_aligned_scale_are_refused_by_name(config: ModelConfig) -> None:
+    odd = dataclasses.replace(config, head_dim=66)
+    settings = ipc.EngineSettings(model=DEFAULT_MODEL, kv_dtype="int8")
+    with pytest.raises(ModelError, match="int8: heads of 66 values"):
+        pool_geometry(settings, odd)
 
 
 @pytest.mark.slow
