@@ -99,6 +99,7 @@ class Quality:
     greedy_same: float  # share of tokens before the first that differs
     decode_1_ms: float
     decode_16_ms: float
+    decode_8_long_ms: float  # behind 1,024 tokens each
     prefill_512_ms: float
 
 
@@ -151,6 +152,7 @@ class Examination:
             _common(answers.openings, plain.openings),
             1e3 * _decode_s(llm, 1),
             1e3 * _decode_s(llm, 16),
+            1e3 * _decode_s(llm, 8, context=1024),
             1e3 * _prefill_s(llm),
         )
 

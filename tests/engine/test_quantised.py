@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from engine.attention import Layout
 from engine.core.errors import NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
-from engine.core.plan import StepPlan
+from engine.core.plan import PlanRow, StepPlan
 from engine.kv_codec import KvCodec, _widened
 from engine.linear import Linear
 from engine.loading import load_model
@@ -31,7 +32,7 @@ from engine.runner import (
     numerics_id,
     verify_exact,
 )
-from engine.text.artifact import ModelArtifact, ModelError
+from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from tests.engine.conftest import Driver
 from tests.engine.test_runner import prompt_of
 
@@ -285,3 +286,28 @@ def test_damaged_kv_is_a_typed_error_and_leaves_zeros(make: Make) -> None:
     assert caught.value.rows == (1,)  # type: ignore[attr-defined]
     assert not driver.runner._pool[:, :, bad_table[2]].any()
     assert driver.step(good_row) == expected
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(("weights", "kv"), COMBINATIONS)
+def test_windows_norms_and_experts_go_with_it(
+    tmp_path: Path, name: str, weights: str, kv: str
+) -> None:
+    """Not far from the plain model (random experts flip easily); the self-test of `exact` passes."""
+    pytest.importorskip("transformers")
+    from tests.engine import tiny_models as tiny
+
+    changes = {"moe_intermediate_size": 64} if name == "qwen3_moe" else {}  # int4: by 32
+    artifact = resolve_model(str(tiny.save(tiny.build(name, **changes), tmp_path / "model")))
+    tokens = tiny.tokens(90)
+    hidden = {}
+    with torch.inference_mode():
+        layout = attention_layout(artifact, "bf16", "exact")
+        for kind, kv_dtype in (("none", "bf16"), (weights, kv)):
+            model = load_model(artifact, "bf16", "exact", quantisation=kind)
+            geometry = geometry_of(artifact, kv_dtype, 8)
+            runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+            plan = StepPlan((PlanRow(0, tokens, 0, range(6)),))
+            hidden[kind] = runner.hidden(plan)[0]
+    assert relative_error(hidden[weights], hidden["none"]) < {"int8": 0.15, "int4": 0.7}[weights]
+    verify_exact(model, layout, "bf16", kv)
