@@ -87,7 +87,6 @@ def test_the_command_answers_in_words_in_json_and_in_its_exit_code() -> None:
     refused = CliRunner().invoke(app, many)
     assert refused.exit_code == 1
     assert "64 requests of 8192 tokens do not fit" in refused.output
-    assert CliRunner().invoke(app, [*many, "--kv", "int8", "--memory", "8"]).exit_code == 0
 
 
 def test_the_pool_takes_half_of_a_workers_share_of_what_is_free(config: ModelConfig) -> None:
