@@ -24,6 +24,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # reference as in the config, or "emulated"
     dtype: str = "bf16"
     numerics: str = "exact"
+    device: str = "auto"  # "cpu", "cuda", or "auto": CUDA where torch sees a GPU
     kv_blocks: int = 1024
     threads: int = 1
     max_context_tokens: int = 0

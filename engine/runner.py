@@ -23,7 +23,7 @@ from engine.attention import Layout, PagedAttention, Span
 from engine.core.errors import NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
+from engine.core.plan import ModelRunner, PlanRow, StepPlan
 from engine.ipc import EngineSettings
 from engine.loading import load_model
 from engine.models.llama import ROPE_ORDER, Llama
@@ -343,7 +343,7 @@ def open_runner(
     settings: EngineSettings,
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
-) -> tuple[TorchRunner, ModelInfo]:
+) -> tuple[ModelRunner, ModelInfo]:
     """Everything that an engine process needs: load, prove, and wrap.
 
     Args:
@@ -373,6 +373,10 @@ def open_runner(
             shown[stage] = tenth
             progress(f"{stage} weights: {10 * tenth} %")
 
+    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        from engine.cuda_open import open_cuda_runner  # needs triton
+
+        return open_cuda_runner(settings, artifact, context, map_pool, progress)
     with torch.inference_mode():
         model = load_model(artifact, settings.dtype, numerics, progress=report)
         layout = attention_layout(artifact, settings.dtype, numerics)
