@@ -1,8 +1,10 @@
 """Triton's interpreter, made right for bf16 and quick enough for tests.
 
-Three things of triton 3.6's interpreter are replaced: ``tl.dot`` multiplies bf16 bit patterns as
-integers, rounding to bf16 is not to nearest even, and each call of a device function looks through
-the whole of ``triton.language`` again.
+Three things of triton 3.6's interpreter are replaced. Rounding to bf16 is not to nearest even there,
+and each call of a device function looks through the whole of ``triton.language`` again. ``tl.dot``
+multiplies bf16 bit patterns as integers, and is numpy's product, in which the bits of a row depend
+on where in the matrix it stands; here, as in matrix units, each element is a chain of its own: it
+begins with the accumulator and goes over K from left to right.
 """
 
 # ruff: noqa: SLF001 - theirs to keep, ours to replace
@@ -21,10 +23,14 @@ def repair() -> None:
     builder = theirs.InterpreterBuilder
     if builder.create_dot.__module__ == __name__:
         return
-    create_dot, convert = builder.create_dot, theirs._convert_float
+    convert = theirs._convert_float
 
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, _as_fp32(a, tl, theirs), _as_fp32(b, tl, theirs), *rest)
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right = _as_fp32(a, tl), _as_fp32(b, tl)
+        total = d.data.copy()
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., k, None, :]
+        return theirs.TensorHandle(total, d.dtype.scalar)
 
     def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source == tl.float32 and target == tl.bfloat16:
@@ -45,11 +51,10 @@ def repair() -> None:
     theirs.InterpretedFunction.__call__ = call
 
 
-def _as_fp32(x: Any, tl: Any, theirs: Any) -> Any:
+def _as_fp32(x: Any, tl: Any) -> Any:
     if x.dtype.scalar != tl.bfloat16:
-        return x
-    wide = (x.data.astype(np.uint32) << 16).view(np.float32)
-    return theirs.TensorHandle(wide, tl.float32)
+        return x.data
+    return (x.data.astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

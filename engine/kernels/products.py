@@ -88,7 +88,7 @@ class Products:
 def same_bits_by_cut(
     width_out: int, width_in: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether both cuts give the same bits, on pairs that cancel: what is left there is rounding."""
+    """Whether both cuts give the same bits, on pairs that cancel: what is left is rounding."""
     generator = torch.Generator().manual_seed(0)
     half_in = (width_in + 1) // 2
     rows = min(_MANY, 2 * EXACT_MANY_ROWS.block_m)
