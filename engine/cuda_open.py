@@ -12,14 +12,15 @@ from engine.cuda import CudaDecoder, DecoderShape
 from engine.cuda_runner import CudaRunner
 from engine.ipc import EngineSettings
 from engine.kernels.attention import Span
+from engine.kernels.configs import SPLIT_TOKENS
 from engine.loading import load_weights
 from engine.models.llama import ROPE_ORDER, rope_frequencies
 from engine.numerics import DTYPES, NumericsSetupError, digest, same_bits
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
 
-_PROBE_TOKENS = 5 * BLOCK_TOKENS + 3
-_PROBE_BLOCKS = 12
+_PROBE_TOKENS = 2 * SPLIT_TOKENS + 5 * BLOCK_TOKENS + 3  # three splits, the last page not full
+_BESIDE = 10  # tokens of another sequence in the same step: enough to be a prefill
 
 
 def shape_of(config: ModelConfig, max_context_tokens: int) -> DecoderShape:
@@ -69,11 +70,11 @@ def verify_exact(decoder: CudaDecoder) -> None:
         NumericsSetupError: The message names the positions that differ.
         ModelError: The pool is too small for the proof.
     """
-    if decoder.pool.shape[2] < 2 * _PROBE_BLOCKS:
-        raise ModelError(f"kv_blocks is {decoder.pool.shape[2]}; CUDA needs {2 * _PROBE_BLOCKS}")
     length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
     blocks = -(-length // decoder.block_tokens)
+    if decoder.pool.shape[2] < 2 * blocks:
+        raise ModelError(f"kv_blocks is {decoder.pool.shape[2]}; the proof needs {2 * blocks}")
     tables = [list(range(blocks)), list(range(2 * blocks - 1, blocks - 1, -1))]
 
     def run(*parts: tuple[int, int, int]) -> list[torch.Tensor]:
@@ -90,7 +91,7 @@ def verify_exact(decoder: CudaDecoder) -> None:
     cuts = [0, length // 2 - 3, length - 8, length - 7, length - 2, length - 1, length]
     for start, end in pairwise(cuts):
         # beside it, in the same step, the other sequence computes something else
-        got = run((1, start, end), (0, 0, min(end, 40)))[0]
+        got = run((1, start, end), (0, 0, min(end, _BESIDE)))[0]
         if not same_bits(got, whole[start:end]):
             raise NumericsSetupError(
                 f"numerics exact: positions {start} to {end - 1} computed apart differ from one "

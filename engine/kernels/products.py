@@ -72,8 +72,8 @@ class Products:
         return F.linear(x_TE.to(kind), weight_NE.to(kind))
 
     def prepare(self, weight_NE: torch.Tensor) -> None:
-        """Probe a weight's shape, where that is allowed (not while a graph is captured)."""
-        if self._exact:
+        """Probe a weight's shape beforehand: while a graph is captured it would be too late."""
+        if self._exact and weight_NE.is_cuda:
             self._allows_many(weight_NE)
 
     def _allows_many(self, weight_NE: torch.Tensor) -> bool:
