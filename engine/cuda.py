@@ -213,14 +213,15 @@ class CudaDecoder:
         padded = [list(table) + [0] * (width - len(table)) for table in tables]
         positions = [p for span in spans for p in range(span.start, span.start + span.count)]
         sequences = [span.sequence for span in spans for _ in range(span.count)]
-        few = [span for span in spans if span.count <= self._spread_queries()]
-        many = [span for span in spans if span.count > self._spread_queries()]
+        few = [span for span in spans if span.count <= SPREAD_QUERIES]
+        many = [span for span in spans if span.count > SPREAD_QUERIES]
         launches = []
         if few:
-            queries = max(span.count for span in few)
+            fitting = self.decode_config.queries(self._group)
+            queries = min(fitting, max(span.count for span in few))
             longest = max(span.start + span.count for span in few)
             splits = -(-longest // self.decode_config.split)
-            found = [(span.row, span.count, span.start, span.sequence) for span in few]
+            found = tiles_of(few, queries, aligned=False)
             launches.append((Tiles(self._int32(found).t().contiguous(), splits, queries),
                              self.decode_config))  # fmt: skip
         if many:
@@ -239,9 +240,6 @@ class CudaDecoder:
     @property
     def _group(self) -> int:
         return self.shape.num_heads // self.shape.num_kv_heads
-
-    def _spread_queries(self) -> int:
-        return min(SPREAD_QUERIES, self.decode_config.queries(self._group))
 
     def _int32(self, values: object) -> torch.Tensor:
         return self._to_device(torch.tensor(values, dtype=torch.int32))

@@ -80,6 +80,7 @@ class DecodeLoop:
         self._cuda = decoder.device.type == "cuda"
         self._use_graphs = self._cuda if graphs is None else graphs
         self._states: dict[int, _State] = {}
+        self._memory = torch.cuda.graph_pool_handle() if self._use_graphs else None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._rows = 0
@@ -89,6 +90,11 @@ class DecodeLoop:
     def captured(self) -> int:
         """Graphs captured so far."""
         return len(self._graphs)
+
+    @property
+    def pending(self) -> int:
+        """Steps launched and not read."""
+        return len(self._pending)
 
     def start(self, rows: Sequence[DecodeRow]) -> None:
         """Take up a batch; nothing waits for the device.
@@ -174,7 +180,7 @@ class DecodeLoop:
         for tensor, before in zip(_moved(state), saved, strict=True):
             tensor.copy_(before)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._memory):  # one at a time: they share memory
             self._step(state, splits)
         return graph
 

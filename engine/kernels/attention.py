@@ -36,10 +36,13 @@ class Span:
     sequence: int  # row of the block tables
 
 
-def tiles_of(spans: Sequence[Span], queries: int) -> list[tuple[int, int, int, int]]:
+def tiles_of(
+    spans: Sequence[Span], queries: int, *, aligned: bool = True
+) -> list[tuple[int, int, int, int]]:
     """Cut spans into tiles ``(row, count, position, sequence)`` of at most ``queries`` queries.
 
-    Tiles begin at positions that are multiples of ``queries``, wherever the chunk begins. Those
+    ``aligned`` tiles begin at positions that are multiples of ``queries``, wherever the chunk
+    begins; else at the chunk's begin, which makes fewer of them out of a short one. Those
     with the most keys come first, so that none of them is left alone at the end.
     """
     found = []
@@ -47,7 +50,7 @@ def tiles_of(spans: Sequence[Span], queries: int) -> list[tuple[int, int, int, i
         end = span.start + span.count
         begin = span.start
         while begin < end:
-            stop = min(end, (begin // queries + 1) * queries)
+            stop = min(end, begin - (begin % queries if aligned else 0) + queries)
             found.append((span.row + begin - span.start, stop - begin, begin, span.sequence))
             begin = stop
     found.sort(key=lambda tile: -tile[2])

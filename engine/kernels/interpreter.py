@@ -1,10 +1,10 @@
 """Triton's interpreter, made right for bf16 and quick enough for tests.
 
-Three things of triton 3.6's interpreter are replaced. Rounding to bf16 is not to nearest even there,
-and each call of a device function looks through the whole of ``triton.language`` again. ``tl.dot``
-multiplies bf16 bit patterns as integers, and is numpy's product, in which the bits of a row depend
-on where in the matrix it stands; here, as in matrix units, each element is a chain of its own: it
-begins with the accumulator and goes over K from left to right.
+Three things of triton 3.6's interpreter are replaced. Rounding to bf16 is not to nearest even
+there, and each call of a device function looks through the whole of ``triton.language`` again.
+``tl.dot`` multiplies bf16 bit patterns as integers, and is numpy's product, in which the bits of a
+row depend on where in the matrix it stands; here, as in matrix units, each element is a chain of
+its own: it begins with the accumulator and goes over K from left to right.
 """
 
 # ruff: noqa: SLF001 - theirs to keep, ours to replace

@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 HERE = Path(__file__).parent
+PLAIN = ("-p", "no:cacheprovider", "--durations", "5")
 
 
 def run(which: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(HERE / "kernels"), "-q", "-m", which]
-        + ["-p", "no:cacheprovider", "--durations", "5"],
+        [sys.executable, "-m", "pytest", HERE / "kernels", "-q", "-m", which, *PLAIN],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=HERE.parents[1],
         capture_output=True,

@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
-
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

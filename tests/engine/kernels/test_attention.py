@@ -80,7 +80,8 @@ class Step:
         for span, table in zip(self.spans, self.tables, strict=True):
             end = span.start + span.count
             k, v = self.pool[:, table].flatten(1, 2)[:, :end]
-            parts.append(reference(self.q[span.row : span.row + span.count], k, v, span.start, window))
+            q = self.q[span.row : span.row + span.count]
+            parts.append(reference(q, k, v, span.start, window))
         return torch.cat(parts)
 
 
@@ -118,9 +119,7 @@ def test_verification_of_several_tokens_is_attention(scattered: Tables, sdpa: Re
 
 
 @pytest.mark.parametrize("splits", [0, 3])
-def test_a_window_hides_what_is_too_old(
-    scattered: Tables, sdpa: Reference, splits: int
-) -> None:
+def test_a_window_hides_what_is_too_old(scattered: Tables, sdpa: Reference, splits: int) -> None:
     step = Step([(66, 4), (3, 2)], scattered, heads=3, kv_heads=1)
     close(step.run(splits=splits, window=20, queries=4), step.expected(sdpa, 20))
 
@@ -200,9 +199,7 @@ def test_every_mixture_is_attention_and_splits_change_no_bit(
     kv_heads: int,
     dtype: torch.dtype,
 ) -> None:
-    step = Step(
-        spans, scattered, heads=heads, kv_heads=kv_heads, dim=32, block=block, dtype=dtype
-    )
+    step = Step(spans, scattered, heads=heads, kv_heads=kv_heads, dim=32, block=block, dtype=dtype)
     cut = AttentionConfig(32, 16, 64, num_warps=4, num_stages=2)
     merged = step.run(cut=cut, window=window)
     close(merged, step.expected(sdpa, window))

@@ -37,9 +37,7 @@ def prefilled() -> tuple[CudaDecoder, list[DecodeRow]]:
     for number, (prompt, table, params) in enumerate(zip(PROMPTS, TABLES, PARAMS, strict=True)):
         spans.append(Span(len(flat), 0, len(prompt) - 1, number))
         flat += prompt[:-1]
-        rows.append(
-            DecodeRow(prompt[-1], len(prompt) - 1, table, params.temperature, params.seed)
-        )
+        rows.append(DecodeRow(prompt[-1], len(prompt) - 1, table, params.temperature, params.seed))
     decoder.forward(decoder.batch(flat, spans, TABLES))
     return decoder, rows
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.kernels.rows import add_norm, rope_write, silu_mul
 from engine.numerics import same_bits
