@@ -208,7 +208,12 @@ class CudaDecoder:
             tokens: Of all rows.
             spans: Which rows are which sequence's, in the order of the rows.
             tables: Block ids by sequence.
+
+        Raises:
+            ValueError: A position is beyond the context: the device would read what is not there.
         """
+        last = max(span.start + span.count for span in spans) - 1
+        self.check_position(last)
         width = max(len(table) for table in tables)
         padded = [list(table) + [0] * (width - len(table)) for table in tables]
         positions = [p for span in spans for p in range(span.start, span.start + span.count)]
@@ -236,6 +241,12 @@ class CudaDecoder:
             self._int32(padded),
             tuple(launches),
         )
+
+    def check_position(self, position: int) -> None:
+        """Raise ``ValueError`` for a position beyond the context."""
+        limit = self.shape.max_context_tokens
+        if position >= limit:
+            raise ValueError(f"position {position} is beyond the context of {limit} tokens")
 
     @property
     def _group(self) -> int:

@@ -85,6 +85,7 @@ class DecodeLoop:
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._rows = 0
         self._longest = 0
+        self._room = 0
 
     @property
     def captured(self) -> int:
@@ -114,6 +115,9 @@ class DecodeLoop:
             state = self._states[bucket] = self._make_state(bucket)
         self._state, self._rows = state, len(rows)
         self._longest = max(row.position for row in rows) + 1
+        size = self._decoder.block_tokens
+        spare = min(len(row.blocks) * size - row.position for row in rows)
+        self._room = self._longest + spare - 1  # of ``_longest``, when the first sequence is full
         pad = bucket - len(rows)
         used = [1] * len(rows) + [0] * pad
         index = [i if here else -1 for i, here in enumerate(used)]
@@ -132,7 +136,14 @@ class DecodeLoop:
         self._fill(state.tables_RB[: len(rows)], table)
 
     def launch(self) -> None:
-        """Enqueue one step of the batch: its KV is written and one token per row is drawn."""
+        """Enqueue one step of the batch: its KV is written and one token per row is drawn.
+
+        Raises:
+            ValueError: The longest sequence has reached the context, or its block table's end.
+        """
+        self._decoder.check_position(self._longest - 1)
+        if self._longest > self._room:
+            raise ValueError(f"position {self._longest - 1} is beyond the sequence's blocks")
         split = self._decoder.decode_config.split
         splits = splits_bucket(-(-self._longest // split))
         if self._use_graphs:

@@ -11,6 +11,8 @@ from engine.numerics import NumericsSetupError, same_bits
 from engine.text.artifact import ModelError
 from tests.engine.kernels import tiny
 
+SHALLOW = tiny.config(layers=1)
+
 
 def expected(c: tiny.ModelConfig, dtype: str, text: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     pool = bytearray(tiny.geometry(c, dtype).pool_bytes)
@@ -33,12 +35,12 @@ def test_hidden_states_and_logits_are_those_of_the_other_engine(
     heads: int, kv_heads: int, tied: bool, dtype: str, exact: bool
 ) -> None:
     c = tiny.config(heads, kv_heads, tied=tied)
-    text = tiny.tokens(37)
+    text = tiny.tokens(36)
     hidden, logits = expected(c, dtype, text)
     decoder = tiny.decoder(c, dtype, exact=exact)
     table = [7, 3, 9]
     got = []
-    for start, end in ((0, 20), (20, 36), (36, 37)):  # prefill, prefill, decode
+    for start, end in ((0, 20), (20, 35), (35, 36)):  # prefill, prefill, decode
         batch = decoder.batch(text[start:end], [Span(0, start, end - start, 0)], [table])
         got.append(decoder.forward(batch))
     together = torch.cat(got)
@@ -48,10 +50,10 @@ def test_hidden_states_and_logits_are_those_of_the_other_engine(
 
 
 def test_exact_bits_depend_neither_on_the_batch_nor_on_the_chunks() -> None:
-    decoder = tiny.decoder()
+    decoder = tiny.decoder(SHALLOW)
     verify_exact(decoder)
     assert not decoder.pool.any(), "what the proof wrote is gone"
-    small = tiny.decoder()
+    small = tiny.decoder(SHALLOW)
     small.pool = small.pool[:, :, :5]
     with pytest.raises(ModelError, match="kv_blocks is 5; the proof needs 6"):
         verify_exact(small)
@@ -60,7 +62,7 @@ def test_exact_bits_depend_neither_on_the_batch_nor_on_the_chunks() -> None:
 def test_a_device_that_sums_otherwise_in_a_batch_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoder = tiny.decoder()
+    decoder = tiny.decoder(SHALLOW)
     forward = CudaDecoder.forward
 
     def by_batch(self: CudaDecoder, batch: object, *rest: object) -> torch.Tensor:
@@ -73,9 +75,9 @@ def test_a_device_that_sums_otherwise_in_a_batch_is_found_out(
 
 
 def test_the_numerics_id_names_mode_dtype_and_cut() -> None:
-    exact = numerics_id(tiny.decoder(), "fp32")
+    exact = numerics_id(tiny.decoder(SHALLOW), "fp32")
     assert exact.startswith("exact/fp32/adjacent/cuda-m64k64s256/")
-    assert numerics_id(tiny.decoder(exact=False), "fp32").startswith("fast/fp32/")
+    assert numerics_id(tiny.decoder(SHALLOW, exact=False), "fp32").startswith("fast/fp32/")
 
 
 def test_sequences_with_few_queries_are_spread_over_their_keys() -> None:
@@ -88,14 +90,20 @@ def test_sequences_with_few_queries_are_spread_over_their_keys() -> None:
     assert batch.positions_T.tolist() == [20, *range(3, 11), *range(9)]
 
 
+def test_a_position_beyond_the_context_is_refused() -> None:
+    decoder = tiny.decoder(SHALLOW)
+    with pytest.raises(ValueError, match="position 36 is beyond the context of 36 tokens"):
+        decoder.batch([5], [Span(0, 36, 1, 0)], [[0, 1, 2]])
+
+
 def test_a_verified_draft_has_the_bits_of_decoding() -> None:
-    decoder = tiny.decoder()
-    text, table = tiny.tokens(30), [5, 2]
-    decoder.forward(decoder.batch(text[:26], [Span(0, 0, 26, 0)], [table]))
+    decoder = tiny.decoder(SHALLOW)
+    text, table = tiny.tokens(21), [5, 2]
+    decoder.forward(decoder.batch(text[:17], [Span(0, 0, 17, 0)], [table]))
     one_by_one = [
         decoder.forward(decoder.batch(text[p : p + 1], [Span(0, p, 1, 0)], [table]))
-        for p in range(26, 30)
+        for p in range(17, 21)
     ]
-    decoder.pool[:, :, 2, 10:].zero_()
-    verified = decoder.forward(decoder.batch(text[26:30], [Span(0, 26, 4, 0)], [table]))
+    decoder.pool[:, :, 2, 1:].zero_()
+    verified = decoder.forward(decoder.batch(text[17:], [Span(0, 17, 4, 0)], [table]))
     assert same_bits(verified, torch.cat(one_by_one))

@@ -8,8 +8,8 @@ from engine.cuda_loop import DecodeLoop, DecodeRow, rows_bucket, splits_bucket
 from engine.kernels.attention import Span
 from tests.engine.kernels import tiny
 
-PROMPTS = (tiny.tokens(18, 1), tiny.tokens(5, 2), tiny.tokens(31, 3))
-TABLES = ([4, 9], [1], [2, 11, 6])
+PROMPTS = (tiny.tokens(14, 1), tiny.tokens(5, 2), tiny.tokens(18, 3))
+TABLES = ([4, 9], [1], [11, 6])
 PARAMS = (
     SamplingParams(max_tokens=4, temperature=0.0),
     SamplingParams(max_tokens=4, temperature=1.3, seed=(1 << 63) + 9),
@@ -64,14 +64,28 @@ def test_nan_shows_as_a_token_that_does_not_exist_and_only_in_its_row() -> None:
 
 
 def test_a_batch_is_not_replaced_while_steps_of_it_are_unread() -> None:
-    decoder, rows = prefilled()
+    decoder = tiny.decoder(tiny.config(layers=1))
+    rows = [DecodeRow(5, 3, table) for table in TABLES]
     loop = DecodeLoop(decoder, max_blocks=4)
     loop.start(rows[:1])
     loop.launch()
     with pytest.raises(RuntimeError, match="1 steps have not been read"):
         loop.start(rows)
-    with pytest.raises(ValueError, match="a table has 3 blocks, the limit is 2"):
-        DecodeLoop(decoder, max_blocks=2).start(rows)
+    with pytest.raises(ValueError, match="a table has 2 blocks, the limit is 1"):
+        DecodeLoop(decoder, max_blocks=1).start(rows)
+
+
+def test_a_step_that_has_no_page_is_refused() -> None:
+    decoder = tiny.decoder(tiny.config(layers=1))
+    loop = DecodeLoop(decoder, max_blocks=4)
+    loop.start([DecodeRow(5, 20, [1, 2]), DecodeRow(5, 15, [3])])
+    loop.launch()
+    with pytest.raises(ValueError, match="position 21 is beyond the sequence's blocks"):
+        loop.launch()
+    assert len(loop.read()) == 2
+    loop.start([DecodeRow(5, 36, [1, 2, 3])])
+    with pytest.raises(ValueError, match="beyond the context of 36 tokens"):
+        loop.launch()
 
 
 def test_buckets() -> None:

@@ -21,10 +21,12 @@ BLOCKS = 24
 CPU = torch.device("cpu")
 
 
-def config(heads: int = 3, kv_heads: int = 1, *, tied: bool = False) -> ModelConfig:
+def config(
+    heads: int = 3, kv_heads: int = 1, *, layers: int = 2, tied: bool = False
+) -> ModelConfig:
     return ModelConfig(
         hidden_size=24,
-        num_layers=2,
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=16,
@@ -33,7 +35,7 @@ def config(heads: int = 3, kv_heads: int = 1, *, tied: bool = False) -> ModelCon
         rope_theta=10000.0,
         rope_scaling=None,
         rms_norm_eps=1e-5,
-        max_context_tokens=48,
+        max_context_tokens=36,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_ids=(2,),
