@@ -20,6 +20,19 @@ from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
 
 _PROBE_TOKENS = 2 * SPLIT_TOKENS + 5 * BLOCK_TOKENS + 3  # three splits, the last page not full
+_ARCHITECTURES = ("llama", "LlamaForCausalLM")
+_SETTINGS = (
+    "model",
+    "dtype",
+    "numerics",
+    "device",
+    "kv_blocks",
+    "threads",
+    "max_context_tokens",
+    "max_batch_requests",
+    "max_step_tokens",
+    "poison_token",
+)
 _BESIDE = 10  # tokens of another sequence in the same step: enough to be a prefill
 
 
@@ -47,9 +60,13 @@ def make_decoder(
     *,
     exact: bool,
 ) -> CudaDecoder:
-    """A decoder from loaded weights (``engine.loading.load_weights``), which are emptied."""
+    """A decoder from loaded weights (``engine.loading.load_weights``), which are emptied.
+
+    Raises:
+        ModelError: Weights are left over, so the model is not of Llama's shape.
+    """
     frequencies = rope_frequencies(config, weights.pop("rope_factors", None))
-    return CudaDecoder(
+    decoder = CudaDecoder(
         shape_of(config, max_context_tokens),
         weights,
         frequencies,
@@ -59,6 +76,9 @@ def make_decoder(
         block_tokens=geometry.block_tokens,
         exact=exact,
     )
+    if weights:
+        raise ModelError(f"CUDA has no use for the weights {', '.join(sorted(weights)[:4])}")
+    return decoder
 
 
 def verify_exact(decoder: CudaDecoder) -> None:
@@ -137,6 +157,7 @@ def open_cuda_runner(
         ModelError: The model cannot be loaded.
         NumericsSetupError: ``exact`` cannot be kept on this device.
     """
+    _refuse(settings, artifact)
     device = device or torch.device("cuda")
     c = artifact.config
     geometry = KvGeometry(
@@ -156,6 +177,20 @@ def open_cuda_runner(
     identity = numerics_id(decoder, settings.dtype)
     runner = CudaRunner(decoder, map_pool(geometry), geometry, c.eos_token_ids)
     return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
+
+
+def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
+    """Name what the CUDA path does not have; a setting that it does not know is one of them."""
+    escape = "hide the GPU with CUDA_VISIBLE_DEVICES= to serve on the CPU"
+    if artifact.architecture not in _ARCHITECTURES:
+        raise ModelError(
+            f"{artifact.source}: architecture {artifact.architecture} does not run on CUDA yet "
+            f"(supported: {', '.join(_ARCHITECTURES)}); {escape}"
+        )
+    plain = EngineSettings(model=settings.model)
+    for name in EngineSettings.__struct_fields__:
+        if name not in _SETTINGS and getattr(settings, name) != getattr(plain, name):
+            raise ModelError(f"{name} is not supported on CUDA yet; {escape}")
 
 
 def _name(device: torch.device) -> str:

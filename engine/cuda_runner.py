@@ -16,10 +16,10 @@ from dataclasses import MISSING, fields
 import torch
 
 from engine import sampling
-from engine.core.errors import NumericsError
+from engine.core.errors import InternalError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import SampleSpec, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda import CudaDecoder
 from engine.cuda_mirror import PoolMirror
 from engine.kernels.attention import Span
@@ -74,6 +74,9 @@ class CudaRunner:
 
         KV reaches the pool that others see at the end of the step: all layers are announced then.
         """
+        for row in plan.rows:
+            if strange := unknown_fields(row):
+                raise InternalError(f"{strange[0]} of a plan's row is not known on CUDA")
         self._mirror.before(plan)
         if not plan.rows:
             return []
@@ -186,9 +189,8 @@ def on_device(spec: SampleSpec) -> bool:
     p = spec.params
     if len(spec.history) - spec.prompt_tokens < p.min_tokens:
         return False
-    for field in fields(spec):
-        if field.default is not MISSING and getattr(spec, field.name) != field.default:
-            return False  # something that this runner does not know
+    if unknown_fields(spec):
+        return False
     return p == SamplingParams(
         max_tokens=p.max_tokens,
         temperature=p.temperature,
@@ -198,6 +200,18 @@ def on_device(spec: SampleSpec) -> bool:
         ignore_eos=p.ignore_eos,
         min_tokens=p.min_tokens,
     )
+
+
+def unknown_fields(part: PlanRow | SampleSpec) -> list[str]:
+    """Fields of a plan that are set, and that this runner has never heard of."""
+    known = ("sequence_id", "tokens", "start", "block_ids", "samples")
+    return [
+        field.name
+        for field in fields(part)
+        if field.default is not MISSING
+        and field.name not in known
+        and getattr(part, field.name) != field.default
+    ]
 
 
 def _signed(value: int) -> int:

@@ -1,13 +1,14 @@
 """Plans on CUDA against plans on the CPU, the pool that others see included."""
 
+from dataclasses import dataclass
 from itertools import chain
 
 import pytest
 import torch
 
-from engine.core.errors import NumericsError
+from engine.core.errors import InternalError, NumericsError
 from engine.core.params import SamplingParams
-from engine.core.plan import SampleSpec, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda_runner import on_device
 from tests.engine.kernels import tiny
 
@@ -120,6 +121,17 @@ def test_layers_are_announced_when_their_kv_is_in_the_pool_that_others_see() -> 
     runner.execute(plan, lambda done: seen.append((done, bool(written[done - 1].all()))))
     assert seen == [(1, True), (2, True)]
     assert runner.execute(StepPlan(())) == []
+
+
+def test_a_row_with_something_unknown_is_a_typed_error() -> None:
+    @dataclass(frozen=True)
+    class NewRow(PlanRow):
+        adapter: str = ""
+
+    c = tiny.config(layers=1)
+    runner = tiny.cuda_runner(c, "fp32", pools(c, "fp32")[0])
+    with pytest.raises(InternalError, match="adapter of a plan's row is not known on CUDA"):
+        tiny.step(runner, NewRow(1, [5], 0, [3], adapter="a"))
 
 
 @pytest.mark.parametrize(
