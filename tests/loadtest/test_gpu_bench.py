@@ -33,6 +33,22 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--smoke runs without one" in capsys.readouterr().out
 
 
+def test_it_needs_nothing_but_torch_and_triton() -> None:
+    code = """
+import sys
+class OnlyTheseAreThere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ImportError(name)
+MISSING = "msgspec ray grpc typer rich transformers safetensors gguf redis xxhash fastapi".split()
+sys.meta_path.insert(0, OnlyTheseAreThere())
+import loadtest.bench.gpu, loadtest.bench.gpu_checks, loadtest.bench.gpu_tune
+import loadtest.bench.gpu_peer
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+
+
 def test_each_row_is_in_the_file_as_soon_as_it_is_known(tmp_path: Path) -> None:
     report = gpu.Report(tmp_path / "out.json", budget_s=60)
     report.run("decode fast", "batch 1", lambda: {"percent_of_copy": 90.0})
