@@ -69,12 +69,16 @@ class Report:
             self.skip(section, case, "out of time")
             return
         import torch
+        from triton.errors import TritonError
 
         try:
             figures = measure()
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
             self.skip(section, case, "out of memory")
+            return
+        except (RuntimeError, TritonError) as error:  # the other rows are worth having
+            self.skip(section, case, f"{type(error).__name__}: {str(error)[:200]}")
             return
         shown = "  ".join(f"{name} {_short(value)}" for name, value in figures.items())
         self.add(section, case, shown, **figures)
@@ -148,12 +152,19 @@ def _setup(smoke: bool) -> dict[str, Any]:
 
 
 def _correctness(machine: Any, report: Report) -> int:
+    from triton.errors import TritonError
+
     from loadtest.bench.gpu_checks import checks
 
     failed = 0
-    for case, fault in checks(machine):
-        failed += fault is not None
-        report.add("check", case, "ok" if fault is None else f"WRONG: {fault}", fault=fault)
+    try:
+        for case, fault in checks(machine):
+            failed += fault is not None
+            report.add("check", case, "ok" if fault is None else f"WRONG: {fault}", fault=fault)
+    except (RuntimeError, TritonError) as error:
+        failed += 1
+        fault = f"{type(error).__name__}: {str(error)[:500]}"
+        report.add("check", "the check after the last one", f"WRONG: {fault}", fault=fault)
     report.record["checks_failed"] = failed
     return failed
 
@@ -190,12 +201,12 @@ class Bench:
         rate = self._product / 1e12
         self._report.add("bound", "bf16 product", f"{rate:.1f} TFLOP/s", tflop_per_s=rate)
         ours = self._mode(exact=False, workloads=True)
-        if peer:
-            self._peer(ours)
         self._contexts = self._contexts[::3] if len(self._contexts) > 2 else self._contexts[:1]
         self._batches = tuple(b for b in self._batches if b in (1, 32, 256))
         self._prefills = self._prefills[-2:-1] or self._prefills
         self._mode(exact=True, workloads=False)
+        if peer:
+            self._peer(ours)
 
     def _mode(self, *, exact: bool, workloads: bool) -> dict[str, float]:
         """Decode and prefill in one numerics; returns seconds of the workloads."""

@@ -60,10 +60,16 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(tmp_path: Path) -> None:
     def too_large() -> dict[str, float]:
         raise torch.cuda.OutOfMemoryError
 
+    def breaks() -> dict[str, float]:
+        raise RuntimeError("no kernel image")
+
     late = gpu.Report(None, budget_s=-1)
     late.run("decode fast", "batch 1", lambda: {"percent_of_copy": 90.0})
     full = gpu.Report(None, budget_s=60)
     full.run("decode fast", "batch 1", too_large)
+    broken = gpu.Report(None, budget_s=60)
+    broken.run("decode fast", "batch 1", breaks)
+    assert broken.record["rows"][0]["not_run"] == "RuntimeError: no kernel image"
     assert [r.record["rows"][0]["not_run"] for r in (late, full)] == [
         "out of time",
         "out of memory",
