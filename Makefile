@@ -26,7 +26,7 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all check bench proto stop clean
+.PHONY: help serve test test-all check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -65,6 +65,9 @@ check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 
 bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench
+
+bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
+	PYTHONPATH=. $(PYTHON) -m loadtest.bench.gpu --out bench-gpu.json
 
 proto: $(VENV)/.dev ## generate proto/batonpb from the .proto files
 	$(BIN)/python proto/build.py
