@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from engine.numerics import same_bits
 from engine.parallel import lead
 from engine.process import map_pool
 from engine.ranks import Loaded, RankError, RankProcesses, splits_of
-from engine.runner import open_runner
+from engine.runner import numerics_id, open_runner
 from engine.splitcheck import product_split_fault
 from engine.text.artifact import ModelError, resolve_model
 from tests.engine.conftest import MODEL, Driver
@@ -66,23 +66,26 @@ def replica(
         opened.close()
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
 def prompt_of(length: int, vocab: int, seed: int = 0) -> list[int]:
     return [random.Random(f"{seed}/{i}").randrange(vocab) for i in range(length)]
 
 
-def everything(one: Replica) -> tuple[str, list[torch.Tensor], list[object]]:
+def everything(driver: Driver, identity: str) -> tuple[str, list[torch.Tensor], list[object]]:
     """What must not depend on the width: numerics id, bits of hidden states, tokens."""
-    driver = one.driver
-    vocab = one.runner._model.config.vocab_size
-    tokens = prompt_of(150, vocab)
+    runner = driver.runner
+    tokens = prompt_of(150, runner._model.config.vocab_size)
     short, long = driver.blocks(20), driver.blocks(150, scattered=True)
-    first = driver.row(tokens, 0, 70, long)
-    hidden = one.runner.hidden(StepPlan((first,)))
+    hidden = runner.hidden(StepPlan((driver.row(tokens, 0, 70, long),)))
     mixed = (driver.row(tokens, 70, 150, long), driver.row(tokens, 0, 20, short))
-    hidden += one.runner.hidden(StepPlan(mixed))
+    hidden += runner.hidden(StepPlan(mixed))
     answers: list[object] = [driver.answer(tokens, GREEDY), driver.answer(tokens[:9], SEEDED)]
     answers.append(driver.answer(tokens, SEEDED, chunks=[7, 64], scattered=True))
-    return one.info.numerics_id, hidden, answers
+    return identity, hidden, answers
 
 
 def assert_same(got: tuple, expected: tuple) -> None:
@@ -92,24 +95,34 @@ def assert_same(got: tuple, expected: tuple) -> None:
     assert got[2] == expected[2]
 
 
-def check_widths(model: str, widths: list[int], dtype: str) -> None:
-    with replica(model, 1, dtype=dtype) as alone:
-        expected = everything(alone)
-    for ranks in widths:
-        with replica(model, ranks, dtype=dtype) as group:
-            assert_same(everything(group), expected)
+def of_width(model: str, ranks: int, dtype: str) -> tuple:
+    with replica(model, ranks, dtype=dtype) as opened:
+        return everything(opened.driver, opened.info.numerics_id)
 
 
-def test_one_kv_head_for_three_ranks(tmp_path: Path) -> None:
+def test_one_kv_head_for_three_ranks_until_one_is_killed(tiny: str) -> None:
     """Each rank holds the same KV head, and one or two of its four query heads."""
-    check_widths(write_llama(tmp_path / "tiny"), [3], "bf16")
+    expected = of_width(tiny, 1, "bf16")
+    with replica(tiny, 3) as group:
+        assert_same(everything(group.driver, group.info.numerics_id), expected)
+        group.ranks.check()  # all is well
+        os.kill(group.ranks.pids[1], signal.SIGKILL)
+        began_s = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 2 \(pid \d+\) ended with code -9"):
+            group.driver.answer(prompt_of(40, 512), GREEDY)
+        assert time.monotonic() - began_s < 3.0
+        with pytest.raises(RankError, match="rank 2"):
+            group.ranks.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2), (5, 5)])
 def test_any_heads_and_widths(tmp_path: Path, heads: int, kv_heads: int, dtype: str) -> None:
-    check_widths(write_llama(tmp_path / "tiny", heads=heads, kv_heads=kv_heads), [2, 3, 4], dtype)
+    model = write_llama(tmp_path / "tiny", heads=heads, kv_heads=kv_heads)
+    expected = of_width(model, 1, dtype)
+    for ranks in (2, 3, 4):
+        assert_same(of_width(model, ranks, dtype), expected)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +135,12 @@ def test_any_heads_and_widths(tmp_path: Path, heads: int, kv_heads: int, dtype: 
         pytest.param(4, "bf16", marks=pytest.mark.slow),  # more ranks than KV heads
     ],
 )
-def test_smollm2_gives_the_bits_of_one_rank(ranks: int, dtype: str) -> None:
-    check_widths(MODEL, [ranks], dtype)
+def test_smollm2_gives_the_bits_of_one_rank(
+    make_driver: Callable[..., Driver], ranks: int, dtype: str
+) -> None:
+    alone = make_driver(dtype)
+    identity = numerics_id(alone.runner._model, alone.runner._attention.layout, dtype, "exact")
+    assert_same(of_width(MODEL, ranks, dtype), everything(alone, identity))
 
 
 @pytest.mark.slow
@@ -145,6 +162,7 @@ def test_a_width_that_the_model_does_not_allow_is_refused_by_name(tmp_path: Path
             pass
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny")
     settings = EngineSettings(model=str(tmp_path / "other"), tensor_parallel=2)
@@ -173,25 +191,6 @@ def test_a_product_whose_columns_depend_on_their_number_is_noticed(
     assert fault == "o of rank 0 (32 of 80 columns)"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_llama(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def test_a_killed_rank_is_noticed_between_steps_and_within_one(tiny: str) -> None:
-    with replica(tiny, 3) as group:
-        tokens = prompt_of(40, 512)
-        group.driver.answer(tokens, GREEDY)
-        group.ranks.check()  # all is well
-        os.kill(group.ranks.pids[1], signal.SIGKILL)
-        began_s = time.monotonic()
-        with pytest.raises(RankError, match=r"rank 2 \(pid \d+\) ended with code -9"):
-            group.driver.answer(tokens, GREEDY)
-        assert time.monotonic() - began_s < 3.0
-        with pytest.raises(RankError, match="rank 2"):
-            group.ranks.check()
-
-
 def test_a_stopped_rank_is_waited_for_no_longer_than_a_step_may_take(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,10 +201,3 @@ def test_a_stopped_rank_is_waited_for_no_longer_than_a_step_may_take(
         with pytest.raises(RankError, match="does not answer"):
             group.driver.answer(prompt_of(40, 512), GREEDY)
         assert 1.0 <= time.monotonic() - began_s < 4.0
-
-
-def test_ranks_end_with_their_leader(tiny: str) -> None:
-    with replica(tiny, 3) as group:
-        pids = group.ranks.pids
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
