@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.errors import NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import StepPlan
 from engine.ipc import EngineSettings
@@ -105,6 +106,8 @@ def test_one_kv_head_for_three_ranks_until_one_is_killed(tiny: str) -> None:
     expected = of_width(tiny, 1, "bf16")
     with replica(tiny, 3) as group:
         assert_same(everything(group.driver, group.info.numerics_id), expected)
+        damage_stays_where_it_is(group.driver)
+        a_copied_block_is_copied_for_all_ranks(group.driver)
         group.ranks.check()  # all is well
         os.kill(group.ranks.pids[1], signal.SIGKILL)
         began_s = time.monotonic()
@@ -113,6 +116,33 @@ def test_one_kv_head_for_three_ranks_until_one_is_killed(tiny: str) -> None:
         assert time.monotonic() - began_s < 3.0
         with pytest.raises(RankError, match="rank 2"):
             group.ranks.check()
+
+
+def damage_stays_where_it_is(driver: Driver) -> None:
+    """A row with NaN fails alone; ranks compute its neighbour again with the leader."""
+    good, bad = prompt_of(20, 512, seed=1), prompt_of(36, 512, seed=2)
+    good_table, bad_table = driver.blocks(32), driver.blocks(48)  # neighbours in the pool
+    driver.step(driver.row(bad, 0, 32, bad_table))
+    good_row = driver.row(good, 0, 20, good_table, prompt=20, params=GREEDY)
+    bad_row = driver.row(bad, 32, 36, bad_table, prompt=36, params=GREEDY)
+    expected = driver.step(good_row)
+    driver.runner._pool[1, 0, bad_table[1], 3, 0, 5] = float("nan")
+    with pytest.raises(NumericsError) as caught:
+        driver.step(good_row, bad_row)
+    assert caught.value.rows == (1,)
+    assert not driver.runner._pool[:, :, bad_table[2]].isnan().any()
+    driver.runner._pool[1, 0, bad_table[1], 3, 0, 5] = 0.0
+    assert driver.step(good_row) == expected
+
+
+def a_copied_block_is_copied_for_all_ranks(driver: Driver) -> None:
+    tokens = prompt_of(21, 512, seed=3)
+    first, second = driver.blocks(32), driver.blocks(32)
+    expected = driver.runner.hidden(StepPlan((driver.row(tokens, 0, 21, first),)))[0]
+    copies = tuple(zip(first, second, strict=True))
+    driver.runner.execute(StepPlan((), copies))
+    last = driver.runner.hidden(StepPlan((driver.row(tokens, 20, 21, second),)))[0]
+    assert same_bits(last, expected[20:])
 
 
 @pytest.mark.slow
