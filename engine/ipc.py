@@ -11,8 +11,10 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.core import events as ev
+from engine.core.adapters import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
 
 LENGTH = struct.Struct("<I")
 M = TypeVar("M")
@@ -24,11 +26,18 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # reference as in the config, or "emulated"
     dtype: str = "bf16"
     numerics: str = "exact"
-    kv_blocks: int = 1024
+    weight_quantisation: str = "none"  # or "int8", "int4"
+    kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
+    kv_blocks: int = 1024  # 0 = sized from the memory that is free
+    workers_on_host: int = 1  # that share it
     threads: int = 1
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
+    max_adapters: int = 0  # held at once; 0: none are served
+    max_adapter_rank: int = 64
+    check_every_step: bool = False  # tests: recount all blocks after each step
+    speculation: SpeculationSettings = SpeculationSettings()
     tensor_parallel: int = 1  # ranks of this replica
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
@@ -47,6 +56,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     skip_blocks: int = 0
     cacheable: bool = True
+    adapter: AdapterRef | None = None
+    pooling: str = ""
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
@@ -138,6 +149,7 @@ Report = (
     | Fatal
     | Sick
     | ev.Tokens
+    | ev.Harvested
     | ev.Admitted
     | ev.Published
     | ev.PromptDone
@@ -146,6 +158,7 @@ Report = (
     | ev.Revoked
     | ev.Ended
     | ev.CacheChanged
+    | ev.AdapterChanged
     | ev.StepDone
 )
 

@@ -36,12 +36,15 @@ from torch._C._distributed_c10d import (
 )
 
 from engine.attention import Layout
+from engine.core.adapters import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
 from engine.linear import Linear
 from engine.ranks import (
     LOAD_TIMEOUT_S,
     STEP_TIMEOUT_S,
+    Adapt,
+    Drop,
     Forward,
     Load,
     Loaded,
@@ -221,7 +224,7 @@ class Shard:
     def rows(self, name: str) -> slice:
         """Rows of a weight (canonical name) that this rank reads; its products' outputs."""
         s, dim = self.split, self.config.head_dim
-        kind = name.rsplit(".", 1)[-1]
+        kind = name.rsplit(".", 1)[-1].removesuffix("_bias")
         if kind in ("embed", "head"):
             return self._vocabulary(kind)
         pieces = {"q": (s.heads, dim), "k": (s.kv_heads, dim), "v": (s.kv_heads, dim)}
@@ -281,6 +284,16 @@ class Shard:
         if self._others is not None:
             self._others.send(Forward(rows_of(rows), isolated))
 
+    def adapt(self, ref: AdapterRef) -> None:
+        """Let the ranks hold an adapter."""
+        if self._others is not None:
+            self._others.send(Adapt(ref))
+
+    def drop(self, digest: str) -> None:
+        """Let the ranks forget an adapter."""
+        if self._others is not None:
+            self._others.send(Drop(digest))
+
     # --- tensors -------------------------------------------------------------------------------
 
     def embedding(self, tokens_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
@@ -299,14 +312,16 @@ class Shard:
         """
         return self.group.gather(part, self._heads)
 
-    def project(self, linear: Linear, name: str, x: torch.Tensor) -> torch.Tensor:
+    def project(
+        self, product: Callable[[torch.Tensor], torch.Tensor], name: str, x: torch.Tensor
+    ) -> torch.Tensor:
         """One product of a layer: whole inputs in, and whole outputs where the residual needs them.
 
         ``qkv`` and ``gate_up`` stay split; what becomes of them is gathered.
         """
         if name == "down":
             x = self.group.gather(x, self._feed)
-        y = linear(x)
+        y = product(x)
         return self.group.gather(y, self._hidden) if name in ("o", "down") else y
 
     def logits(self, head: Linear, h_SE: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,11 @@ import msgspec
 import torch
 
 from engine import ranks
+from engine.adapters import AdapterSet
 from engine.attention import Layout
 from engine.ipc import EngineSettings
 from engine.loading import load_model
-from engine.numerics import Numerics
+from engine.numerics import DTYPES, Numerics
 from engine.parallel import Group, Shard
 from engine.process import die_with_parent
 from engine.runner import TorchRunner
@@ -53,6 +54,13 @@ class Rank:
         group = Group(self._number, self._settings.tensor_parallel, store, torch.device("cpu"))
         artifact = resolve_model(self._settings.model)
         self._shard = Shard(artifact.config, self._number, group)
+        self._adapters = AdapterSet(
+            artifact.config,
+            DTYPES[self._settings.dtype],
+            self._numerics,
+            self._settings.max_adapter_rank,
+            self._shard,
+        )
         reader = ranks.order_reader()
         while data := self._leader.recv(1 << 20):
             for order in reader.feed(data):
@@ -61,6 +69,10 @@ class Rank:
                         self._load(artifact)
                     case ranks.Open():
                         self._open(order)
+                    case ranks.Adapt():
+                        self._adapters.add(order.ref, self._adapters.prepare(order.ref))
+                    case ranks.Drop():
+                        self._adapters.remove(order.digest)
                     case ranks.Forward():
                         rows = [row.plan_row() for row in order.rows]
                         self._runner.follow(rows, isolated=order.isolated)
@@ -70,7 +82,13 @@ class Rank:
     def _load(self, artifact: ModelArtifact) -> None:
         settings = self._settings
         with torch.inference_mode():
-            self._model = load_model(artifact, settings.dtype, self._numerics, shard=self._shard)
+            self._model = load_model(
+                artifact,
+                settings.dtype,
+                self._numerics,
+                quantisation=settings.weight_quantisation,
+                shard=self._shard,
+            )
             if self._numerics == "exact":
                 for linear in self._model.linears().values():
                     linear.check()
@@ -84,7 +102,14 @@ class Rank:
         else:
             pool = memoryview(bytearray(geometry.pool_bytes))
         layout = Layout(*order.layout)
-        self._runner = TorchRunner(self._model, pool, geometry, layout, shared_pool=order.shared)
+        self._runner = TorchRunner(
+            self._model,
+            pool,
+            geometry,
+            layout,
+            adapters=self._adapters,
+            shared_pool=order.shared,
+        )
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from engine.core.adapters import AdapterRef
 from engine.core.errors import InternalError
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
@@ -63,17 +64,30 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     count: int
     start: int
     blocks: bytes
+    adapter: str = ""
 
     @classmethod
     def of(cls, row: PlanRow) -> "Row":
         """What a rank needs of a plan's row; the tokens' embeddings come through the group."""
         blocks = np.asarray(row.block_ids, dtype="<u4").tobytes()
-        return cls(len(row.tokens), row.start, blocks)
+        return cls(len(row.tokens), row.start, blocks, row.adapter)
 
     def plan_row(self) -> PlanRow:
         """The row again, with tokens that nobody looks at."""
         blocks: list[int] = np.frombuffer(self.blocks, dtype="<u4").tolist()
-        return PlanRow(0, [0] * self.count, self.start, blocks)
+        return PlanRow(0, [0] * self.count, self.start, blocks, adapter=self.adapter)
+
+
+class Adapt(msgspec.Struct, frozen=True, tag=True):
+    """Hold this adapter from here on; the leader has read it already."""
+
+    ref: AdapterRef
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """Forget this adapter."""
+
+    digest: str
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +103,7 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
     rows: int
 
 
-Order = Load | Open | Forward | Logits
+Order = Load | Open | Adapt | Drop | Forward | Logits
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -271,6 +285,8 @@ def splits_of(config: ModelConfig, ranks: int) -> list[Split]:
     Raises:
         ModelError: The model cannot be split that far; the message names why.
     """
+    if config.num_experts:
+        raise ModelError(f"tensor_parallel = {ranks}: a mixture of experts is not split")
     try:
         return splits(
             ranks,

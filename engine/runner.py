@@ -12,27 +12,35 @@ is zeroed before they fail.
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from engine import sampling, selftest
+from engine import sampling, scoring, selftest, verifying
+from engine.adapters import AdapterSet, StepDeltas
 from engine.attention import Layout, PagedAttention, Span
-from engine.core.errors import NumericsError
+from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.footprint import give_back_memory, kv_geometry, pool_geometry
+from engine.grammars import Grammars
 from engine.ipc import EngineSettings
+from engine.kv_codec import kv_codec
 from engine.loading import load_model
-from engine.models.llama import ROPE_ORDER, Llama
+from engine.models.decoder import Decoder
+from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
 from engine.parallel import lead
 from engine.process import ModelInfo
 from engine.ranks import RankProcesses
 from engine.splitcheck import prepare_ranks
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.text.grammar import vocabulary_of
+from engine.text.tokenizer import load_tokenizer
 
 
 @dataclass(slots=True)
@@ -54,6 +62,7 @@ class _Batch:
     decodes: list[Span]
     chunks: list[Span]
     last_rows: list[int]  # by plan row
+    deltas: StepDeltas | None
     rows: Sequence[PlanRow]
 
 
@@ -66,33 +75,45 @@ class TorchRunner:
         geometry: Shape of the pool.
         layout: How attention is cut, from ``attention_layout``.
         eos_token_ids: Tokens that end an answer.
+        adapters: What rows may name; by default an empty set in ``exact``.
+        grammars: For requests with a grammar.
         shared_pool: Whether the other ranks of a tensor-parallel replica map this very memory.
     """
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         pool_buffer: memoryview | bytearray,
         geometry: KvGeometry,
         layout: Layout,
         eos_token_ids: tuple[int, ...] = (),
+        adapters: AdapterSet | None = None,
+        grammars: Grammars | None = None,
         *,
         shared_pool: bool = False,
     ) -> None:
+        self.grammars = grammars
+        self._refused: dict[int, GrammarError] = {}
+        self._mask_ns = 0
         self._model = model
+        self.adapters = adapters or AdapterSet(model.config, model.dtype)
         self._shard = model.shard
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
-        flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
+        self._codec = kv_codec(geometry, model.dtype)
+        dtype = torch.uint8 if self._codec else DTYPES[geometry.dtype]
+        flat = torch.frombuffer(pool_buffer, dtype=dtype, count=count)
         self._pool = flat.view(geometry.shape)
         kv_heads = None
         if self._shard is not None:
             layout = self._shard.open(geometry, layout, shared=shared_pool)
             kv_heads = self._shard.split.kv_heads
-        heads = model.local.num_heads
-        self._attention = PagedAttention(self._pool, geometry, heads, layout, kv_heads)
+        c = model.local
+        self._attention = PagedAttention(
+            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads, self._codec
+        )
 
     @property
     def geometry(self) -> KvGeometry:
@@ -103,6 +124,16 @@ class TorchRunner:
     def rewritten_rows(self) -> tuple[int, ...]:
         """Rows of the last plan that were computed a second time, alone."""
         return self._rewritten
+
+    @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """Rows of the last plan whose grammar failed, and why."""
+        return self._refused
+
+    @property
+    def mask_ns(self) -> int:
+        """Time that the last step spent on grammars."""
+        return self._mask_ns
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -116,28 +147,44 @@ class TorchRunner:
         """See ``engine.core.plan.ModelRunner``."""
         for source, target in plan.copies:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
+        self._refused, self._mask_ns = {}, 0
         if not plan.rows:
             return []
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, on_layers_done)
-        sampled = [index for index, row in enumerate(plan.rows) if row.samples]
-        results: list[list[SampledToken]] = [[] for _ in plan.rows]
+        wanted = [
+            (index, batch.last_rows[index] - back)
+            for index, row in enumerate(plan.rows)
+            for back, _ in row.draws()
+        ]
         broken = self._broken_rows(plan, batch, hidden_TE)
         self._rewritten = tuple(sorted(broken))
         if broken:
             broken = self._retry_isolated(plan, batch, hidden_TE, broken)
-        if sampled:
-            logits = self._model.logits(hidden_TE[[batch.last_rows[i] for i in sampled]])
-            pairs = zip(sampled, logits.finite(), strict=True)
-            broken |= {index for index, ok in pairs if not ok}
+        if wanted:
+            logits = self._model.logits(hidden_TE[[flat for _, flat in wanted]])
+            pairs = zip(wanted, logits.finite(), strict=True)
+            broken |= {index for (index, _), ok in pairs if not ok}
+        reaped, unscored = self._reap(plan, batch, hidden_TE, broken)
+        broken |= unscored
         if broken:
             self._fail(plan, broken)
-        if sampled:
-            specs = [plan.rows[index].samples for index in sampled]
-            drawn = sampling.sample(logits, specs, self._eos_token_ids)
-            for index, tokens in zip(sampled, drawn, strict=True):
-                results[index] = tokens
-        return results
+        for harvest, scores, rows_TE in reaped:
+            harvest.take(scores, rows_TE)
+        if not wanted:
+            return [[] for _ in plan.rows]
+        return verifying.draw(logits, plan.rows, self._eos_token_ids, self._masks)
+
+    def _masks(
+        self, specs: Sequence[Sequence[SampleSpec]], rows: Sequence[int]
+    ) -> list[list[sampling.Mask | None]] | None:
+        """What the grammars allow; ``rows`` are the plan rows that ``specs`` belong to."""
+        if self.grammars is None:
+            return None
+        masks, refused = self.grammars.masks(specs)
+        self._mask_ns += self.grammars.mask_ns
+        self._refused |= {rows[index]: error for index, error in refused.items()}
+        return masks
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
@@ -167,6 +214,8 @@ class TorchRunner:
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             tokens = attention.tokens[layer]  # [2, slots, K, D]
+            if self._codec is not None:
+                kv = self._codec.encode(kv)
             for write in batch.writes:
                 if write.slots is not None:
                     tokens.index_copy_(1, write.slots, kv[:, write.rows])
@@ -176,6 +225,7 @@ class TorchRunner:
             out_TE = attention.run(layer, calls, q_THD)
             return out_TE if shard is None else shard.heads(out_TE)
 
+        self._model.deltas = batch.deltas
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
 
     def _flatten(self, rows: Sequence[PlanRow]) -> _Batch:
@@ -204,9 +254,28 @@ class TorchRunner:
             writes.append(self._chunk_write(row, begin))
             chunks.append(Span(begin, row.start, count, row.block_ids))
             last_rows[i] = begin + count - 1
+        deltas = self._deltas(rows, last_rows)
         return _Batch(
-            torch.tensor(tokens), torch.tensor(positions), writes, decodes, chunks, last_rows, rows
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            writes,
+            decodes,
+            chunks,
+            last_rows,
+            deltas,
+            rows,
         )
+
+    def _deltas(self, rows: Sequence[PlanRow], last_rows: Sequence[int]) -> StepDeltas | None:
+        """Which flat rows get which adapter's deltas; None when no row has an adapter."""
+        groups: dict[str, list[int]] = {}
+        for row, last in zip(rows, last_rows, strict=True):
+            if row.adapter:
+                flat = range(last + 1 - len(row.tokens), last + 1)
+                groups.setdefault(row.adapter, []).extend(flat)
+        if not groups:
+            return None
+        return StepDeltas([(sorted(flat), self.adapters[name]) for name, flat in groups.items()])
 
     def _chunk_write(self, row: PlanRow, begin: int) -> _Write:
         slots = self._slots(row)
@@ -223,6 +292,24 @@ class TorchRunner:
             blocks[positions // size] * size + positions % size
         )
         return result
+
+    def _reap(
+        self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
+    ) -> tuple[list[tuple[Harvest, list[Scores], Floats]], set[int]]:
+        """What harvests want of this step's rows, and the rows whose logits are not finite."""
+        reaped, unscored = [], set()
+        for index, row in enumerate(plan.rows):
+            if row.harvest is None or index in broken:
+                continue
+            last = batch.last_rows[index]
+            rows_TE = hidden_TE[last + 1 - len(row.tokens) : last + 1]
+            try:
+                part = scoring.reap(self._model, row.harvest, row.start, rows_TE)
+            except scoring.NotFiniteError:
+                unscored.add(index)
+            else:
+                reaped.append((row.harvest, *part))
+        return reaped, unscored
 
     def _broken_rows(self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
         """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""
@@ -254,7 +341,7 @@ class TorchRunner:
         for index in rows:
             slots = torch.from_numpy(self._slots(plan.rows[index]))
             for tokens in self._attention.tokens:
-                tokens[:, slots] = 0.0
+                tokens[:, slots] = 0
 
     def _fail(self, plan: StepPlan, broken: set[int]) -> None:
         rows = tuple(sorted(broken))
@@ -267,16 +354,9 @@ class TorchRunner:
 # --- building ----------------------------------------------------------------------------------
 
 
-def geometry_of(artifact: ModelArtifact, dtype: str, num_blocks: int) -> KvGeometry:
+def geometry_of(artifact: ModelArtifact, kv_dtype: str, num_blocks: int) -> KvGeometry:
     """The pool's shape for a model."""
-    c = artifact.config
-    return KvGeometry(
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        num_blocks=num_blocks,
-        dtype=dtype,
-    )
+    return kv_geometry(artifact.config, kv_dtype, num_blocks)
 
 
 def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) -> Layout:
@@ -288,11 +368,22 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
     c = artifact.config
     if numerics == "fast":
         return selftest.fast_layout(c.num_heads // c.num_kv_heads)
-    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype)
+    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
+
+
+def open_grammars(artifact: ModelArtifact) -> Grammars:
+    """Grammars over a model's vocabulary, which a thread begins to read."""
+    c = artifact.config
+    return Grammars(
+        lambda: vocabulary_of(
+            load_tokenizer(artifact.tokenizer_source()), c.vocab_size, c.eos_token_ids
+        ),
+        c.vocab_size,
+    )
 
 
 @torch.inference_mode()
-def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
+def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "") -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -301,14 +392,16 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
     for linear in model.linears().values():
         linear.check()
     c = model.config
-    if fault := selftest.attention_fault(layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype):
+    if fault := selftest.attention_fault(
+        layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window
+    ):
         raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
     geometry = KvGeometry(
         num_layers=c.num_layers,
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     length = 5 * BLOCK_TOKENS + 3
@@ -337,7 +430,9 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
 
 
 @torch.inference_mode()
-def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) -> str:
+def numerics_id(
+    model: Decoder, layout: Layout, dtype: str, numerics: Numerics, kv_dtype: str = ""
+) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
     It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
@@ -349,7 +444,7 @@ def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) ->
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
@@ -357,7 +452,8 @@ def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) ->
     hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
     logits = model.logits(hidden[-1:]).raw_SV
     cut = f"u{layout.unit}t{layout.tile}"
-    return f"{numerics}/{dtype}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
+    kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
+    return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
 
 
 def open_runner(
@@ -389,6 +485,8 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
+    geometry = pool_geometry(settings, artifact.config)
+    grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 
     def report(stage: str, done: int, total: int) -> None:
@@ -397,18 +495,32 @@ def open_runner(
             shown[stage] = tenth
             progress(f"{stage} weights: {10 * tenth} %")
 
+    if ranks is not None and settings.weight_quantisation == "int4":
+        raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
     with torch.inference_mode():
         shard = None if ranks is None else lead(artifact.config, ranks)
-        model = load_model(artifact, settings.dtype, numerics, progress=report, shard=shard)
+        model = load_model(
+            artifact,
+            settings.dtype,
+            numerics,
+            quantisation=settings.weight_quantisation,
+            progress=report,
+            shard=shard,
+        )
         layout = attention_layout(artifact, settings.dtype, numerics)
         if shard is not None:
             progress(f"checking the split over {settings.tensor_parallel} ranks")
             prepare_ranks(shard, layout, settings.dtype, numerics)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
-        verify_exact(model, layout, settings.dtype)
-    geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
-    identity = numerics_id(model, layout, settings.dtype, numerics)
+        verify_exact(model, layout, settings.dtype, settings.kv_dtype)
+    adapters = AdapterSet(
+        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
+    )
+    identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
     stops = artifact.config.eos_token_ids
-    runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, shared_pool=True)
+    runner = TorchRunner(
+        model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
+    )
+    give_back_memory()
     return runner, ModelInfo(identity, artifact.weights_digest, context)
