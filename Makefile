@@ -65,6 +65,7 @@ check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 
 bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench
+	$(BIN)/python -m loadtest.bench.speculation
 
 proto: $(VENV)/.dev ## generate proto/batonpb from the .proto files
 	$(BIN)/python proto/build.py

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from engine.core.drafting import DraftProposer
+from engine.core.plan import ModelRunner
 from engine.core.speculation import Speculation
 from engine.ipc import EngineSettings
 from engine.loading import load_model
@@ -14,10 +15,13 @@ from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.tokenizer import load_tokenizer
 
 
-def open_draft(settings: EngineSettings, progress: Callable[[str], None]) -> Speculation:
+def open_draft(
+    settings: EngineSettings, main_runner: ModelRunner, progress: Callable[[str], None]
+) -> Speculation:
     """Load the draft model that the settings name, beside the main one.
 
-    Its KV pool has as many blocks as the main pool; they are smaller as the model is.
+    Its KV pool has as many blocks as the main pool; they are smaller as the model is. It follows
+    the same grammars, and knows no adapters.
 
     Raises:
         ModelError: It cannot be loaded, or its tokens are not those of the main model.
@@ -32,7 +36,9 @@ def open_draft(settings: EngineSettings, progress: Callable[[str], None]) -> Spe
         layout = attention_layout(draft, settings.dtype, numerics)
     geometry = geometry_of(draft, settings.dtype, settings.kv_blocks)
     pool = bytearray(geometry.pool_bytes)
-    runner = TorchRunner(model, pool, geometry, layout, main.config.eos_token_ids)
+    grammars = main_runner.grammars if isinstance(main_runner, TorchRunner) else None
+    stops = main.config.eos_token_ids
+    runner = TorchRunner(model, pool, geometry, layout, stops, grammars=grammars)
     return Speculation(DraftProposer(runner), settings.speculation.tokens)
 
 

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.core import events as ev
+from engine.core.adapters import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.speculation import SpeculationSettings
@@ -31,6 +32,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_requests: int = 32
     max_step_tokens: int = 512
     speculation: SpeculationSettings = SpeculationSettings()
+    max_adapters: int = 0  # held at once; 0: none are served
+    max_adapter_rank: int = 64
+    check_every_step: bool = False  # tests: recount all blocks after each step
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -48,6 +52,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     skip_blocks: int = 0
     cacheable: bool = True
+    adapter: AdapterRef | None = None
+    pooling: str = ""
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
@@ -138,6 +144,7 @@ Report = (
     | Fatal
     | Sick
     | ev.Tokens
+    | ev.Harvested
     | ev.Admitted
     | ev.Published
     | ev.PromptDone
@@ -146,6 +153,7 @@ Report = (
     | ev.Revoked
     | ev.Ended
     | ev.CacheChanged
+    | ev.AdapterChanged
     | ev.StepDone
 )
 

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine.linear import ANY_ROWS, RowCounts, probe_row_counts
-from engine.models import llama
+from engine.models.decoder import Decoder
+from engine.models.families import weight_table
+from engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
+from engine.models.rope import pair_rows
 from engine.numerics import DTYPES, Numerics
 from engine.text.artifact import ModelArtifact, ModelError
 from engine.text.gguf_file import open_gguf
@@ -29,7 +31,7 @@ from engine.text.gguf_file import open_gguf
 Progress = Callable[[str, int, int], None]
 """``(stage, done, total)``; the stages are "convert", "read", "pack"."""
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 _SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
@@ -44,7 +46,7 @@ def load_model(
     *,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
-) -> llama.Llama:
+) -> Decoder:
     """Load, convert and pack a model.
 
     Args:
@@ -70,7 +72,7 @@ def load_model(
             probed[shape] = probe_row_counts(outputs, inputs, DTYPES[dtype])
         return probed[shape]
 
-    return llama.Llama(artifact.config, weights, DTYPES[dtype], row_counts)
+    return Decoder(artifact.config, weights, DTYPES[dtype], row_counts)
 
 
 def load_weights(
@@ -80,7 +82,7 @@ def load_weights(
     progress: Progress = _silent,
     cache_dir: Path | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Weights by canonical name (``llama.weight_table``), contiguous, in ``dtype``.
+    """Weights by canonical name (``families.weight_table``), contiguous, in ``dtype``.
 
     Raises:
         ModelError: Something is missing or not supported.
@@ -103,7 +105,7 @@ def load_weights(
 def _read_safetensors(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
 ) -> dict[str, torch.Tensor]:
-    table = llama.weight_table(artifact.config, "safetensors")
+    table = weight_table(artifact.config, "safetensors")
     weights: dict[str, torch.Tensor] = {}
     handles: dict[str, Any] = {}
     try:
@@ -125,19 +127,27 @@ def _read_safetensors(
     _refuse(artifact, problems, _unknown(handles, table))
     for done, entry in enumerate(table):
         # a rank of a tensor-parallel group will take its rows here
-        weight = handles[entry.source].get_slice(entry.source)[:].to(dtype)
-        if entry.name.endswith((".q", ".k")):
-            weight = llama.pair_rows(weight, artifact.config.head_dim)
-        weights[entry.name] = weight.contiguous()
+        weight = handles[entry.source].get_slice(entry.source)[:]
+        weights[entry.name] = _finished(entry, weight, dtype, artifact.config.head_dim)
         progress("read", done + 1, len(table))
     return weights
 
 
-def _unknown(names: Iterable[str], table: list[llama.WeightName]) -> list[str]:
+def _finished(
+    entry: WeightName, weight: torch.Tensor, dtype: torch.dtype, head_dim: int
+) -> torch.Tensor:
+    """A weight as the model wants it. Norms and biases stay in fp32: they are small."""
+    weight = weight.to(torch.float32 if weight.ndim == 1 else dtype)
+    if entry.add_one:
+        weight = weight + 1.0
+    return (pair_rows(weight, head_dim) if entry.pairs else weight).contiguous()
+
+
+def _unknown(names: Iterable[str], table: list[WeightName]) -> list[str]:
     known = {entry.source for entry in table}
     # a tied model may store its head all the same
-    known |= {llama.ROPE_FACTORS, *llama.GLOBAL_NAMES["head"]}
-    return [n for n in names if n not in known and not n.endswith(llama.IGNORED)]
+    known |= {ROPE_FACTORS, *GLOBAL_NAMES["head"]}
+    return [n for n in names if n not in known and not n.endswith(IGNORED)]
 
 
 def _refuse(artifact: ModelArtifact, problems: list[str], unknown: list[str]) -> None:
@@ -164,7 +174,7 @@ def _read_gguf(
 
     native = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
     found = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
-    table = llama.weight_table(artifact.config, "gguf")
+    table = weight_table(artifact.config, "gguf")
     problems = []
     for entry in table:
         tensor = found.get(entry.source)
@@ -183,19 +193,21 @@ def _read_gguf(
             problems.append(f"{entry.source} is truncated")
     _refuse(artifact, problems, _unknown(found, table))
 
-    def read(source: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    def read(source: str, part: int | None = None) -> torch.Tensor:
         tensor = found[source]
-        values = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        return np.array(values, dtype=np.float32)  # a copy: the file is mapped read-only
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        data = tensor.data if part is None else tensor.data[part]
+        values = dequantize(data, tensor.tensor_type)
+        values = values.reshape(shape if part is None else shape[1:])
+        return torch.from_numpy(np.array(values, dtype=np.float32))  # the file is mapped read-only
 
     weights = {}
     for done, entry in enumerate(table):
-        # GGUF's converter already put the RoPE pairs of Q and K side by side
-        weights[entry.name] = torch.from_numpy(read(entry.source, entry.shape)).to(dtype)
+        weight = read(entry.source, entry.part)
+        weights[entry.name] = _finished(entry, weight, dtype, artifact.config.head_dim)
         progress("convert", done + 1, len(table))
-    if llama.ROPE_FACTORS in found:
-        half = artifact.config.head_dim // 2
-        weights["rope_factors"] = torch.from_numpy(read(llama.ROPE_FACTORS, (half,)))
+    if ROPE_FACTORS in found:
+        weights["rope_factors"] = read(ROPE_FACTORS)
     return weights
 
 

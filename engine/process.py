@@ -21,18 +21,21 @@ import msgspec
 import numpy as np
 
 from engine import ipc
+from engine.adapter_desk import AdapterDesk
 from engine.core import events as ev
 from engine.core.core import EngineCore
-from engine.core.errors import BatonError, NumericsError
+from engine.core.errors import BatonError, CancelledError_, GrammarError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculation import NgramProposer, Speculation
+from engine.grammars import CompileDesk
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
 _IDLE_S = 1.0
+_COMPILING_S = 0.002  # while a grammar is being compiled and there is nothing else to do
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -69,13 +72,20 @@ class EngineProcess:
         self._pool_fd = pool_fd
         self._reader = ipc.command_reader()
         self._stopping = False
+        self._adapters = AdapterDesk(settings.max_adapters)
+        self._desk: CompileDesk[ipc.Submit] | None = None
+        # Requests that wait for a grammar or an adapter, and what was said of them since.
+        self._waiting: dict[str, list[ipc.Command]] = {}
 
     def run(self) -> None:
         """Load, report ``Ready``, then step until told to stop."""
         began_ns = time.monotonic_ns()
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        self._core = EngineCore(runner, limits, speculation=self._speculation())
+        check = self._settings.check_every_step
+        speculation = self._speculation(runner)
+        self._core = EngineCore(runner, limits, speculation=speculation, check_every_step=check)
+        self._adapters.open(runner.adapters)
         ready = ipc.Ready(
             os.getpid(),
             runner.geometry,
@@ -89,6 +99,7 @@ class EngineProcess:
         self._send([ready])
         while not self._stopping:
             had_commands = self._receive()
+            self._submit_prepared()
             began_ns = time.monotonic_ns()
             plan = self._core.plan(began_ns)
             if plan.rows:
@@ -102,13 +113,16 @@ class EngineProcess:
             return self._build_emulated()
         from engine.runner import open_runner  # torch is loaded here and nowhere else
 
-        return open_runner(
+        runner, info = open_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([ipc.Progress(what)]),
         )
+        if runner.grammars is not None:
+            self._desk = CompileDesk(runner.grammars)
+        return runner, info
 
-    def _speculation(self) -> Speculation | None:
+    def _speculation(self, main: ModelRunner) -> Speculation | None:
         settings = self._settings.speculation
         if settings.mode == "off":
             return None
@@ -116,7 +130,7 @@ class EngineProcess:
             return Speculation(NgramProposer(), settings.tokens)
         from engine.draft import open_draft
 
-        return open_draft(self._settings, lambda what: self._send([ipc.Progress(what)]))
+        return open_draft(self._settings, main, lambda what: self._send([ipc.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner
@@ -138,7 +152,11 @@ class EngineProcess:
         """Apply what has arrived; wait for something when there is nothing to compute."""
         busy = self._core.scheduler.has_running()
         got = False
-        while select.select([self._control], [], [], 0 if busy or got else _IDLE_S)[0]:
+        wakers = (self._control, self._adapters)
+        idle_s = _COMPILING_S if self._desk else _IDLE_S
+        while ready := select.select(wakers, [], [], 0 if busy or got else idle_s)[0]:
+            if self._control not in ready:
+                return got  # an adapter is loaded
             data = self._control.recv(1 << 20)
             if not data:
                 self._stopping = True  # the shell is gone
@@ -151,8 +169,14 @@ class EngineProcess:
     def _handle(self, command: ipc.Command) -> None:
         scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
         match command:
+            case ipc.Stop():
+                self._stopping = True
             case ipc.Submit():
-                self._submit(command, now_ns)
+                self._prepare(command)
+            case ipc.Cancel() if command.request_id in self._waiting and not command.choices:
+                self._cancel_waiting(command)
+            case _ if command.request_id in self._waiting:
+                self._waiting[command.request_id].append(command)
             case ipc.Bind():
                 scheduler.bind(command.request_id, command.generation)
             case ipc.Commit():
@@ -165,8 +189,41 @@ class EngineProcess:
                 scheduler.release(command.request_id)
             case ipc.Cancel():
                 scheduler.cancel(command.request_id, command.choices, command.reason)
-            case ipc.Stop():
-                self._stopping = True
+
+    def _prepare(self, command: ipc.Submit) -> None:
+        """Submit, or let the request wait beside the step loop for its grammar and its adapter."""
+        if command.params.grammar:
+            if self._desk is None:
+                self._end(command.request_id, GrammarError("this engine takes no grammars"))
+                return
+            self._waiting[command.request_id] = []
+            self._desk.add(command.request_id, command, command.params.grammar)
+        else:
+            self._adapt(command)
+
+    def _adapt(self, command: ipc.Submit) -> None:
+        if command.adapter is None:
+            self._submit(command, time.monotonic_ns())
+        else:
+            self._waiting.setdefault(command.request_id, [])
+            self._adapters.want(command)
+
+    def _submit_prepared(self) -> None:
+        """Go on with the requests that need wait no longer."""
+        for command, error in self._desk.take() if self._desk else ():
+            if error is None:
+                self._adapt(command)
+            else:
+                self._end(command.request_id, error)
+        for command in self._adapters.advance():
+            self._submit(command, time.monotonic_ns())
+        self._send(self._adapters.take_events())
+
+    def _cancel_waiting(self, command: ipc.Cancel) -> None:
+        if self._desk and self._desk.drop(command.request_id):
+            self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
+        else:
+            self._adapters.cancel(command)
 
     def _submit(self, command: ipc.Submit, now_ns: int) -> None:
         prompt: list[int] = np.frombuffer(command.prompt, dtype="<u4").tolist()
@@ -182,11 +239,18 @@ class EngineProcess:
             command.ticket,
             command.skip_blocks,
             command.cacheable,
+            adapter=command.adapter.digest if command.adapter else "",
+            pooling=command.pooling,
         )
         try:
             self._core.scheduler.submit(request, now_ns)
         except BatonError as error:
-            self._send([ev.Ended(command.request_id, error.code, error.message)])
+            self._end(command.request_id, error)
+        for later in self._waiting.pop(command.request_id, ()):
+            self._handle(later)
+
+    def _end(self, request_id: str, error: BatonError) -> None:
+        self._send([ev.Ended(request_id, error.code, error.message)])
 
     def _step(self, plan: StepPlan, began_ns: int) -> None:
         admissions = self._core.take_admissions()
@@ -210,7 +274,12 @@ class EngineProcess:
         self._send(self._core.apply(plan, results, now_ns, now_ns - began_ns))
 
     def _send(self, reports: Sequence[ipc.Report]) -> None:
-        self._control.sendall(ipc.frame(reports))
+        if reports:
+            self._adapters.note(reports)
+            for report in reports:
+                if isinstance(report, ev.Ended):
+                    self._waiting.pop(report.request_id, None)
+            self._control.sendall(ipc.frame(reports))
 
 
 def main() -> None:

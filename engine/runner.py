@@ -12,24 +12,30 @@ is zeroed before they fail.
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from engine import selftest, verifying
+from engine import sampling, scoring, selftest, verifying
+from engine.adapters import AdapterSet, StepDeltas
 from engine.attention import Layout, PagedAttention, Span
-from engine.core.errors import NumericsError
+from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.grammars import Grammars
 from engine.ipc import EngineSettings
 from engine.loading import load_model
-from engine.models.llama import ROPE_ORDER, Llama
+from engine.models.decoder import Decoder
+from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.text.grammar import vocabulary_of
+from engine.text.tokenizer import load_tokenizer
 
 
 @dataclass(slots=True)
@@ -51,6 +57,7 @@ class _Batch:
     decodes: list[Span]
     chunks: list[Span]
     last_rows: list[int]  # by plan row
+    deltas: StepDeltas | None
 
 
 class TorchRunner:
@@ -62,24 +69,33 @@ class TorchRunner:
         geometry: Shape of the pool.
         layout: How attention is cut, from ``attention_layout``.
         eos_token_ids: Tokens that end an answer.
+        adapters: What rows may name; by default an empty set in ``exact``.
+        grammars: For requests with a grammar.
     """
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         pool_buffer: memoryview | bytearray,
         geometry: KvGeometry,
         layout: Layout,
         eos_token_ids: tuple[int, ...] = (),
+        adapters: AdapterSet | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        self.grammars = grammars
+        self._refused: dict[int, GrammarError] = {}
+        self._mask_ns = 0
         self._model = model
+        self.adapters = adapters or AdapterSet(model.config, model.dtype)
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
         self._pool = flat.view(geometry.shape)
-        self._attention = PagedAttention(self._pool, geometry, model.config.num_heads, layout)
+        c = model.config
+        self._attention = PagedAttention(self._pool, geometry, c.num_heads, layout, c.layer_windows)
 
     @property
     def geometry(self) -> KvGeometry:
@@ -90,6 +106,16 @@ class TorchRunner:
     def rewritten_rows(self) -> tuple[int, ...]:
         """Rows of the last plan that were computed a second time, alone."""
         return self._rewritten
+
+    @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """Rows of the last plan whose grammar failed, and why."""
+        return self._refused
+
+    @property
+    def mask_ns(self) -> int:
+        """Time that the last step spent on grammars."""
+        return self._mask_ns
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -103,6 +129,7 @@ class TorchRunner:
         """See ``engine.core.plan.ModelRunner``."""
         for source, target in plan.copies:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
+        self._refused, self._mask_ns = {}, 0
         if not plan.rows:
             return []
         batch = self._flatten(plan.rows)
@@ -120,11 +147,36 @@ class TorchRunner:
             logits = self._model.logits(hidden_TE[[flat for _, flat in wanted]])
             pairs = zip(wanted, logits.finite(), strict=True)
             broken |= {index for (index, _), ok in pairs if not ok}
+        reaped, unscored = self._reap(plan, batch, hidden_TE, broken)
+        broken |= unscored
         if broken:
             self._fail(plan, broken)
+        for harvest, scores, rows_TE in reaped:
+            harvest.take(scores, rows_TE)
         if not wanted:
             return [[] for _ in plan.rows]
-        return verifying.draw(logits, plan.rows, self._eos_token_ids)
+        eos = self._eos_token_ids
+        results, self._refused = verifying.draw(logits, plan.rows, eos, self._masks)
+        return results
+
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """See ``engine.core.plan.ModelRunner``."""
+        if self.grammars is None or not spec.params.grammar:
+            return len(guesses)
+        try:
+            return self.grammars.admissible(spec, guesses)
+        except GrammarError:
+            return 0  # the step without guesses will say it
+
+    def _masks(
+        self, specs: Sequence[Sequence[SampleSpec]]
+    ) -> tuple[list[list[sampling.Mask | None]], dict[int, GrammarError]]:
+        """What the grammars allow; see ``Grammars.masks``."""
+        if self.grammars is None:
+            return [[None] * len(wanted) for wanted in specs], {}
+        found = self.grammars.masks(specs)
+        self._mask_ns += self.grammars.mask_ns
+        return found
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
@@ -155,6 +207,7 @@ class TorchRunner:
                     tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
             return attention.run(layer, calls, q_THD)
 
+        self._model.deltas = batch.deltas
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
 
     def _flatten(self, rows: Sequence[PlanRow]) -> _Batch:
@@ -183,9 +236,27 @@ class TorchRunner:
             writes.append(self._chunk_write(row, begin))
             chunks.append(Span(begin, row.start, count, row.block_ids))
             last_rows[i] = begin + count - 1
+        deltas = self._deltas(rows, last_rows)
         return _Batch(
-            torch.tensor(tokens), torch.tensor(positions), writes, decodes, chunks, last_rows
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            writes,
+            decodes,
+            chunks,
+            last_rows,
+            deltas,
         )
+
+    def _deltas(self, rows: Sequence[PlanRow], last_rows: Sequence[int]) -> StepDeltas | None:
+        """Which flat rows get which adapter's deltas; None when no row has an adapter."""
+        groups: dict[str, list[int]] = {}
+        for row, last in zip(rows, last_rows, strict=True):
+            if row.adapter:
+                flat = range(last + 1 - len(row.tokens), last + 1)
+                groups.setdefault(row.adapter, []).extend(flat)
+        if not groups:
+            return None
+        return StepDeltas([(sorted(flat), self.adapters[name]) for name, flat in groups.items()])
 
     def _chunk_write(self, row: PlanRow, begin: int) -> _Write:
         slots = self._slots(row)
@@ -202,6 +273,24 @@ class TorchRunner:
             blocks[positions // size] * size + positions % size
         )
         return result
+
+    def _reap(
+        self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
+    ) -> tuple[list[tuple[Harvest, list[Scores], Floats]], set[int]]:
+        """What harvests want of this step's rows, and the rows whose logits are not finite."""
+        reaped, unscored = [], set()
+        for index, row in enumerate(plan.rows):
+            if row.harvest is None or index in broken:
+                continue
+            last = batch.last_rows[index]
+            rows_TE = hidden_TE[last + 1 - len(row.tokens) : last + 1]
+            try:
+                part = scoring.reap(self._model, row.harvest, row.start, rows_TE)
+            except scoring.NotFiniteError:
+                unscored.add(index)
+            else:
+                reaped.append((row.harvest, *part))
+        return reaped, unscored
 
     def _broken_rows(self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
         """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""
@@ -267,11 +356,22 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
     c = artifact.config
     if numerics == "fast":
         return selftest.fast_layout(c.num_heads // c.num_kv_heads)
-    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype)
+    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
+
+
+def open_grammars(artifact: ModelArtifact) -> Grammars:
+    """Grammars over a model's vocabulary, which a thread begins to read."""
+    c = artifact.config
+    return Grammars(
+        lambda: vocabulary_of(
+            load_tokenizer(artifact.tokenizer_source()), c.vocab_size, c.eos_token_ids
+        ),
+        c.vocab_size,
+    )
 
 
 @torch.inference_mode()
-def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
+def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -280,7 +380,9 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
     for linear in model.linears().values():
         linear.check()
     c = model.config
-    if fault := selftest.attention_fault(layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype):
+    if fault := selftest.attention_fault(
+        layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window
+    ):
         raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
     geometry = KvGeometry(
         num_layers=c.num_layers,
@@ -316,7 +418,7 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
 
 
 @torch.inference_mode()
-def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) -> str:
+def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
     It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
@@ -365,6 +467,7 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
+    grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 
     def report(stage: str, done: int, total: int) -> None:
@@ -380,6 +483,10 @@ def open_runner(
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype)
     geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
-    runner = TorchRunner(model, map_pool(geometry), geometry, layout, artifact.config.eos_token_ids)
+    adapters = AdapterSet(
+        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank
+    )
+    stops = artifact.config.eos_token_ids
+    runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, adapters, grammars)
     identity = numerics_id(model, layout, settings.dtype, numerics)
     return runner, ModelInfo(identity, artifact.weights_digest, context)

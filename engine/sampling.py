@@ -1,9 +1,9 @@
 """From logits to tokens. Every row is treated alone, so its result cannot depend on its batch.
 
-The order is vLLM's: bias and forbidden ends, penalties, temperature, ``min_p``, ``top_k``,
-``top_p``, then one draw. The draw is Gumbel-max: the token with the largest ``logit / temperature +
-noise`` wins, and the noise is a pure function of (seed, choice, position, token). So a token that
-was drawn once is drawn again wherever and whenever the same request is computed again.
+The order is vLLM's: the grammar, bias and forbidden ends, penalties, temperature, ``min_p``,
+``top_k``, ``top_p``, then one draw. The draw is Gumbel-max: the token with the largest ``logit /
+temperature + noise`` wins, and the noise is a pure function of (seed, choice, position, token). So
+a token that was drawn once is drawn again wherever and whenever the same request is computed again.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
@@ -21,6 +21,7 @@ from engine.core.plan import SampleSpec
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 _MASK64 = (1 << 64) - 1
 _TOP_P_FIRST = 1024
@@ -72,7 +73,10 @@ class Logits:
 
 
 def sample(
-    logits: Logits, specs: Sequence[Sequence[SampleSpec]], eos_token_ids: Sequence[int]
+    logits: Logits,
+    specs: Sequence[Sequence[SampleSpec]],
+    eos_token_ids: Sequence[int],
+    masks: Sequence[Sequence[Mask | None]] | None = None,
 ) -> list[list[SampledToken]]:
     """Draw tokens: for each row of logits one for each of its specs (its choices).
 
@@ -80,6 +84,7 @@ def sample(
         logits: Finite.
         specs: One entry per row.
         eos_token_ids: Forbidden, with the stop tokens, until ``min_tokens`` are there.
+        masks: For each spec the tokens ``[V]`` that its grammar allows, ``None`` for all.
     """
     best = logits.best() if any(_is_plain(s) for wanted in specs for s in wanted) else []
     drawn = []
@@ -88,7 +93,9 @@ def sample(
             drawn.append([SampledToken(best[index]) for _ in wanted])
             continue
         row_V = logits.row(index)
-        drawn.append([_one(row_V, spec, eos_token_ids) for spec in wanted])
+        allowed = masks[index] if masks is not None else [None] * len(wanted)
+        pairs = zip(wanted, allowed, strict=True)
+        drawn.append([_one(row_V, spec, eos_token_ids, mask_V) for spec, mask_V in pairs])
     return drawn
 
 
@@ -114,6 +121,7 @@ def _is_plain(spec: SampleSpec) -> bool:
     return (
         p.temperature == 0.0
         and p.logprobs is None
+        and not p.grammar
         and not p.logit_bias
         and not _has_penalties(p)
         and p.min_tokens <= len(spec.history) - spec.prompt_tokens
@@ -124,8 +132,10 @@ def _has_penalties(p: SamplingParams) -> bool:
     return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
 
 
-def _one(raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int]) -> SampledToken:
-    token = _draw(raw_V, spec, eos_token_ids)
+def _one(
+    raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int], mask_V: Mask | None
+) -> SampledToken:
+    token = _draw(raw_V, spec, eos_token_ids, mask_V)
     if spec.params.logprobs is None:
         return SampledToken(token)
     logprobs_V = torch.log_softmax(raw_V, dim=-1)
@@ -136,9 +146,13 @@ def _one(raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int]) ->
     return SampledToken(token, float(logprobs_V[token]), top)
 
 
-def _draw(raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int]) -> int:
+def _draw(
+    raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int], mask_V: Mask | None
+) -> int:
     p = spec.params
     scores = raw_V.numpy().astype(np.float64)
+    if mask_V is not None:
+        scores[~mask_V] = -math.inf
     _bias(scores, spec, eos_token_ids)
     if _has_penalties(p):
         _penalise(scores, spec)
@@ -156,11 +170,17 @@ def _bias(scores: Floats, spec: SampleSpec, eos_token_ids: Sequence[int]) -> Non
     p = spec.params
     for token, bias in p.logit_bias:
         scores[token] += bias
+    forbidden: set[int] = set()
     if len(spec.history) - spec.prompt_tokens < p.min_tokens:
-        ends = p.stop_token_ids if p.ignore_eos else (*p.stop_token_ids, *eos_token_ids)
-        inside = [token for token in ends if 0 <= token < len(scores)]
-        if inside:
-            scores[inside] = -math.inf
+        forbidden.update(p.stop_token_ids if p.ignore_eos else (*p.stop_token_ids, *eos_token_ids))
+    if p.ignore_eos and p.grammar:
+        forbidden.update(eos_token_ids)
+    inside = [token for token in forbidden if 0 <= token < len(scores)]
+    if inside:
+        before = scores[inside]
+        scores[inside] = -math.inf
+        if p.grammar and scores.max() == -math.inf:
+            scores[inside] = before  # nothing else may follow: the grammar has the last word
 
 
 def _penalise(scores: Floats, spec: SampleSpec) -> None:

@@ -83,6 +83,16 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_prefix_tokens": _count(
         "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
     ),
+    "baton_adapter_requests": _count("Requests that a LoRA adapter answered.", "adapter"),
+    "baton_adapter_prompt_tokens": _count("Prompt tokens of these requests.", "adapter"),
+    "baton_adapter_generation_tokens": _count("Tokens sent of these requests.", "adapter"),
+    "baton_grammar_compile_seconds": _seconds("Trying a new grammar before admission."),
+    "baton_grammar_refusals": _count(
+        "Grammars refused: invalid, too_large, too_expensive.", "reason"
+    ),
+    "baton_grammar_incomplete": _count(
+        "Choices with a grammar that were cut before the grammar was satisfied.", "reason"
+    ),
     "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant"),
     "baton_queue_limit_requests": _gauge("Size of the queue; beyond it 429."),
 }
@@ -100,6 +110,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
     "baton_regret_seconds": _seconds("Measured cost less the best candidate's, fitted afterwards."),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
     "baton_mirror_names": _gauge("Block names in the mirror of the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
     "baton_mirror_snapshots": _count("Snapshots read to heal the mirror."),
@@ -131,6 +142,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_prefix_tokens": _count(
         "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
     ),
+    "baton_grammar_mask_seconds": _seconds("Of an engine step, what grammars took."),
     "baton_transfers": _count("Hand-offs by outcome: committed, failed, abandoned.", "outcome"),
     "baton_transfer_bytes": _count("KV payload bytes: sent, received.", "direction"),
     "baton_transfer_seconds": _seconds("First chunk asked for to commit."),
@@ -139,6 +151,12 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_orphans": _count("Requests that lapsed by lease."),
     "baton_quarantines": _count("Page ranges quarantined because a drain was not proven."),
     "baton_numerics_errors": _count("Requests with NaN or Inf logits."),
+    "baton_adapters_held": _gauge("LoRA adapters in memory."),
+    "baton_adapter_loads": _count(
+        "LoRA adapters read from disk: loaded, failed.", "adapter", "outcome"
+    ),
+    "baton_adapter_evictions": _count("LoRA adapters that gave their place up.", "adapter"),
+    "baton_adapter_load_seconds": _seconds("Time to read and prepare a LoRA adapter."),
     "baton_model_load_seconds": _gauge("Time to load the weights."),
     "baton_warmup_seconds": _gauge("Time of warm-up and self-test."),
     "baton_kv_events": _count("KV events published: stored, removed, cleared.", "kind"),

@@ -99,6 +99,8 @@ def worker_settings(
         "max_batch_requests": config.max_batch_requests,
         "max_step_tokens": config.max_step_tokens,
         "speculation": config.speculation.settings(),
+        "max_adapters": config.adapters.max_loaded,
+        "max_adapter_rank": config.adapters.max_rank,
         "log_dir": log_dir,
     }
 

@@ -67,9 +67,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_requests: int = 32
     max_step_tokens: int = 512
     speculation: SpeculationSettings = SpeculationSettings()
+    max_adapters: int = 8  # LoRA adapters in memory at once
+    max_adapter_rank: int = 64
     log_dir: str = ""
     drill: str = ""  # damage frames on purpose, see kvtransfer.drill
     poison_token: int = -1  # drill: the engine dies of a prompt that holds it
+    check_every_step: bool = False  # tests: recount all blocks after each step
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     canary_s: float = CANARY_S
@@ -108,6 +111,7 @@ class Worker:
         await self._serve(ready)
         self._publisher = KvEventPublisher(self._registry, self._incarnation)
         self._hub.on_cache_changed = self._on_cache_changed
+        self._hub.on_adapter_changed = self._on_adapter_changed
         self._hub.after_step.append(self._note_step)
         self._publisher.start()
         self._presence = Presence(self._registry, self._record)
@@ -144,6 +148,9 @@ class Worker:
             max_batch_requests=settings.max_batch_requests,
             max_step_tokens=settings.max_step_tokens,
             speculation=settings.speculation,
+            max_adapters=settings.max_adapters,
+            max_adapter_rank=settings.max_adapter_rank,
+            check_every_step=settings.check_every_step,
             emulated_token_s=settings.emulated_token_s,
             emulated_nan_after_steps=settings.emulated_nan_after_steps,
             poison_token=settings.poison_token,
@@ -341,6 +348,15 @@ class Worker:
         self._metrics.inc("baton_kv_events", len(change.stored), kind="stored")
         self._metrics.inc("baton_kv_events", len(change.removed), kind="removed")
 
+    def _on_adapter_changed(self, change: ev.AdapterChanged) -> None:
+        metrics = self._metrics
+        metrics.set("baton_adapters_held", change.held)
+        if change.what == "evicted":
+            metrics.inc("baton_adapter_evictions", adapter=change.name)
+            return
+        metrics.inc("baton_adapter_loads", adapter=change.name, outcome=change.what)
+        metrics.observe("baton_adapter_load_seconds", change.load_s)
+
     def _note_step(self, step: ev.StepDone) -> None:
         metrics = self._metrics
         for state in ("total", "free", "cached", "leased", "quarantined"):
@@ -358,6 +374,8 @@ class Worker:
         kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}
         kind = kinds.get((step.prompt_tokens > 0, step.decode_rows > 0), "decode")
         metrics.observe("baton_step_seconds", step.duration_ns / 1e9, kind=kind)
+        if step.mask_ns:
+            metrics.observe("baton_grammar_mask_seconds", step.mask_ns / 1e9)
         metrics.observe("baton_batch_requests", step.running)
         metrics.observe("baton_batch_tokens", step.prompt_tokens, kind="prefill")
         metrics.observe("baton_batch_tokens", step.decode_rows, kind="decode")

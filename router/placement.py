@@ -59,6 +59,8 @@ class Placer:
 
     def learn(self, flight: Flight) -> None:
         """An answer is complete: its length is news."""
+        if flight.request.pooling or flight.request.score_only:
+            return
         tokens = flight.record.completion_tokens / flight.request.sampling.n
         self._answer_tokens += _LEARNING_RATE * (tokens - self._answer_tokens)
 
@@ -81,8 +83,9 @@ class Placer:
         if not usable:
             return UnavailableError("no worker is ready")
         names = self._names.of(request, usable)
+        reusable = [] if request.whole_prompt else names
         found = candidates(
-            self._workers.loads(usable, names, self._mirror, self._book, now_ns),
+            self._workers.loads(usable, reusable, self._mirror, self._book, now_ns),
             mode=request.mode,
             prompt_tokens=len(request.prompt),
             expected_tokens=min(request.sampling.max_tokens, round(self._answer_tokens)),
@@ -140,6 +143,8 @@ class Placer:
             router_id=self._router_id,
             lease_ms=self._settings.lease_ms,
             probe=request.probe,
+            adapter=wire.adapter(request.adapter),
+            pooling=request.pooling,
         )
         link.submit(submission, alone=len(packed) > self._settings.unary_prompt_bytes)
         return None

@@ -18,6 +18,7 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _INT32 = 2**31
 
 MAX_PROMPTS = 64
+MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 
 
 class _Strict(BaseModel):
@@ -30,10 +31,6 @@ class _Strict(BaseModel):
 def _only(*values: object) -> Callable[[Any], bool]:
     # `1 == True` in Python, so compare types as well.
     return lambda given: any(type(given) is type(value) and given == value for value in values)
-
-
-def _is_text_format(given: Any) -> bool:
-    return given is None or given == {"type": "text"}
 
 
 def _is_label(given: Any) -> bool:
@@ -79,6 +76,31 @@ class StreamOptions(_Strict):
     neutral = {"include_obfuscation": _only(None, False)}
 
 
+class JsonSchemaFormat(_Strict):
+    """The schema of ``response_format``; it is always kept to, ``strict`` or not."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's ways to say what an answer must look like."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: _NonEmpty | None = None
+    choice: Annotated[list[_NonEmpty], Field(min_length=1, max_length=4096)] | None = None
+    grammar: _NonEmpty | None = None
+
+
 class GenerationBody(_Strict):
     """What chat and completions have in common."""
 
@@ -102,7 +124,14 @@ class GenerationBody(_Strict):
     stream_options: StreamOptions | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     priority: Annotated[int, Field(ge=-_INT32, lt=_INT32)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: _NonEmpty | None = None
+    guided_choice: Annotated[list[_NonEmpty], Field(min_length=1, max_length=4096)] | None = None
+    guided_grammar: _NonEmpty | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -131,7 +160,6 @@ class ChatBody(GenerationBody):
         "parallel_tool_calls": _only(None, True),
         "functions": _only(None, []),
         "function_call": _only(None, "none"),
-        "response_format": _is_text_format,
         "metadata": _is_metadata,
         "store": _only(None, False),
         "modalities": _only(None, ["text"]),
@@ -151,19 +179,46 @@ class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    max_tokens: Annotated[int, Field(ge=0, lt=_INT32)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     neutral = {"best_of": _only(None, 1), "suffix": _only(None, "")}
 
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """How many alternatives each prompt token's score needs; None = no scores."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
+
     def prompts(self) -> list[str | list[int]]:
         """The prompts of the request, each as text or as token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if all(isinstance(item, int) for item in prompt):
-            return [[item for item in prompt if isinstance(item, int)]]
-        return [item for item in prompt if not isinstance(item, int)]
+        return _each(self.prompt)
+
+
+def _each(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    return [item for item in given if not isinstance(item, int)]
+
+
+class EmbeddingBody(_Strict):
+    """``POST /v1/embeddings``. ``pooling`` and ``normalize`` are Baton's own."""
+
+    model: _NonEmpty
+    input: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
+    pooling: Literal["mean", "last"] = "mean"
+    normalize: bool = True
+    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    priority: Annotated[int, Field(ge=-_INT32, lt=_INT32)] | None = None
+
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs of the request, each as text or as token ids."""
+        return _each(self.input)
 
 
 class TokenizeBody(_Strict):
@@ -182,6 +237,23 @@ class DetokenizeBody(_Strict):
 
     model: _NonEmpty | None = None
     tokens: list[_TokenId]
+
+
+class LoadAdapterBody(_Strict):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: _NonEmpty
+    lora_path: _NonEmpty
+
+    neutral = {"load_inplace": _only(None, False)}
+
+
+class UnloadAdapterBody(_Strict):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: _NonEmpty
+
+    neutral = {"lora_int_id": _only(None)}
 
 
 _Body = TypeVar("_Body", bound=_Strict)

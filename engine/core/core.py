@@ -23,6 +23,7 @@ class EngineCore:
         group_layers_bytes: KV of a PREFILL request is published in groups of layers of about this
             many bytes.
         speculation: Guesses the next tokens of answers; None for no guesses.
+        check_every_step: Recount all blocks after every step and every failure (tests).
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class EngineCore:
         runner: ModelRunner,
         config: SchedulerConfig,
         group_layers_bytes: int = 1 << 20,
+        *,
         speculation: Speculation | None = None,
+        check_every_step: bool = False,
     ) -> None:
         self.runner = runner
         self.geometry = runner.geometry
@@ -40,6 +43,7 @@ class EngineCore:
         self.numerics_failures = 0
         self.speculation = speculation
         self._group_layers_bytes = group_layers_bytes
+        self._check_every_step = check_every_step
         self._token_ns = 0.0  # one prompt token, fitted
         self._decode_ns = 0.0  # one step of the running decodes, fitted
 
@@ -51,7 +55,11 @@ class EngineCore:
             return plan
         scheduler = self.scheduler
         return self.speculation.extend(
-            plan, scheduler.running(), scheduler.spare.lend, scheduler.max_step_tokens
+            plan,
+            scheduler.running(),
+            self.runner.admissible,
+            scheduler.spare.lend,
+            scheduler.max_step_tokens,
         )
 
     def publications(self, plan: StepPlan) -> list["Publication"]:
@@ -60,7 +68,7 @@ class EngineCore:
         running = self.scheduler.running()
         for row in plan.rows:
             request = running[row.sequence_id].request
-            if request.kind is not Kind.PREFILL:
+            if request.kind is not Kind.PREFILL or request.pooling:
                 continue
             block_tokens = self.geometry.block_tokens
             end = row.start + len(row.tokens)
@@ -87,6 +95,7 @@ class EngineCore:
         ``duration_ns`` counts from before ``plan``, where a draft model computes.
         """
         self._withdraw(plan)
+        self._end_refused(plan)
         if self.speculation is not None:
             self.speculation.observe(plan, results, duration_ns)
         self.scheduler.apply(plan, results, now_ns)
@@ -124,12 +133,22 @@ class EngineCore:
                 error = TransferError("KV that was announced had to be computed again")
                 self.scheduler.fail(sequence.request.request_id, error)
 
+    def _end_refused(self, plan: StepPlan) -> None:
+        """End the requests whose grammar failed; the others of the step are untouched."""
+        running = self.scheduler.running()
+        for index, error in self.runner.refused_rows.items():
+            sequence = running.get(plan.rows[index].sequence_id)
+            if sequence is not None:
+                self.scheduler.fail(sequence.request.request_id, error)
+
     def take_admissions(self) -> list[ev.Event]:
         """What planning a step has caused; ahead of what the step itself will say."""
         return self.scheduler.take_events()
 
     def take_events(self, plan: StepPlan | None = None, duration_ns: int = 0) -> list[ev.Event]:
         """Events gathered so far, with the cache changes and the load at the end."""
+        if self._check_every_step:
+            self.scheduler.check_integrity()
         events = self.scheduler.take_events()
         stored, removed = self.pool.take_events()
         if stored or removed:
@@ -159,6 +178,7 @@ class EngineCore:
             counts.quarantined,
             self.pool.evictions,
             self.scheduler.preemptions,
+            self.runner.mask_ns if rows else 0,
             speculation.drafts if speculation else 0,
             speculation.draft_tokens if speculation else 0,
             speculation.accepted_tokens if speculation else 0,
@@ -176,6 +196,8 @@ class EngineCore:
 
     def _fit_times(self, plan: StepPlan, duration_ns: int) -> None:
         """Learn from a step what prompt tokens and decodes cost."""
+        if any(row.cost_tokens > len(row.tokens) for row in plan.rows):
+            return  # scores are no measure of what prompts cost
         decodes = sum(row.decodes for row in plan.rows)
         prompt_tokens = sum(len(row.tokens) for row in plan.rows if not row.decodes)
         if not prompt_tokens:

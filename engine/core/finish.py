@@ -17,7 +17,12 @@ def finish_reason(
     Returns:
         ``("", None)`` to go on, ``("stop", token)`` when the token itself is the end (it is not
         part of the answer), ``("length", None)`` at the limit.
+
+    With a grammar an end token is drawn early, or in spite of ``ignore_eos``, only where nothing
+    else may follow; then it does end the answer.
     """
+    if params.grammar and token in eos:
+        return "stop", token
     ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
     if ends and generated > params.min_tokens:
         return "stop", token

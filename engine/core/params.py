@@ -21,10 +21,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None  # None = off, otherwise the number of alternatives (0 to 20)
+    prompt_logprobs: int | None = None  # None = off; otherwise alternatives per prompt token
     logit_bias: tuple[tuple[int, float], ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    grammar: str = ""  # what the answer must follow, as llguidance takes it; empty = free
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

@@ -1,10 +1,13 @@
 """What the scheduler hands to a model runner: one step, as plain data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from engine.core.adapters import AdapterRef
+from engine.core.errors import BatonError
 from engine.core.geometry import KvGeometry
+from engine.core.harvest import Harvest
 from engine.core.params import SampledToken, SamplingParams
 
 
@@ -29,7 +32,8 @@ class PlanRow:
 
     ``block_ids`` covers positions 0 to ``start + len(tokens) - 1``; the KV of positions below
     ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished, and else
-    holds one entry per choice, all drawn from the last row.
+    holds one entry per choice, all drawn from the last row. A ``harvest`` takes these rows' part
+    when the step has succeeded, and not before.
 
     The last ``guesses`` tokens may be guesses (speculation). Then ``samples`` has one entry for
     each of the last ``1 + guesses`` rows, in order, with a history that takes the guesses before it
@@ -41,7 +45,14 @@ class PlanRow:
     start: int
     block_ids: Sequence[int]
     samples: tuple[SampleSpec, ...] = ()
+    adapter: str = ""  # digest of the LoRA adapter that shapes this row
+    harvest: Harvest | None = None
     guesses: int = 0
+
+    @property
+    def cost_tokens(self) -> int:
+        """The row's share of a step's token budget."""
+        return len(self.tokens) * (self.harvest.token_cost if self.harvest else 1)
 
     @property
     def decodes(self) -> bool:
@@ -63,8 +74,29 @@ class StepPlan:
     copies: tuple[tuple[int, int], ...] = field(default=())
 
 
+class AdapterStore(Protocol):
+    """The adapters that a runner holds, by digest."""
+
+    def prepare(self, ref: AdapterRef) -> Any:
+        """Read and check an adapter. Slow; called in a thread of its own.
+
+        Raises:
+            AdapterLoadError: It cannot be loaded, or is not the one that ``digest`` names.
+        """
+
+    def add(self, digest: str, prepared: Any) -> None:
+        """Hold what ``prepare`` returned; between steps only."""
+
+    def remove(self, digest: str) -> None:
+        """Let an adapter go that no row needs any more; between steps only."""
+
+
 class ModelRunner(Protocol):
     """Executes plans over one KV pool."""
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """What rows may name in ``adapter``."""
 
     @property
     def geometry(self) -> KvGeometry:
@@ -77,6 +109,17 @@ class ModelRunner(Protocol):
     @property
     def rewritten_rows(self) -> tuple[int, ...]:
         """Rows of the last plan whose KV was written a second time after ``on_layers_done``."""
+
+    @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """Rows of the last plan whose grammar failed, and why: what was drawn there is void."""
+
+    @property
+    def mask_ns(self) -> int:
+        """Time that the last step spent on grammars."""
+
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """How many of ``guesses``, in order, the grammar of ``spec`` lets follow its history."""
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None

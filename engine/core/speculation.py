@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
 from engine.core.verification import right_guesses
 
@@ -167,6 +167,7 @@ class Speculation:
         self,
         plan: StepPlan,
         running: Mapping[int, TokenSequence],
+        admissible: Callable[[SampleSpec, Sequence[int]], int],
         lend: Callable[[TokenSequence, int], int],
         max_step_tokens: int,
     ) -> StepPlan:
@@ -175,6 +176,7 @@ class Speculation:
         Args:
             plan: Of the scheduler.
             running: Sequences by id.
+            admissible: Says how many of the guesses a sequence's grammar would let pass.
             lend: Makes room in the sequence's blocks for so many guesses; returns how many fit.
             max_step_tokens: Most tokens of a step, guesses included.
         """
@@ -182,7 +184,7 @@ class Speculation:
         self._paces = {i: pace for i, pace in self._paces.items() if i in running}
         self._proposer.retain(running)
         decoding = [i for i, row in enumerate(plan.rows) if _continues(row, running)]
-        room = max_step_tokens - sum(len(row.tokens) for row in plan.rows)
+        room = max_step_tokens - sum(row.cost_tokens for row in plan.rows)
         if not decoding or room < 1 or self._cost.wants_plain(len(decoding)):
             return plan
         cost = self._cost.share(len(decoding))
@@ -197,13 +199,14 @@ class Speculation:
         for index, ask, found in zip(
             decoding, asks, self._proposer.propose(asks, room), strict=True
         ):
-            count = min(len(found.tokens), room)
+            guesses = list(found.tokens[:room])
+            count = admissible(rows[index].samples[0], guesses) if guesses else 0
             count = lend(ask.sequence, count) if count else 0
             if not count:
                 continue
             room -= count
             self._kinds[rows[index].sequence_id] = found.kind
-            rows[index] = _with_guesses(rows[index], ask.sequence, found.tokens[:count])
+            rows[index] = _with_guesses(rows[index], ask.sequence, guesses[:count])
         return replace(plan, rows=tuple(rows))
 
     def observe(

@@ -12,6 +12,7 @@ from engine.ipc import EngineSettings
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL
+from tests.engine.core.test_drafting import Draft
 from tests.engine.test_loading import write_directory
 
 
@@ -61,4 +62,4 @@ def test_a_missing_draft_is_a_clear_error() -> None:
         model=MODEL, speculation=SpeculationSettings(mode="draft", draft="/nowhere/x.gguf")
     )
     with pytest.raises(ModelError, match=r"/nowhere/x\.gguf"):
-        open_draft(settings, lambda _: None)
+        open_draft(settings, Draft().runner, lambda _: None)

@@ -1,7 +1,9 @@
 """Promise 1 on the real model: guesses, right or wrong, never show in the tokens."""
 
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,16 @@ from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculation import NgramProposer, Proposer, Speculation
-from engine.models.llama import Llama
-from engine.runner import TorchRunner, attention_layout, geometry_of
-from engine.text.artifact import ModelArtifact
+from engine.models.decoder import Decoder
+from engine.runner import TorchRunner, attention_layout, geometry_of, open_grammars
+from engine.text.artifact import ModelArtifact, resolve_model
+from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
-from tests.engine.core.guesses import FreeGuesses
+from tests.engine.core.guesses import FreeGuesses, oracle
+from tests.engine.core.test_scheduler import answers, run
+from tests.engine.lora_files import write_adapter
+from tests.engine.test_adapters import load_into, runner_of
+from tests.engine.test_loading import write_directory
 
 Answers = dict[tuple[int, int], list[SampledToken]]
 
@@ -44,18 +51,37 @@ BOUND: dict[str, Any] = {
 }
 
 
+RECORDS = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 3,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Alan"]}, "year": {"type": "integer"}},
+        "required": ["name", "year"],
+        "additionalProperties": False,
+    },
+}
+SHAPED: dict[str, Any] = {
+    "temperature": 1.0,
+    "seed": 9,
+    "grammar": translate("json", json.dumps(RECORDS)),
+}
+
+
 class Bench:
     """Engines over one loaded model, with or without speculation."""
 
-    def __init__(self, model: Llama, artifact: ModelArtifact, layout: Any) -> None:
+    def __init__(self, model: Decoder, artifact: ModelArtifact, layout: Any) -> None:
         self.model, self.artifact, self.layout = model, artifact, layout
+        self.grammars = open_grammars(artifact)
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
 
     def runner(self, blocks: int = 96) -> TorchRunner:
         geometry = geometry_of(self.artifact, "bf16", blocks)
         pool = bytearray(geometry.pool_bytes)
         eos = self.artifact.config.eos_token_ids
-        return TorchRunner(self.model, pool, geometry, self.layout, eos)
+        return TorchRunner(self.model, pool, geometry, self.layout, eos, grammars=self.grammars)
 
     def core(self, proposer: Proposer | None, blocks: int = 96) -> EngineCore:
         speculation = Speculation(proposer, 4, FreeGuesses()) if proposer else None
@@ -67,7 +93,7 @@ class Bench:
         """By (prompt, choice); computed together."""
         for index, (prompt, fields) in enumerate(zip(prompts, params, strict=True)):
             ids = self.tokenizer.encode(prompt)
-            sampling = SamplingParams(max_tokens=length, ignore_eos=True, **fields)
+            sampling = SamplingParams(max_tokens=length, **{"ignore_eos": True, **fields})
             request = EngineRequest(f"{index}", Kind.FULL, ids, sampling, b"s" * 16, ticket=index)
             core.scheduler.submit(request, 0)
         found: Answers = {}
@@ -85,7 +111,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(artifact: ModelArtifact, load: Callable[[str, str], Llama]) -> Bench:
+def bench(artifact: ModelArtifact, load: Callable[[str, str], Decoder]) -> Bench:
     with torch.inference_mode():
         layout = attention_layout(artifact, "bf16", "exact")
     return Bench(load("bf16", "exact"), artifact, layout)
@@ -97,8 +123,8 @@ def plain(bench: Bench) -> Answers:
     return bench.answers(bench.core(None), PROMPTS, PARAMS)
 
 
-PROMPTS = [LIST, LIST, REFRAIN, LIST, REFRAIN]
-PARAMS = [GREEDY, {**HOT, "n": 2}, NUCLEUS, BOUND, GREEDY]
+PROMPTS = [LIST, LIST, REFRAIN, LIST, LIST]
+PARAMS = [GREEDY, {**HOT, "n": 2}, NUCLEUS, BOUND, {**SHAPED, "ignore_eos": False}]
 
 
 def test_ngram_guesses_change_no_token_and_no_logprob(bench: Bench, plain: Answers) -> None:
@@ -138,3 +164,36 @@ def test_a_draft_without_room_guesses_for_some_only(bench: Bench, plain: Answers
     assert bench.answers(core, PROMPTS, PARAMS) == plain
     assert core.speculation is not None
     assert core.speculation.accepted_tokens > 0
+
+
+def test_with_adapters_in_the_batch_guesses_do_not_show(tmp_path: Path) -> None:
+    """On a tiny model: guesses that are half right, two adapters and none in one step."""
+    write_directory(tmp_path / "base", shards=1)
+    artifact = resolve_model(str(tmp_path / "base"))
+    runner = runner_of(artifact, "bf16", blocks=64)
+    paths = [write_adapter(tmp_path / str(i), artifact.config, seed=i, size=0.3) for i in (1, 2)]
+    digests = ["", *(load_into(runner, path, artifact) for path in paths)]
+    seeded = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+
+    def together(speculation: Speculation | None) -> dict[tuple[str, int], list[int]]:
+        core = EngineCore(runner, SchedulerConfig(8, 64), speculation=speculation)
+        for ticket, adapter in enumerate(digests):
+            prompt = [(31 * i + ticket) % artifact.config.vocab_size for i in range(40)]
+            seed = b"%16d" % ticket
+            core.scheduler.submit(
+                EngineRequest(
+                    adapter, Kind.FULL, prompt, seeded, seed, ticket=ticket, adapter=adapter
+                ),
+                0,
+            )
+        return answers(run(core))
+
+    plain = together(None)
+    prompts = [
+        tuple((31 * i + ticket) % artifact.config.vocab_size for i in range(40))
+        for ticket in range(3)
+    ]
+    known = {(p, 0): plain[digest, 0] for p, digest in zip(prompts, digests, strict=True)}
+    speculation = oracle(known, 0.6)
+    assert together(speculation) == plain
+    assert 0 < speculation.accepted_tokens < speculation.draft_tokens

@@ -62,6 +62,14 @@ def test_there_are_fewer_than_25_keys() -> None:
         ("speculation: {model: x}", "speculation.model: unknown key (known keys: ngram, draft, to"),
         ("port: [", "fleet.yaml:1: not valid YAML"),
         ("- a", "fleet.yaml:1: a fleet file holds `key: value` lines"),
+        ("adapters: {max_rank: 0}", "fleet.yaml:1: adapters.max_rank = 0: must be at least 1"),
+        ("adapters: {max_lora: 1}", "adapters.max_lora: unknown key"),
+        ("adapters: {load: {a: 3}}", "adapters.load.a = 3: must be a valid string"),
+        ("adapters: {load: {a: /x}, max_loaded: 0}", "adapters.max_loaded is 0"),
+        (
+            "served_model_name: a\nadapters: {load: {a: /x}}",
+            "adapters.load: 'a' is a name of the model itself",
+        ),
         ("a: &a [*a]", "fleet.yaml:1: nested too deeply"),
     ],
 )

@@ -1,0 +1,202 @@
+"""Which tokens a grammar allows next: a pure function of the grammar and the answer so far.
+
+    grammar ──compile (a thread)──▶ matcher at the start ──copy──▶ one matcher per choice
+                                                                    │ rolled back or fed until it
+    history of a SampleSpec ────────────────────────────────────────┘ has seen this very answer
+
+Nothing here must be handed over, preempted or forked: whoever asks brings the answer, and what is
+kept only saves work. A copy takes microseconds, and so does each token that is fed again.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from engine.core.errors import BatonError, GrammarError
+from engine.core.plan import SampleSpec
+from engine.text.grammar import GrammarCompiler, Vocabulary, check
+
+Mask = npt.NDArray[np.bool_]
+
+_KEPT_GRAMMARS = 64
+_KEPT_STATES = 256
+_KEY_TOKENS = 8
+_T = TypeVar("_T")
+_Key = tuple[str, int, int, int, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _State:
+    """A matcher, and the tokens that it has seen."""
+
+    matcher: LLMatcher
+    seen: list[int] = field(default_factory=list)
+
+    def follow(self, answer: list[int]) -> None:
+        """Make it have seen ``answer``, by going back where it must and on from there.
+
+        Raises:
+            GrammarError: The answer does not follow the grammar.
+        """
+        same = _common(self.seen, answer)
+        if same < len(self.seen):
+            self.matcher.rollback(len(self.seen) - same)
+        if same < len(answer):
+            self.matcher.consume_tokens(answer[same:])
+        check(self.matcher)
+        self.seen = answer
+
+
+class Grammars:
+    """Compiled grammars of one engine, and where their answers stand.
+
+    Args:
+        vocabulary: Makes the model's vocabulary; called once, in a thread.
+        vocab_size: Length of the masks.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._loading: Future[GrammarCompiler] = Future()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._states: OrderedDict[_Key, _State] = OrderedDict()
+        self._lock = threading.Lock()  # of `_compiled`: threads put, the step loop gets
+        self.mask_ns = 0  # time spent by the last call of `masks`
+        threading.Thread(target=self._load, args=(vocabulary,), daemon=True).start()
+
+    def _load(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        try:
+            self._loading.set_result(GrammarCompiler(vocabulary()))
+        except BaseException as error:  # noqa: BLE001 - raised again where a grammar is wanted
+            self._loading.set_exception(error)
+
+    def prepare(self, grammar: str) -> LLMatcher:
+        """A grammar's matcher at its start; compiling it may take long. For any thread.
+
+        Raises:
+            GrammarError: It does not compile.
+        """
+        with self._lock:
+            matcher = self._compiled.pop(grammar, None)
+        if matcher is None:
+            matcher = self._loading.result().compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _KEPT_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def masks(
+        self, specs: Sequence[Sequence[SampleSpec]]
+    ) -> tuple[list[list[Mask | None]], dict[int, GrammarError]]:
+        """Allowed tokens for every draw of a step.
+
+        Args:
+            specs: For each row of logits its draws.
+
+        Returns:
+            Masks ``[V]`` in the same arrangement, ``None`` where everything is allowed; and by row
+            what made its masks impossible.
+        """
+        began_ns = time.monotonic_ns()
+        masks: list[list[Mask | None]] = [[None] * len(wanted) for wanted in specs]
+        refused: dict[int, GrammarError] = {}
+        any_grammar = False
+        for row, wanted in enumerate(specs):
+            for column, spec in enumerate(wanted):
+                if spec.params.grammar:
+                    any_grammar = True
+                    try:
+                        masks[row][column] = self.allowed(spec)
+                    except GrammarError as error:
+                        refused[row] = error
+        self.mask_ns = time.monotonic_ns() - began_ns if any_grammar else 0
+        return masks, refused
+
+    def allowed(self, spec: SampleSpec) -> Mask:
+        """The tokens ``[V]`` that may stand at ``len(spec.history)``; never none.
+
+        Raises:
+            GrammarError: The history does not follow the grammar, or the grammar takes too much
+                work at this place.
+        """
+        state = self._state(spec)
+        packed = state.matcher.compute_bitmask()
+        check(state.matcher)
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+        mask = np.zeros(self._vocab_size, dtype=np.bool_)
+        mask[: len(bits)] = bits[: self._vocab_size]
+        return mask
+
+    def admissible(self, spec: SampleSpec, draft: Sequence[int]) -> int:
+        """How many of the tokens of ``draft``, in order, may follow the history.
+
+        Speculation cuts its drafts here, so that it only asks for masks that exist.
+        """
+        return self._state(spec).matcher.validate_tokens(list(draft))
+
+    def _state(self, spec: SampleSpec) -> _State:
+        p, prompt = spec.params, spec.prompt_tokens
+        # The key only finds a state that is likely near; whether it fits, its tokens decide.
+        tail = tuple(spec.history[max(prompt - _KEY_TOKENS, 0) : prompt])
+        key = (p.grammar, p.seed, spec.choice, prompt, tail)
+        state = self._states.pop(key, None) or _State(self.prepare(p.grammar).deep_copy())
+        state.follow(list(spec.history[prompt:]))
+        self._states[key] = state  # a state that failed is not kept
+        while len(self._states) > _KEPT_STATES:
+            self._states.popitem(last=False)
+        return state
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Length of the longest common prefix."""
+    size = min(len(left), len(right))
+    if left[:size] == right[:size]:
+        return size
+    return next(i for i in range(size) if left[i] != right[i])
+
+
+class CompileDesk(Generic[_T]):
+    """Requests that wait for their grammar to be compiled, off the step loop.
+
+    Args:
+        grammars: Where compiled grammars go.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._waiting: dict[str, tuple[_T, Future[LLMatcher]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request_id: str, item: _T, grammar: str) -> None:
+        """Compile ``grammar`` and keep ``item`` until that is done."""
+        self._waiting[request_id] = (item, self._pool.submit(self._grammars.prepare, grammar))
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a request; returns whether it was waiting."""
+        found = self._waiting.pop(request_id, None)
+        if found is not None:
+            found[1].cancel()
+        return found is not None
+
+    def take(self) -> list[tuple[_T, BatonError | None]]:
+        """What need wait no longer, each with what went wrong."""
+        done = [name for name, (_, future) in self._waiting.items() if future.done()]
+        return [self._outcome(*self._waiting.pop(name)) for name in done]
+
+    def _outcome(self, item: _T, future: Future[LLMatcher]) -> tuple[_T, BatonError | None]:
+        fault = future.exception()
+        if fault is None or isinstance(fault, BatonError):
+            return item, fault
+        return item, GrammarError(f"{type(fault).__name__}: {fault}")

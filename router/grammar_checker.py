@@ -1,0 +1,149 @@
+"""Tries grammars before admission: off the event loop, with a time limit, one after the other."""
+
+import asyncio
+import contextlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from time import monotonic
+
+import msgspec
+
+from engine.core.errors import GrammarError, UnavailableError
+from engine.text.grammar import MAX_SOURCE_CHARACTERS, GrammarKind, Vocabulary
+from engine.text.grammar_check import LENGTH, Question, Verdict, frame
+from fleet.telemetry import Metrics
+
+COMPILE_LIMIT_S = 2.0
+START_LIMIT_S = 60.0
+_KEPT_VERDICTS = 512
+_MAX_WAITING = 32
+_EXPENSIVE = "too expensive: "
+
+
+class GrammarChecker:
+    """One process that compiles what is new; what was tried before is known.
+
+    It is started with the first grammar, and again after one that it did not survive.
+
+    Args:
+        vocabulary: Makes the model's vocabulary; may take long.
+        metrics: Of the router.
+        limit_s: A grammar that takes longer to compile is refused.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        metrics: Metrics,
+        limit_s: float = COMPILE_LIMIT_S,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._metrics = metrics
+        self._limit_s = limit_s
+        self._known: OrderedDict[Question, Verdict] = OrderedDict()
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def check(self, param: str, kind: GrammarKind, source: str) -> str:
+        """The llguidance grammar of what a client asks for.
+
+        Args:
+            param: The request's field, for errors.
+            kind: What ``source`` is.
+            source: What the client wrote, as text.
+
+        Raises:
+            GrammarError: It cannot be used, or costs too much; says why.
+            UnavailableError: Too many other grammars are being tried.
+        """
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            self._refused("too_large")
+            raise GrammarError(
+                f"{param}: has {len(source)} characters, at most {MAX_SOURCE_CHARACTERS} are taken",
+                param=param,
+            )
+        question = Question(kind, source)
+        verdict = self._known.get(question)
+        if verdict is None:
+            verdict = await self._in_turn(question)
+        self._known.move_to_end(question)
+        if verdict.error:
+            self._refused("too_expensive" if verdict.error.startswith(_EXPENSIVE) else "invalid")
+            raise GrammarError(f"{param}: {verdict.error}", param=param)
+        return verdict.grammar
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._kill()
+
+    async def _in_turn(self, question: Question) -> Verdict:
+        if self._waiting >= _MAX_WAITING:
+            raise UnavailableError(f"{self._waiting} grammars are waiting to be compiled")
+        self._waiting += 1
+        try:
+            async with self._turn:
+                verdict = self._known.get(question)
+                return verdict if verdict is not None else await self._try(question)
+        finally:
+            self._waiting -= 1
+
+    async def _try(self, question: Question) -> Verdict:
+        process = self._process or await self._start()
+        began_s = monotonic()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                verdict = await self._ask(process, frame(question))
+        except TimeoutError:
+            await self._kill()
+            verdict = Verdict(error=f"{_EXPENSIVE}it takes over {self._limit_s:g} s to compile")
+        except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
+            await self._kill()
+            verdict = Verdict(error=f"{_EXPENSIVE}it is nested too deeply, or needs much memory")
+        except asyncio.CancelledError:
+            await self._kill()  # its answer to this one would be taken for the next one's
+            raise
+        self._metrics.observe("baton_grammar_compile_seconds", monotonic() - began_s)
+        self._known[question] = verdict
+        while len(self._known) > _KEPT_VERDICTS:
+            self._known.popitem(last=False)
+        return verdict
+
+    def _refused(self, reason: str) -> None:
+        self._metrics.inc("baton_grammar_refusals", reason=reason)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "engine.text.grammar_check"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self._process = process
+        try:
+            vocabulary = frame(await asyncio.to_thread(self._vocabulary))
+            async with asyncio.timeout(START_LIMIT_S):
+                loaded = await self._ask(process, vocabulary)
+        except BaseException:
+            await self._kill()
+            raise
+        if loaded.error:
+            await self._kill()
+            raise GrammarError(loaded.error)
+        return process
+
+    async def _ask(self, process: asyncio.subprocess.Process, message: bytes) -> Verdict:
+        if process.stdin is None or process.stdout is None:
+            raise BrokenPipeError
+        process.stdin.write(message)
+        await process.stdin.drain()
+        (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Verdict)
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
