@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
-from fleet.config import FleetConfig
+from fleet.config import FleetConfig, SpeculationConfig
 from fleet.redis_server import RedisError, server_binary
 
 _LEAST_MEMORY_GIB = 4
@@ -85,6 +85,11 @@ def notes(config: FleetConfig) -> list[str]:
             f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = "
             f"{config.kv_blocks_per_worker} ({held} tokens): longer requests are refused with 400"
         )
+    if config.numerics == "fast" and config.speculation != SpeculationConfig():
+        found.append(
+            "speculation with numerics: fast: answers may differ from those without speculation; "
+            "numerics: exact promises that they are the same"
+        )
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         found.append(f"host = {config.host} is open to the network without api_keys")
     return found
@@ -112,8 +117,11 @@ def describe_model(config: FleetConfig) -> str:
         ValueError: It cannot be found or is not supported.
     """
     from engine.text.artifact import resolve_model
+    from engine.text.same_tokens import check_same_tokens
 
     artifact = resolve_model(config.model)
+    if config.speculation.draft:
+        check_same_tokens(artifact, resolve_model(config.speculation.draft))
     limit = artifact.config.max_context_tokens
     if config.max_context_tokens is not None and config.max_context_tokens > limit:
         raise ValueError(

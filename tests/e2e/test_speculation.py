@@ -5,7 +5,7 @@ import pytest
 from openai import OpenAI
 
 from engine.core.speculation import SpeculationSettings
-from tests.e2e.fleet_processes import NAME, fleet
+from tests.e2e.fleet_processes import MODEL, NAME, fleet
 
 LIST = "name: Ada, city: London\nname: Alan, city: London\nname: Ada, city: London\nname:"
 CASES = [
@@ -14,6 +14,12 @@ CASES = [
     {"temperature": 0.8, "seed": 4, "top_p": 0.9, "max_tokens": 24, "logprobs": 2},
     {"temperature": 0, "max_tokens": 40, "stop": ["Alan"]},
     {"temperature": 0, "max_tokens": 24, "frequency_penalty": 0.6, "presence_penalty": 0.4},
+    {
+        "temperature": 1,
+        "seed": 5,
+        "max_tokens": 40,
+        "extra_body": {"guided_regex": r"( (Ada|Alan), city: [A-Z][a-z]{2,8}\nname:){2}"},
+    },
 ]
 
 
@@ -41,6 +47,19 @@ def test_the_answers_are_those_of_a_fleet_without_speculation(shared, speculatin
     assert got.usage == want.usage
 
 
+def counted(running) -> dict[str, float]:
+    """Speculation's counters, summed over the workers."""
+    found: dict[str, float] = {}
+    for worker in running.workers.values():
+        page = httpx.get(f"http://{worker.record.metrics_address}/metrics", timeout=5).text
+        for line in page.splitlines():
+            if "spec" in line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0) + float(value)
+    return found
+
+
 def test_guesses_were_made_and_are_counted(speculating):
     streamed = ""
     with OpenAI(base_url=f"{speculating.url}/v1", api_key="x") as client:
@@ -50,15 +69,26 @@ def test_guesses_were_made_and_are_counted(speculating):
         for chunk in stream:
             streamed += chunk.choices[0].text
     assert "London" in streamed
-    counted: dict[str, float] = {}
-    for worker in speculating.workers.values():
-        page = httpx.get(f"http://{worker.record.metrics_address}/metrics", timeout=5).text
-        for line in page.splitlines():
-            if "spec" in line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                counted[name] = counted.get(name, 0) + float(value)
-    assert counted["baton_spec_draft_tokens_total"] > counted["baton_spec_drafts_total"] > 0
-    assert counted["baton_spec_accepted_tokens_total"] > 0
-    assert "vllm:spec_decode_num_accepted_tokens_total" in counted
+    found = counted(speculating)
+    assert found["baton_spec_draft_tokens_total"] > found["baton_spec_drafts_total"] > 0
+    assert found["baton_spec_accepted_tokens_total"] > 0
+    assert "vllm:spec_decode_num_accepted_tokens_total" in found
     speculating.assert_baseline()
+
+
+@pytest.mark.slow
+def test_a_draft_model_computes_prompts_that_were_handed_over(shared, tmp_path):
+    """The model as its own draft: every guess is right, in both modes and at any temperature."""
+    draft = SpeculationSettings(mode="draft", draft=MODEL, tokens=3)
+    with fleet(tmp_path, "prefill-0", "decode-0", speculation=draft) as running:
+        for mode in ("disaggregated", "colocated"):
+            for fields in CASES:
+                want = complete(shared.url, "disaggregated", **fields)
+                got = complete(running.url, mode, **fields)
+                assert [c.text for c in got.choices] == [c.text for c in want.choices]
+        found = counted(running)
+        accepted, guessed = (
+            found[f"baton_spec_{name}_tokens_total"] for name in ("accepted", "draft")
+        )
+        assert guessed >= accepted > 0.9 * guessed > 0, "some ran into the end of an answer"
+        running.assert_baseline()

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from engine.core.speculation import SpeculationSettings
-from engine.draft import check_same_tokens, open_draft
+from engine.draft import open_draft
 from engine.ipc import EngineSettings
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.text.same_tokens import check_same_tokens
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL
 from tests.engine.core.test_drafting import Draft
