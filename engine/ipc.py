@@ -31,10 +31,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
-    speculation: SpeculationSettings = SpeculationSettings()
     max_adapters: int = 0  # held at once; 0: none are served
     max_adapter_rank: int = 64
     check_every_step: bool = False  # tests: recount all blocks after each step
+    speculation: SpeculationSettings = SpeculationSettings()
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token

@@ -82,9 +82,12 @@ class EngineProcess:
         began_ns = time.monotonic_ns()
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        check = self._settings.check_every_step
-        speculation = self._speculation(runner)
-        self._core = EngineCore(runner, limits, speculation=speculation, check_every_step=check)
+        self._core = EngineCore(
+            runner,
+            limits,
+            speculation=self._speculation(runner),
+            check_every_step=self._settings.check_every_step,
+        )
         self._adapters.open(runner.adapters)
         ready = ipc.Ready(
             os.getpid(),
@@ -106,6 +109,8 @@ class EngineProcess:
                 self._step(plan, began_ns)
             elif had_commands or self._core.scheduler.events:
                 self._send(self._core.take_events())
+            else:
+                self._core.check_when_idle()
 
     def _build(self) -> tuple[ModelRunner, ModelInfo]:
         settings = self._settings

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
-from fleet.config import FleetConfig, SpeculationConfig
+from fleet.config import FleetConfig
 from fleet.redis_server import RedisError, server_binary
 
 _LEAST_MEMORY_GIB = 4
@@ -85,7 +85,7 @@ def notes(config: FleetConfig) -> list[str]:
             f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = "
             f"{config.kv_blocks_per_worker} ({held} tokens): longer requests are refused with 400"
         )
-    if config.numerics == "fast" and config.speculation != SpeculationConfig():
+    if config.numerics == "fast" and (config.speculation.ngram or config.speculation.draft):
         found.append(
             "speculation with numerics: fast: answers may differ from those without speculation; "
             "numerics: exact promises that they are the same"

@@ -50,6 +50,16 @@ class PoolsConfig(BaseModel):
         return self.prefill + self.decode
 
 
+class AdaptersConfig(BaseModel):
+    """LoRA adapters. Paths are directories that the router and every worker can read."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    load: Mapping[ModelName, str] = {}  # name that clients say -> directory
+    max_loaded: Annotated[int, Field(ge=0, le=1024)] = 8  # in one worker's memory; 0: none
+    max_rank: Annotated[int, Field(ge=1, le=512)] = 64
+
+
 class SpeculationConfig(BaseModel):
     """Guessing tokens ahead: `off`, `ngram`, or a mapping with `ngram: true` or `draft: MODEL`."""
 
@@ -73,22 +83,14 @@ class SpeculationConfig(BaseModel):
     def _one_source_of_guesses(self) -> "SpeculationConfig":
         if self.ngram and self.draft:
             raise ValueError("`ngram` and `draft` exclude each other")
+        if "tokens" in self.model_fields_set and not (self.ngram or self.draft):
+            raise ValueError("needs `ngram: true` or `draft: MODEL` beside `tokens`")
         return self
 
     def settings(self) -> dict[str, object]:
         """The fields of ``engine.core.speculation.SpeculationSettings``."""
         mode = "draft" if self.draft else "ngram" if self.ngram else "off"
         return {"mode": mode, "draft": self.draft or "", "tokens": self.tokens}
-
-
-class AdaptersConfig(BaseModel):
-    """LoRA adapters. Paths are directories that the router and every worker can read."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    load: Mapping[ModelName, str] = {}  # name that clients say -> directory
-    max_loaded: Annotated[int, Field(ge=0, le=1024)] = 8  # in one worker's memory; 0: none
-    max_rank: Annotated[int, Field(ge=1, le=512)] = 64
 
 
 class FleetConfig(BaseModel):
@@ -330,12 +332,12 @@ def _problem(item: Any) -> str:
 
 
 def _suggestion(where: tuple[str | int, ...]) -> str:
-    parts = {
-        "pools": PoolsConfig.model_fields,
-        "adapters": AdaptersConfig.model_fields,
-        "speculation": SpeculationConfig.model_fields,
+    inner: dict[str | int, type[BaseModel]] = {
+        "pools": PoolsConfig,
+        "adapters": AdaptersConfig,
+        "speculation": SpeculationConfig,
     }
-    keys = parts.get(str(where[0]) if len(where) > 1 else "", FleetConfig.model_fields)
+    keys = inner.get(where[0] if len(where) > 1 else "", FleetConfig).model_fields
     near = difflib.get_close_matches(str(where[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"

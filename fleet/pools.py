@@ -98,9 +98,9 @@ def worker_settings(
         "host": host,
         "max_batch_requests": config.max_batch_requests,
         "max_step_tokens": config.max_step_tokens,
-        "speculation": config.speculation.settings(),
         "max_adapters": config.adapters.max_loaded,
         "max_adapter_rank": config.adapters.max_rank,
+        "speculation": config.speculation.settings(),
         "log_dir": log_dir,
     }
 

@@ -66,9 +66,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     max_batch_requests: int = 32
     max_step_tokens: int = 512
-    speculation: SpeculationSettings = SpeculationSettings()
     max_adapters: int = 8  # LoRA adapters in memory at once
     max_adapter_rank: int = 64
+    speculation: SpeculationSettings = SpeculationSettings()
     log_dir: str = ""
     drill: str = ""  # damage frames on purpose, see kvtransfer.drill
     poison_token: int = -1  # drill: the engine dies of a prompt that holds it
@@ -147,10 +147,10 @@ class Worker:
             max_context_tokens=settings.max_context_tokens,
             max_batch_requests=settings.max_batch_requests,
             max_step_tokens=settings.max_step_tokens,
-            speculation=settings.speculation,
             max_adapters=settings.max_adapters,
             max_adapter_rank=settings.max_adapter_rank,
             check_every_step=settings.check_every_step,
+            speculation=settings.speculation,
             emulated_token_s=settings.emulated_token_s,
             emulated_nan_after_steps=settings.emulated_nan_after_steps,
             poison_token=settings.poison_token,

@@ -44,6 +44,7 @@ class EngineCore:
         self.speculation = speculation
         self._group_layers_bytes = group_layers_bytes
         self._check_every_step = check_every_step
+        self._checked_at = 0  # the step after which the blocks were recounted
         self._token_ns = 0.0  # one prompt token, fitted
         self._decode_ns = 0.0  # one step of the running decodes, fitted
 
@@ -132,6 +133,16 @@ class EngineCore:
             if sequence is not None and sequence.request.kind is Kind.PREFILL:
                 error = TransferError("KV that was announced had to be computed again")
                 self.scheduler.fail(sequence.request.request_id, error)
+
+    def check_when_idle(self) -> None:
+        """Recount all blocks, once after each time of work: a leak is noticed in production too.
+
+        Raises:
+            RuntimeError: See ``Scheduler.check_integrity``.
+        """
+        if self._checked_at != self.steps and not self.scheduler.has_work():
+            self._checked_at = self.steps
+            self.scheduler.check_integrity()
 
     def _end_refused(self, plan: StepPlan) -> None:
         """End the requests whose grammar failed; the others of the step are untouched."""

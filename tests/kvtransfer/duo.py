@@ -34,6 +34,7 @@ class Engine:
             EmulatedRunner(geometry, data),
             SchedulerConfig(8, 32),
             group_layers_bytes=1,
+            check_every_step=True,
             speculation=speculation,
         )
         self.view = chunk.PoolView(data, geometry)
