@@ -28,7 +28,7 @@ def open_draft(
         NumericsSetupError: ``exact`` cannot be kept for it on this machine.
     """
     progress(f"looking for the draft model {settings.speculation.draft}")
-    main, draft = resolve_model(settings.model), resolve_model(settings.speculation.draft)
+    draft, main = resolve_model(settings.speculation.draft), resolve_model(settings.model)
     check_same_tokens(main, draft)
     numerics: Numerics = "fast" if settings.numerics == "fast" else "exact"
     with torch.inference_mode():

@@ -25,7 +25,7 @@ from engine.core.verification import right_guesses
 MAX_GUESSES = 16
 
 _ANY_KIND = 0.6  # prior for the share of right guesses
-_LEARN = 0.15
+_LEARN = 0.2
 _FIRST_WAIT, _LONGEST_WAIT = 32, 1024  # chances let pass before the next trial
 _TRIAL_GUESSES = 2
 _GUESS_SHARE = 0.05  # prior: a guess costs this part of a plain step of one request

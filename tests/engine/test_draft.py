@@ -17,11 +17,15 @@ from tests.engine.core.test_drafting import Draft
 from tests.engine.test_loading import write_directory
 
 
-@pytest.fixture(scope="module")
-def vocabulary(artifact: ModelArtifact) -> str:
-    """The main model's tokenizer as a ``tokenizer.json``."""
+def tokenizer_json(artifact: ModelArtifact) -> str:
+    """A model's tokenizer as a ``tokenizer.json``."""
     backend = load_tokenizer(artifact.tokenizer_source())._backend
     return str(backend.to_str())
+
+
+@pytest.fixture(scope="module")
+def vocabulary(artifact: ModelArtifact) -> str:
+    return tokenizer_json(artifact)
 
 
 def random_draft(folder: Path, vocabulary: str, vocab_size: int = 49_152) -> Path:

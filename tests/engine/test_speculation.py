@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.core import events as ev
 from engine.core.core import EngineCore
@@ -15,16 +16,25 @@ from engine.core.drafting import DraftProposer
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.core.speculation import NgramProposer, Proposer, Speculation
+from engine.core.speculation import (
+    NgramProposer,
+    Proposer,
+    Speculation,
+    SpeculationSettings,
+)
+from engine.draft import open_draft
+from engine.ipc import EngineSettings
 from engine.models.decoder import Decoder
 from engine.runner import TorchRunner, attention_layout, geometry_of, open_grammars
 from engine.text.artifact import ModelArtifact, resolve_model
 from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from tests.engine.conftest import MODEL
 from tests.engine.core.guesses import FreeGuesses, oracle
 from tests.engine.core.test_scheduler import answers, run
 from tests.engine.lora_files import write_adapter
 from tests.engine.test_adapters import load_into, runner_of
+from tests.engine.test_draft import tokenizer_json
 from tests.engine.test_loading import write_directory
 
 Answers = dict[tuple[int, int], list[SampledToken]]
@@ -83,8 +93,10 @@ class Bench:
         eos = self.artifact.config.eos_token_ids
         return TorchRunner(self.model, pool, geometry, self.layout, eos, grammars=self.grammars)
 
-    def core(self, proposer: Proposer | None, blocks: int = 96) -> EngineCore:
-        speculation = Speculation(proposer, 4, FreeGuesses()) if proposer else None
+    def core(self, proposer: Proposer | Speculation | None, blocks: int = 96) -> EngineCore:
+        speculation = proposer if isinstance(proposer, Speculation) else None
+        if proposer is not None and speculation is None:
+            speculation = Speculation(proposer, 4, FreeGuesses())
         return EngineCore(self.runner(blocks), SchedulerConfig(8, 128), speculation=speculation)
 
     def answers(
@@ -101,7 +113,8 @@ class Bench:
             plan = core.plan(now_ns)
             if not plan.rows:
                 break
-            for event in core.apply(plan, core.runner.execute(plan), now_ns, 1):
+            duration_ns = 1000 + 100 * sum(row.guesses for row in plan.rows)  # as if
+            for event in core.apply(plan, core.runner.execute(plan), now_ns, duration_ns):
                 core.scheduler.check_integrity()
                 if isinstance(event, ev.Tokens):
                     answer = found.setdefault((int(event.request_id), event.choice), [])
@@ -159,11 +172,25 @@ def test_the_model_as_its_own_draft_is_always_right(bench: Bench, plain: Answers
     draft.check_integrity()
 
 
-def test_a_draft_without_room_guesses_for_some_only(bench: Bench, plain: Answers) -> None:
-    core = bench.core(DraftProposer(bench.runner(blocks=14)))
-    assert bench.answers(core, PROMPTS, PARAMS) == plain
-    assert core.speculation is not None
-    assert core.speculation.accepted_tokens > 0
+def test_a_bad_draft_turns_itself_off(bench: Bench, plain: Answers, tmp_path: Path) -> None:
+    """A tiny model of random weights over the same vocabulary."""
+    write_directory(tmp_path, shards=1, vocab_size=49_152)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.randn(49_152, 64, generator=torch.Generator().manual_seed(3))
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(bench.artifact))
+    settings = EngineSettings(
+        model=MODEL,
+        kv_blocks=32,
+        numerics="fast",  # of the draft: nothing to prove
+        speculation=SpeculationSettings(mode="draft", draft=str(tmp_path)),
+    )
+    speculation = open_draft(settings, bench.runner(), lambda _: None)
+    answer = bench.answers(bench.core(speculation), [LIST], [GREEDY], length=48)[0, 0]
+    assert answer[:32] == plain[0, 0]
+    assert speculation.accepted_tokens == 0
+    assert 5 < speculation.drafts < 16, "tried, and soon given up"
 
 
 def test_with_adapters_in_the_batch_guesses_do_not_show(tmp_path: Path) -> None:
