@@ -161,6 +161,7 @@ class Speculation:
         self._cost = cost or StepCost()
         self._paces: dict[int, _Pace] = {}
         self._hopeless = 0
+        self._untimed = False  # the step under way says nothing about times
         self._kinds: dict[int, int] = {}  # of the guesses in the step under way
 
     def extend(
@@ -181,6 +182,7 @@ class Speculation:
             max_step_tokens: Most tokens of a step, guesses included.
         """
         self._kinds.clear()
+        self._untimed = False
         self._paces = {i: pace for i, pace in self._paces.items() if i in running}
         self._proposer.retain(running)
         decoding = [i for i, row in enumerate(plan.rows) if _continues(row, running)]
@@ -195,10 +197,10 @@ class Speculation:
             cost, decoding = _GUESS_SHARE, decoding[:1]
         sequences = [running[plan.rows[i].sequence_id] for i in decoding]
         asks = [self._ask(sequence, cost, min(self._most, room)) for sequence in sequences]
+        proposals = self._proposer.propose(asks, room)
+        self._untimed = self._proposer.untimed
         rows = list(plan.rows)
-        for index, ask, found in zip(
-            decoding, asks, self._proposer.propose(asks, room), strict=True
-        ):
+        for index, ask, found in zip(decoding, asks, proposals, strict=True):
             guesses = list(found.tokens[:room])
             count = admissible(rows[index].samples[0], guesses) if guesses else 0
             count = lend(ask.sequence, count) if count else 0
@@ -224,7 +226,7 @@ class Speculation:
             self.accepted_tokens += right
             if pace := self._paces.get(row.sequence_id):
                 pace.note(self._kinds.get(row.sequence_id, 0), row.guesses, right)
-        if all(row.decodes for row in plan.rows) and not self._proposer.untimed:
+        if all(row.decodes for row in plan.rows) and not self._untimed:
             self._cost.note(len(plan.rows), guesses, duration_ns)
 
     def ban(self, sequence_id: int) -> None:
