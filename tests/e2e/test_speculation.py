@@ -8,19 +8,20 @@ from engine.core.speculation import SpeculationSettings
 from tests.e2e.fleet_processes import MODEL, NAME, fleet
 
 LIST = "name: Ada, city: London\nname: Alan, city: London\nname: Ada, city: London\nname:"
-CASES = [
-    {"temperature": 0, "max_tokens": 40},
-    {"temperature": 1, "seed": 3, "max_tokens": 24, "n": 2},
-    {"temperature": 0.8, "seed": 4, "top_p": 0.9, "max_tokens": 24, "logprobs": 2},
-    {"temperature": 0, "max_tokens": 40, "stop": ["Alan"]},
-    {"temperature": 0, "max_tokens": 24, "frequency_penalty": 0.6, "presence_penalty": 0.4},
-    {
+CASES = {
+    "greedy": {"temperature": 0, "max_tokens": 40},
+    "two choices": {"temperature": 1, "seed": 3, "max_tokens": 24, "n": 2},
+    "grammar": {
         "temperature": 1,
         "seed": 5,
         "max_tokens": 40,
         "extra_body": {"guided_regex": r"( (Ada|Alan), city: [A-Z][a-z]{2,8}\nname:){2}"},
     },
-]
+    "logprobs": {"temperature": 0.8, "seed": 4, "top_p": 0.9, "max_tokens": 24, "logprobs": 2},
+    "stop": {"temperature": 0, "max_tokens": 40, "stop": ["Alan"]},
+    "penalties": {"max_tokens": 24, "seed": 1, "frequency_penalty": 0.6, "presence_penalty": 0.4},
+}
+IN_EVERY_RUN = ("greedy", "two choices", "grammar")
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +37,17 @@ def complete(url: str, mode: str, **fields):
         return made.completions.create(model=NAME, prompt=LIST, **fields)
 
 
-@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
-@pytest.mark.parametrize("fields", CASES, ids=range(len(CASES)))
-def test_the_answers_are_those_of_a_fleet_without_speculation(shared, speculating, fields, mode):
-    want = complete(shared.url, "disaggregated", **fields)
-    got = complete(speculating.url, mode, **fields)
-    assert [choice.model_dump() for choice in got.choices] == [
-        choice.model_dump() for choice in want.choices
-    ]
-    assert got.usage == want.usage
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in IN_EVERY_RUN else pytest.mark.slow) for c in CASES]
+)
+def test_the_answers_are_those_of_a_fleet_without_speculation(shared, speculating, case):
+    want = complete(shared.url, "disaggregated", **CASES[case])
+    for mode in ("disaggregated", "colocated"):
+        got = complete(speculating.url, mode, **CASES[case])
+        assert [choice.model_dump() for choice in got.choices] == [
+            choice.model_dump() for choice in want.choices
+        ]
+        assert got.usage == want.usage
 
 
 def counted(running) -> dict[str, float]:
@@ -82,7 +85,7 @@ def test_a_draft_model_computes_prompts_that_were_handed_over(shared, tmp_path):
     draft = SpeculationSettings(mode="draft", draft=MODEL, tokens=3)
     with fleet(tmp_path, "prefill-0", "decode-0", speculation=draft) as running:
         for mode in ("disaggregated", "colocated"):
-            for fields in CASES:
+            for fields in CASES.values():
                 want = complete(shared.url, "disaggregated", **fields)
                 got = complete(running.url, mode, **fields)
                 assert [c.text for c in got.choices] == [c.text for c in want.choices]
