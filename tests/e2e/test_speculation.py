@@ -47,7 +47,7 @@ def test_the_answers_are_those_of_a_fleet_without_speculation(shared, speculatin
         assert [choice.model_dump() for choice in got.choices] == [
             choice.model_dump() for choice in want.choices
         ]
-        assert got.usage == want.usage
+        assert got.usage.completion_tokens == want.usage.completion_tokens
 
 
 def counted(running) -> dict[str, float]:
