@@ -35,6 +35,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_adapter_rank: int = 64
     check_every_step: bool = False  # tests: recount all blocks after each step
     speculation: SpeculationSettings = SpeculationSettings()
+    tensor_parallel: int = 1  # ranks of this replica
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -123,6 +124,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_context_tokens: int
     threads: int
     load_s: float
+    ranks: tuple[int, ...] = ()  # pids of a tensor-parallel replica, the leader's first
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

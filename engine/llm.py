@@ -141,7 +141,7 @@ class LLM:
         """
         artifact = read_adapter(path, self.artifact.config, max_rank)
         ref = AdapterRef(artifact.path.name, artifact.digest.hex(), str(path))
-        self.runner.adapters.add(ref.digest, self.runner.adapters.prepare(ref))
+        self.runner.adapters.add(ref, self.runner.adapters.prepare(ref))
         return ref.digest
 
     def generate(

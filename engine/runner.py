@@ -32,7 +32,10 @@ from engine.loading import load_model
 from engine.models.decoder import Decoder
 from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
+from engine.parallel import lead
 from engine.process import ModelInfo
+from engine.ranks import RankProcesses
+from engine.splitcheck import prepare_ranks
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.grammar import vocabulary_of
 from engine.text.tokenizer import load_tokenizer
@@ -58,6 +61,7 @@ class _Batch:
     chunks: list[Span]
     last_rows: list[int]  # by plan row
     deltas: StepDeltas | None
+    rows: Sequence[PlanRow]
 
 
 class TorchRunner:
@@ -71,6 +75,7 @@ class TorchRunner:
         eos_token_ids: Tokens that end an answer.
         adapters: What rows may name; by default an empty set in ``exact``.
         grammars: For requests with a grammar.
+        shared_pool: Whether the other ranks of a tensor-parallel replica map this very memory.
     """
 
     def __init__(
@@ -82,20 +87,29 @@ class TorchRunner:
         eos_token_ids: tuple[int, ...] = (),
         adapters: AdapterSet | None = None,
         grammars: Grammars | None = None,
+        *,
+        shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
         self._refused: dict[int, GrammarError] = {}
         self._mask_ns = 0
         self._model = model
         self.adapters = adapters or AdapterSet(model.config, model.dtype)
+        self._shard = model.shard
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
         self._pool = flat.view(geometry.shape)
-        c = model.config
-        self._attention = PagedAttention(self._pool, geometry, c.num_heads, layout, c.layer_windows)
+        kv_heads = None
+        if self._shard is not None:
+            layout = self._shard.open(geometry, layout, shared=shared_pool)
+            kv_heads = self._shard.split.kv_heads
+        c = model.local
+        self._attention = PagedAttention(
+            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads
+        )
 
     @property
     def geometry(self) -> KvGeometry:
@@ -187,6 +201,11 @@ class TorchRunner:
         pairs = zip(ends, plan.rows, strict=True)
         return [hidden_TE[end - len(row.tokens) : end] for end, row in pairs]
 
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
+        """This rank's part of a pass that the leader makes."""
+        self._forward(self._flatten(rows), None, isolated=isolated)
+
     def _forward(
         self,
         batch: _Batch,
@@ -194,7 +213,9 @@ class TorchRunner:
         *,
         isolated: bool = False,
     ) -> torch.Tensor:
-        attention = self._attention
+        attention, shard = self._attention, self._shard
+        if shard is not None:
+            shard.forward(batch.rows, isolated=isolated)
         calls = attention.plan(batch.decodes, batch.chunks, isolated=isolated)
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -205,7 +226,8 @@ class TorchRunner:
                 else:
                     count = write.rows.stop - write.rows.start
                     tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
-            return attention.run(layer, calls, q_THD)
+            out_TE = attention.run(layer, calls, q_THD)
+            return out_TE if shard is None else shard.heads(out_TE)
 
         self._model.deltas = batch.deltas
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
@@ -245,6 +267,7 @@ class TorchRunner:
             chunks,
             last_rows,
             deltas,
+            rows,
         )
 
     def _deltas(self, rows: Sequence[PlanRow], last_rows: Sequence[int]) -> StepDeltas | None:
@@ -445,6 +468,7 @@ def open_runner(
     settings: EngineSettings,
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
+    ranks: RankProcesses | None = None,
 ) -> tuple[TorchRunner, ModelInfo]:
     """Everything that an engine process needs: load, prove, and wrap.
 
@@ -452,9 +476,11 @@ def open_runner(
         settings: The model's reference, dtype, numerics, number of blocks and threads.
         map_pool: Gives the pool's memory, zeroed.
         progress: Called with one line of text at a time.
+        ranks: The other ranks of a tensor-parallel replica.
 
     Raises:
         ModelError: The model cannot be loaded.
+        RankError: A rank died or hangs.
         NumericsSetupError: ``exact`` cannot be kept on this machine.
     """
     torch.set_num_threads(settings.threads)
@@ -477,16 +503,22 @@ def open_runner(
             progress(f"{stage} weights: {10 * tenth} %")
 
     with torch.inference_mode():
-        model = load_model(artifact, settings.dtype, numerics, progress=report)
+        shard = None if ranks is None else lead(artifact.config, ranks)
+        model = load_model(artifact, settings.dtype, numerics, progress=report, shard=shard)
         layout = attention_layout(artifact, settings.dtype, numerics)
+        if shard is not None:
+            progress(f"checking the split over {settings.tensor_parallel} ranks")
+            prepare_ranks(shard, layout, settings.dtype, numerics)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype)
     geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
     adapters = AdapterSet(
-        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank
+        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
     )
-    stops = artifact.config.eos_token_ids
-    runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, adapters, grammars)
     identity = numerics_id(model, layout, settings.dtype, numerics)
+    stops = artifact.config.eos_token_ids
+    runner = TorchRunner(
+        model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
+    )
     return runner, ModelInfo(identity, artifact.weights_digest, context)

@@ -63,7 +63,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     numerics: str = "exact"
     dtype: str = "bf16"
     kv_blocks: int = 1024
-    threads: int = 1
+    threads: int = 1  # of each rank
+    tensor_parallel: int = 1  # ranks
     max_batch_requests: int = 32
     max_step_tokens: int = 512
     max_adapters: int = 8  # LoRA adapters in memory at once
@@ -144,6 +145,7 @@ class Worker:
             numerics=settings.numerics,
             kv_blocks=settings.kv_blocks,
             threads=settings.threads,
+            tensor_parallel=settings.tensor_parallel,
             max_context_tokens=settings.max_context_tokens,
             max_batch_requests=settings.max_batch_requests,
             max_step_tokens=settings.max_step_tokens,
@@ -217,6 +219,7 @@ class Worker:
             address=address,
             metrics_address=self._metrics_server.address,
             threads=ready.threads,
+            ranks=ready.ranks,
         )
 
     # ---------------------------------------------------------------- life
