@@ -36,6 +36,8 @@ from tests.engine.lora_files import write_adapter
 from tests.engine.test_adapters import load_into, runner_of
 from tests.engine.test_draft import tokenizer_json
 from tests.engine.test_loading import write_directory
+from tests.engine.test_tensor_parallel import replica
+from tests.engine.tiny_llama import write_llama
 
 Answers = dict[tuple[int, int], list[SampledToken]]
 
@@ -191,6 +193,25 @@ def test_a_bad_draft_turns_itself_off(bench: Bench, plain: Answers, tmp_path: Pa
     assert answer[:32] == plain[0, 0]
     assert speculation.accepted_tokens == 0
     assert 5 < speculation.drafts < 16, "tried, and soon given up"
+
+
+@pytest.mark.slow
+def test_guesses_are_verified_by_all_ranks_of_a_replica(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "tiny")
+    prompt = tuple((31 * i + 7) % 100 for i in range(40))
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
+
+    def answer(ranks: int, speculation: Speculation | None) -> list[int]:
+        with replica(model, ranks) as one:
+            core = EngineCore(one.runner, SchedulerConfig(8, 64), speculation=speculation)
+            request = EngineRequest("a", Kind.FULL, list(prompt), params, b"s" * 16)
+            core.scheduler.submit(request, 0)
+            return answers(run(core))["a", 0]
+
+    plain = answer(1, None)
+    speculation = oracle({(prompt, 0): plain}, 0.7)
+    assert answer(3, speculation) == plain
+    assert speculation.accepted_tokens > 10
 
 
 def test_with_adapters_in_the_batch_guesses_do_not_show(tmp_path: Path) -> None:
