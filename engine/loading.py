@@ -19,13 +19,14 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from engine.linear import ANY_ROWS, RowCounts, probe_row_counts
+from engine.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from engine.models.decoder import Decoder
 from engine.models.families import weight_table
 from engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
 from engine.models.rope import pair_rows
 from engine.numerics import DTYPES, Numerics
 from engine.parallel import Shard
+from engine.quantised import packer
 from engine.text.artifact import ModelArtifact, ModelError
 from engine.text.gguf_file import open_gguf
 
@@ -52,6 +53,7 @@ def load_model(
     dtype: str,
     numerics: Numerics,
     *,
+    quantisation: str = "none",
     progress: Progress | None = None,
     cache_dir: Path | None = None,
     shard: Shard | None = None,
@@ -62,6 +64,7 @@ def load_model(
         artifact: From ``resolve_model``.
         dtype: ``bf16`` or ``fp32``.
         numerics: ``exact`` probes the permitted row counts of each weight shape first.
+        quantisation: ``none``, ``int8`` or ``int4``: how the layers' weights are kept.
         progress: Called as weights go by.
         cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
         shard: Load this rank's part only; the leader's lets the other ranks load theirs.
@@ -70,6 +73,7 @@ def load_model(
         ModelError: Something is missing or not supported; nothing was loaded then.
     """
     report = progress or _silent
+    quantised = packer(quantisation, dtype)
     rows = _all_rows if shard is None else shard.rows
     weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir, rows=rows)
     if shard is not None:
@@ -85,7 +89,12 @@ def load_model(
             probed[shape] = probe_row_counts(outputs, inputs, DTYPES[dtype])
         return probed[shape]
 
-    return Decoder(artifact.config, weights, DTYPES[dtype], row_counts, shard)
+    def pack(name: str, weight: torch.Tensor) -> Linear:
+        layer = quantised(name, weight)
+        return layer or Linear(weight, row_counts(*weight.shape))
+
+    label = "" if quantisation == "none" else quantisation
+    return Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)
 
 
 def load_weights(

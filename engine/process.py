@@ -148,7 +148,11 @@ class EngineProcess:
 
         settings = self._settings
         geometry = KvGeometry(
-            num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=settings.kv_blocks, dtype="bf16"
+            num_layers=4,
+            num_kv_heads=2,
+            head_dim=8,
+            num_blocks=settings.kv_blocks or 1024,
+            dtype=settings.kv_dtype or "bf16",
         )
         pool = map_pool(self._pool_fd, geometry)
         runner = EmulatedRunner(

@@ -26,8 +26,10 @@ from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.footprint import give_back_memory, kv_geometry, pool_geometry
 from engine.grammars import Grammars
 from engine.ipc import EngineSettings
+from engine.kv_codec import kv_codec
 from engine.loading import load_model
 from engine.models.decoder import Decoder
 from engine.models.rope import ROPE_ORDER
@@ -100,7 +102,9 @@ class TorchRunner:
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
-        flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
+        self._codec = kv_codec(geometry, model.dtype)
+        dtype = torch.uint8 if self._codec else DTYPES[geometry.dtype]
+        flat = torch.frombuffer(pool_buffer, dtype=dtype, count=count)
         self._pool = flat.view(geometry.shape)
         kv_heads = None
         if self._shard is not None:
@@ -108,7 +112,7 @@ class TorchRunner:
             kv_heads = self._shard.split.kv_heads
         c = model.local
         self._attention = PagedAttention(
-            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads
+            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads, self._codec
         )
 
     @property
@@ -220,6 +224,8 @@ class TorchRunner:
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             tokens = attention.tokens[layer]  # [2, slots, K, D]
+            if self._codec is not None:
+                kv = self._codec.encode(kv)
             for write in batch.writes:
                 if write.slots is not None:
                     tokens.index_copy_(1, write.slots, kv[:, write.rows])
@@ -345,7 +351,7 @@ class TorchRunner:
         for index in rows:
             slots = torch.from_numpy(self._slots(plan.rows[index]))
             for tokens in self._attention.tokens:
-                tokens[:, slots] = 0.0
+                tokens[:, slots] = 0
 
     def _fail(self, plan: StepPlan, broken: set[int]) -> None:
         rows = tuple(sorted(broken))
@@ -358,16 +364,9 @@ class TorchRunner:
 # --- building ----------------------------------------------------------------------------------
 
 
-def geometry_of(artifact: ModelArtifact, dtype: str, num_blocks: int) -> KvGeometry:
+def geometry_of(artifact: ModelArtifact, kv_dtype: str, num_blocks: int) -> KvGeometry:
     """The pool's shape for a model."""
-    c = artifact.config
-    return KvGeometry(
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        num_blocks=num_blocks,
-        dtype=dtype,
-    )
+    return kv_geometry(artifact.config, kv_dtype, num_blocks)
 
 
 def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) -> Layout:
@@ -394,7 +393,7 @@ def open_grammars(artifact: ModelArtifact) -> Grammars:
 
 
 @torch.inference_mode()
-def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
+def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "") -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -412,7 +411,7 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     length = 5 * BLOCK_TOKENS + 3
@@ -441,7 +440,9 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
 
 
 @torch.inference_mode()
-def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) -> str:
+def numerics_id(
+    model: Decoder, layout: Layout, dtype: str, numerics: Numerics, kv_dtype: str = ""
+) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
     It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
@@ -453,7 +454,7 @@ def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) 
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
@@ -461,7 +462,8 @@ def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) 
     hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
     logits = model.logits(hidden[-1:]).raw_SV
     cut = f"u{layout.unit}t{layout.tile}"
-    return f"{numerics}/{dtype}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
+    kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
+    return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
 
 
 def open_runner(
@@ -493,6 +495,7 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
+    geometry = pool_geometry(settings, artifact.config)
     grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 
@@ -502,23 +505,32 @@ def open_runner(
             shown[stage] = tenth
             progress(f"{stage} weights: {10 * tenth} %")
 
+    if ranks is not None and settings.weight_quantisation == "int4":
+        raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
     with torch.inference_mode():
         shard = None if ranks is None else lead(artifact.config, ranks)
-        model = load_model(artifact, settings.dtype, numerics, progress=report, shard=shard)
+        model = load_model(
+            artifact,
+            settings.dtype,
+            numerics,
+            quantisation=settings.weight_quantisation,
+            progress=report,
+            shard=shard,
+        )
         layout = attention_layout(artifact, settings.dtype, numerics)
         if shard is not None:
             progress(f"checking the split over {settings.tensor_parallel} ranks")
             prepare_ranks(shard, layout, settings.dtype, numerics)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
-        verify_exact(model, layout, settings.dtype)
-    geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
+        verify_exact(model, layout, settings.dtype, settings.kv_dtype)
     adapters = AdapterSet(
         artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
     )
-    identity = numerics_id(model, layout, settings.dtype, numerics)
+    identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
     stops = artifact.config.eos_token_ids
     runner = TorchRunner(
         model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
     )
+    give_back_memory()
     return runner, ModelInfo(identity, artifact.weights_digest, context)

@@ -104,7 +104,7 @@ def attention_split_fault(
         expected = _attend(PagedAttention(pool, geometry, heads, whole), q_THD)
         for split, layout in zip(splits, layouts, strict=True):
             mine = slice(split.heads.start, split.heads.stop)
-            part = PagedAttention(pool, geometry, len(split.heads), layout, split.kv_heads)
+            part = PagedAttention(pool, geometry, len(split.heads), layout, kv_heads=split.kv_heads)
             got = _attend(part, q_THD[:, mine].contiguous())
             if not same_bits(got, expected[:, mine.start * dim : mine.stop * dim]):
                 return f"attention of heads {mine.start} to {mine.stop - 1}"

@@ -79,11 +79,11 @@ def notes(config: FleetConfig) -> list[str]:
             "will wait for each other; lower threads_per_rank or pools"
         )
     needed = config.max_context_tokens or 0
-    held = config.kv_blocks_per_worker * 16
-    if needed > held:
+    blocks = config.kv_blocks_per_worker
+    if blocks != "auto" and needed > blocks * 16:
         found.append(
-            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = "
-            f"{config.kv_blocks_per_worker} ({held} tokens): longer requests are refused with 400"
+            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = {blocks} "
+            f"({blocks * 16} tokens): longer requests are refused with 400"
         )
     if config.numerics == "fast" and (config.speculation.ngram or config.speculation.draft):
         found.append(

@@ -53,6 +53,14 @@ def test_there_are_fewer_than_25_keys() -> None:
         ("threads_per_rank: 1.5", "fleet.yaml:1: threads_per_rank = 1.5: must be a valid integer"),
         ("served_model_name: [a, 3]", "fleet.yaml:1: served_model_name[1] = 3:"),
         ("served_model_name: [a, a]", "holds the same name twice"),
+        (
+            "quantisation:\n  weights: int3",
+            "fleet.yaml:2: quantisation.weights = 'int3': must be 'none', 'int8' or 'int4'",
+        ),
+        (
+            "quantisation: {vk: int8}",
+            "fleet.yaml:1: quantisation.vk: unknown key (known keys: weights, kv)",
+        ),
         ("redis: localhost", "must be `embedded` or a URL"),
         ("pools: {prefill: 0, decode: 0}", "needs at least one worker"),
         (
