@@ -65,6 +65,7 @@ check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 
 bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench
+	$(BIN)/python -m loadtest.bench.speculation
 
 bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
 	PYTHONPATH=. $(PYTHON) -m loadtest.bench.gpu --out bench-gpu.json

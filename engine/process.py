@@ -93,7 +93,7 @@ class EngineProcess:
         self._core = EngineCore(
             runner,
             limits,
-            speculation=self._speculation(),
+            speculation=self._speculation(runner),
             check_every_step=self._settings.check_every_step,
         )
         self._adapters.open(runner.adapters)
@@ -140,7 +140,7 @@ class EngineProcess:
             self._desk = CompileDesk(grammars)
         return runner, info
 
-    def _speculation(self) -> Speculation | None:
+    def _speculation(self, main: ModelRunner) -> Speculation | None:
         settings = self._settings.speculation
         if settings.mode == "off":
             return None
@@ -148,7 +148,7 @@ class EngineProcess:
             return Speculation(NgramProposer(), settings.tokens)
         from engine.draft import open_draft
 
-        return open_draft(self._settings, lambda what: self._send([ipc.Progress(what)]))
+        return open_draft(self._settings, main, lambda what: self._send([ipc.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner

@@ -174,18 +174,28 @@ class TorchRunner:
             harvest.take(scores, rows_TE)
         if not wanted:
             return [[] for _ in plan.rows]
-        return verifying.draw(logits, plan.rows, self._eos_token_ids, self._masks)
+        eos = self._eos_token_ids
+        results, self._refused = verifying.draw(logits, plan.rows, eos, self._masks)
+        return results
+
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """See ``engine.core.plan.ModelRunner``."""
+        if self.grammars is None or not spec.params.grammar:
+            return len(guesses)
+        try:
+            return self.grammars.admissible(spec, guesses)
+        except GrammarError:
+            return 0  # the step without guesses will say it
 
     def _masks(
-        self, specs: Sequence[Sequence[SampleSpec]], rows: Sequence[int]
-    ) -> list[list[sampling.Mask | None]] | None:
-        """What the grammars allow; ``rows`` are the plan rows that ``specs`` belong to."""
+        self, specs: Sequence[Sequence[SampleSpec]]
+    ) -> tuple[list[list[sampling.Mask | None]], dict[int, GrammarError]]:
+        """What the grammars allow; see ``Grammars.masks``."""
         if self.grammars is None:
-            return None
-        masks, refused = self.grammars.masks(specs)
+            return [[None] * len(wanted) for wanted in specs], {}
+        found = self.grammars.masks(specs)
         self._mask_ns += self.grammars.mask_ns
-        self._refused |= {rows[index]: error for index, error in refused.items()}
-        return masks
+        return found
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:

@@ -119,6 +119,8 @@ class SpeculationConfig(BaseModel):
     def _one_source_of_guesses(self) -> "SpeculationConfig":
         if self.ngram and self.draft:
             raise ValueError("`ngram` and `draft` exclude each other")
+        if "tokens" in self.model_fields_set and not (self.ngram or self.draft):
+            raise ValueError("needs `ngram: true` or `draft: MODEL` beside `tokens`")
         return self
 
     def settings(self) -> dict[str, object]:

@@ -122,6 +122,9 @@ class ModelRunner(Protocol):
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
 
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """How many of ``guesses``, in order, the grammar of ``spec`` lets follow its history."""
+
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:

@@ -74,6 +74,7 @@ def test_there_are_fewer_than_25_keys() -> None:
             "speculation:\n  ngram: true\n  tokens: 40",
             "fleet.yaml:3: speculation.tokens = 40: must be at most 16",
         ),
+        ("speculation: {tokens: 3}", "needs `ngram: true` or `draft: MODEL` beside `tokens`"),
         ("speculation: {ngram: true, draft: a.gguf}", "`ngram` and `draft` exclude each other"),
         ("speculation: {model: x}", "speculation.model: unknown key (known keys: ngram, draft, to"),
         ("port: [", "fleet.yaml:1: not valid YAML"),
