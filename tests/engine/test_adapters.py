@@ -105,9 +105,9 @@ def test_experts_take_no_adapter(tmp_path: Path) -> None:
 def paths(artifact: ModelArtifact, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("lora")
     return {
-        "red": write_adapter(folder / "red", artifact.config, seed=1, size=0.05),
+        "red": write_adapter(folder / "red", artifact.config, seed=1, size=0.1),
         "blue": write_adapter(
-            folder / "blue", artifact.config, seed=2, rank=20, size=0.05, targets=TARGETS[:4]
+            folder / "blue", artifact.config, seed=2, rank=20, size=0.1, targets=TARGETS[:4]
         ),
     }
 
@@ -193,7 +193,7 @@ def test_the_notebook_takes_an_adapter_for_each_prompt(paths: dict[str, Path]) -
     llm = LLM(kv_blocks=96, threads=1, max_step_tokens=64)
     names = ["", *(llm.load_adapter(path) for path in paths.values())]
     prompt = prompt_of(70, seed=4)
-    params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)
     alone = [llm.generate([prompt], params, name)[0].token_ids for name in names]
     assert len({tuple(tokens) for tokens in alone}) == 3
     together = llm.generate([prompt] * 6, params, [*names, *names])
