@@ -28,6 +28,7 @@ from engine.text.adapter_artifact import TARGETS, AdapterArtifact, AdapterError,
 from engine.text.artifact import ModelArtifact, resolve_model
 from tests.engine import tiny_models as tiny
 from tests.engine.conftest import Driver
+from tests.engine.core.guesses import oracle
 from tests.engine.core.test_scheduler import answers, run
 from tests.engine.lora_files import module_of, write_adapter
 
@@ -153,7 +154,7 @@ def test_mixed_in_one_step_each_row_has_the_bits_that_it_has_alone(
 
 
 def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> None:
-    """On a tiny model: prefix hits, a crowd of adapters, chunks, preemption."""
+    """On a tiny model: prefix hits, a crowd of adapters, chunks, preemption, guesses."""
     artifact = resolve_model(str(tiny.save(tiny.build("llama"), tmp_path / "base")))
     runner = runner_of(artifact, "bf16", blocks=24)
     paths = [write_adapter(tmp_path / str(i), artifact.config, seed=i, size=0.3) for i in (1, 2)]
@@ -169,6 +170,14 @@ def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> N
         )
         core.scheduler.submit(request, 0)
 
+    def crowd() -> None:
+        for number in range(9):
+            submit(f"crowd {number}", digests[number % 3], number)
+        found = answers(run(core))  # 9 x 90 tokens into 24 x 16
+        assert core.scheduler.preemptions > 0
+        for number in range(9):
+            assert found[f"crowd {number}", 0] == alone[digests[number % 3]]
+
     alone = {}
     for adapter in digests:
         for name, cached in (("cold", 0), ("hit", 64)):
@@ -180,12 +189,11 @@ def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> N
             assert alone.setdefault(adapter, tokens) == tokens
     assert len({tuple(tokens) for tokens in alone.values()}) == 3
 
-    for number in range(9):
-        submit(f"crowd {number}", digests[number % 3], number)
-    crowd = answers(run(core))  # 9 x 90 tokens into 24 x 16
-    assert core.scheduler.preemptions > 0
-    for number in range(9):
-        assert crowd[f"crowd {number}", 0] == alone[digests[number % 3]]
+    crowd()
+    guesses = oracle({(tuple(prompt), 0): alone[digests[1]]})  # mostly wrong for the others
+    core = EngineCore(runner, SchedulerConfig(32, 48), speculation=guesses)
+    crowd()
+    assert guesses.draft_tokens > guesses.accepted_tokens > 0
 
 
 @pytest.mark.slow

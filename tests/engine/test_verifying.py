@@ -14,7 +14,7 @@ HOT = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
 def row(tokens: list[int], guesses: int, params: SamplingParams = GREEDY, n: int = 1) -> PlanRow:
     samples = [SampleSpec(choice, params, [0], 1) for choice in range(n)]
     samples += [SampleSpec(0, params, [0, *tokens[1 : 1 + i]], 1) for i in range(1, guesses + 1)]
-    return PlanRow(1, tokens, 0, [0], tuple(samples), guesses)
+    return PlanRow(1, tokens, 0, [0], tuple(samples), guesses=guesses)
 
 
 def peaks(*tokens: int) -> Logits:
