@@ -32,9 +32,9 @@ class EmulatedAdapters:
         if not Path(ref.path).is_dir():
             raise AdapterLoadError(f"adapter {ref.name}: {ref.path} is not a directory")
 
-    def add(self, digest: str, prepared: None) -> None:
+    def add(self, ref: AdapterRef, prepared: None) -> None:
         """See ``AdapterStore``."""
-        self._held.add(digest)
+        self._held.add(ref.digest)
 
     def remove(self, digest: str) -> None:
         """See ``AdapterStore``."""

@@ -26,7 +26,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # reference as in the config, or "emulated"
     dtype: str = "bf16"
     numerics: str = "exact"
-    kv_blocks: int = 1024
+    weight_quantisation: str = "none"  # or "int8", "int4"
+    kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
+    kv_blocks: int = 1024  # 0 = sized from the memory that is free
+    workers_on_host: int = 1  # that share it
     threads: int = 1
     max_context_tokens: int = 0
     max_batch_requests: int = 32
@@ -35,6 +38,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_adapter_rank: int = 64
     check_every_step: bool = False  # tests: recount all blocks after each step
     speculation: SpeculationSettings = SpeculationSettings()
+    tensor_parallel: int = 1  # ranks of this replica
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -123,6 +127,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_context_tokens: int
     threads: int
     load_s: float
+    ranks: tuple[int, ...] = ()  # pids of a tensor-parallel replica, the leader's first
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -31,6 +31,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculation import NgramProposer, Speculation
 from engine.grammars import CompileDesk
+from engine.ranks import RankProcesses
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
@@ -71,6 +72,7 @@ class EngineProcess:
         self._control = control
         self._pool_fd = pool_fd
         self._reader = ipc.command_reader()
+        self._ranks: RankProcesses | None = None
         self._stopping = False
         self._adapters = AdapterDesk(settings.max_adapters)
         self._desk: CompileDesk[ipc.Submit] | None = None
@@ -96,8 +98,9 @@ class EngineProcess:
             info.weights_digest,
             runner.eos_token_ids,
             info.max_context_tokens,
-            self._settings.threads,
+            self._settings.threads * self._settings.tensor_parallel,
             (time.monotonic_ns() - began_ns) / 1e9,
+            (os.getpid(), *self._ranks.pids) if self._ranks else (),
         )
         self._send([ready])
         while not self._stopping:
@@ -118,10 +121,13 @@ class EngineProcess:
             return self._build_emulated()
         from engine.runner import open_runner  # torch is loaded here and nowhere else
 
+        if settings.tensor_parallel > 1:
+            self._ranks = RankProcesses(settings, self._pool_fd)
         runner, info = open_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([ipc.Progress(what)]),
+            self._ranks,
         )
         if runner.grammars is not None:
             self._desk = CompileDesk(runner.grammars)
@@ -142,7 +148,11 @@ class EngineProcess:
 
         settings = self._settings
         geometry = KvGeometry(
-            num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=settings.kv_blocks, dtype="bf16"
+            num_layers=4,
+            num_kv_heads=2,
+            head_dim=8,
+            num_blocks=settings.kv_blocks or 1024,
+            dtype=settings.kv_dtype or "bf16",
         )
         pool = map_pool(self._pool_fd, geometry)
         runner = EmulatedRunner(
@@ -157,9 +167,11 @@ class EngineProcess:
         """Apply what has arrived; wait for something when there is nothing to compute."""
         busy = self._core.scheduler.has_running()
         got = False
-        wakers = (self._control, self._adapters)
+        watched = [self._control, self._adapters, *(self._ranks.sockets if self._ranks else ())]
         idle_s = _COMPILING_S if self._desk else _IDLE_S
-        while ready := select.select(wakers, [], [], 0 if busy or got else idle_s)[0]:
+        while ready := select.select(watched, [], [], 0 if busy or got else idle_s)[0]:
+            if self._ranks is not None:
+                self._ranks.check()  # ends the process when a rank has ended
             if self._control not in ready:
                 return got  # an adapter is loaded
             data = self._control.recv(1 << 20)

@@ -26,13 +26,18 @@ from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.footprint import give_back_memory, kv_geometry, pool_geometry
 from engine.grammars import Grammars
 from engine.ipc import EngineSettings
+from engine.kv_codec import kv_codec
 from engine.loading import load_model
 from engine.models.decoder import Decoder
 from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
+from engine.parallel import lead
 from engine.process import ModelInfo
+from engine.ranks import RankProcesses
+from engine.splitcheck import prepare_ranks
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.grammar import vocabulary_of
 from engine.text.tokenizer import load_tokenizer
@@ -58,6 +63,7 @@ class _Batch:
     chunks: list[Span]
     last_rows: list[int]  # by plan row
     deltas: StepDeltas | None
+    rows: Sequence[PlanRow]
 
 
 class TorchRunner:
@@ -71,6 +77,7 @@ class TorchRunner:
         eos_token_ids: Tokens that end an answer.
         adapters: What rows may name; by default an empty set in ``exact``.
         grammars: For requests with a grammar.
+        shared_pool: Whether the other ranks of a tensor-parallel replica map this very memory.
     """
 
     def __init__(
@@ -82,20 +89,31 @@ class TorchRunner:
         eos_token_ids: tuple[int, ...] = (),
         adapters: AdapterSet | None = None,
         grammars: Grammars | None = None,
+        *,
+        shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
         self._refused: dict[int, GrammarError] = {}
         self._mask_ns = 0
         self._model = model
         self.adapters = adapters or AdapterSet(model.config, model.dtype)
+        self._shard = model.shard
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
-        flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
+        self._codec = kv_codec(geometry, model.dtype)
+        dtype = torch.uint8 if self._codec else DTYPES[geometry.dtype]
+        flat = torch.frombuffer(pool_buffer, dtype=dtype, count=count)
         self._pool = flat.view(geometry.shape)
-        c = model.config
-        self._attention = PagedAttention(self._pool, geometry, c.num_heads, layout, c.layer_windows)
+        kv_heads = None
+        if self._shard is not None:
+            layout = self._shard.open(geometry, layout, shared=shared_pool)
+            kv_heads = self._shard.split.kv_heads
+        c = model.local
+        self._attention = PagedAttention(
+            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads, self._codec
+        )
 
     @property
     def geometry(self) -> KvGeometry:
@@ -177,6 +195,11 @@ class TorchRunner:
         pairs = zip(ends, plan.rows, strict=True)
         return [hidden_TE[end - len(row.tokens) : end] for end, row in pairs]
 
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
+        """This rank's part of a pass that the leader makes."""
+        self._forward(self._flatten(rows), None, isolated=isolated)
+
     def _forward(
         self,
         batch: _Batch,
@@ -184,18 +207,23 @@ class TorchRunner:
         *,
         isolated: bool = False,
     ) -> torch.Tensor:
-        attention = self._attention
+        attention, shard = self._attention, self._shard
+        if shard is not None:
+            shard.forward(batch.rows, isolated=isolated)
         calls = attention.plan(batch.decodes, batch.chunks, isolated=isolated)
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             tokens = attention.tokens[layer]  # [2, slots, K, D]
+            if self._codec is not None:
+                kv = self._codec.encode(kv)
             for write in batch.writes:
                 if write.slots is not None:
                     tokens.index_copy_(1, write.slots, kv[:, write.rows])
                 else:
                     count = write.rows.stop - write.rows.start
                     tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
-            return attention.run(layer, calls, q_THD)
+            out_TE = attention.run(layer, calls, q_THD)
+            return out_TE if shard is None else shard.heads(out_TE)
 
         self._model.deltas = batch.deltas
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
@@ -235,6 +263,7 @@ class TorchRunner:
             chunks,
             last_rows,
             deltas,
+            rows,
         )
 
     def _deltas(self, rows: Sequence[PlanRow], last_rows: Sequence[int]) -> StepDeltas | None:
@@ -312,7 +341,7 @@ class TorchRunner:
         for index in rows:
             slots = torch.from_numpy(self._slots(plan.rows[index]))
             for tokens in self._attention.tokens:
-                tokens[:, slots] = 0.0
+                tokens[:, slots] = 0
 
     def _fail(self, plan: StepPlan, broken: set[int]) -> None:
         rows = tuple(sorted(broken))
@@ -325,16 +354,9 @@ class TorchRunner:
 # --- building ----------------------------------------------------------------------------------
 
 
-def geometry_of(artifact: ModelArtifact, dtype: str, num_blocks: int) -> KvGeometry:
+def geometry_of(artifact: ModelArtifact, kv_dtype: str, num_blocks: int) -> KvGeometry:
     """The pool's shape for a model."""
-    c = artifact.config
-    return KvGeometry(
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        num_blocks=num_blocks,
-        dtype=dtype,
-    )
+    return kv_geometry(artifact.config, kv_dtype, num_blocks)
 
 
 def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) -> Layout:
@@ -361,7 +383,7 @@ def open_grammars(artifact: ModelArtifact) -> Grammars:
 
 
 @torch.inference_mode()
-def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
+def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "") -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -379,7 +401,7 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     length = 5 * BLOCK_TOKENS + 3
@@ -408,7 +430,9 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
 
 
 @torch.inference_mode()
-def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) -> str:
+def numerics_id(
+    model: Decoder, layout: Layout, dtype: str, numerics: Numerics, kv_dtype: str = ""
+) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
     It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
@@ -420,7 +444,7 @@ def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) 
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
@@ -428,13 +452,15 @@ def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) 
     hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
     logits = model.logits(hidden[-1:]).raw_SV
     cut = f"u{layout.unit}t{layout.tile}"
-    return f"{numerics}/{dtype}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
+    kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
+    return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
 
 
 def open_runner(
     settings: EngineSettings,
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
+    ranks: RankProcesses | None = None,
 ) -> tuple[TorchRunner, ModelInfo]:
     """Everything that an engine process needs: load, prove, and wrap.
 
@@ -442,9 +468,11 @@ def open_runner(
         settings: The model's reference, dtype, numerics, number of blocks and threads.
         map_pool: Gives the pool's memory, zeroed.
         progress: Called with one line of text at a time.
+        ranks: The other ranks of a tensor-parallel replica.
 
     Raises:
         ModelError: The model cannot be loaded.
+        RankError: A rank died or hangs.
         NumericsSetupError: ``exact`` cannot be kept on this machine.
     """
     torch.set_num_threads(settings.threads)
@@ -457,6 +485,7 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
+    geometry = pool_geometry(settings, artifact.config)
     grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 
@@ -466,17 +495,32 @@ def open_runner(
             shown[stage] = tenth
             progress(f"{stage} weights: {10 * tenth} %")
 
+    if ranks is not None and settings.weight_quantisation == "int4":
+        raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
     with torch.inference_mode():
-        model = load_model(artifact, settings.dtype, numerics, progress=report)
+        shard = None if ranks is None else lead(artifact.config, ranks)
+        model = load_model(
+            artifact,
+            settings.dtype,
+            numerics,
+            quantisation=settings.weight_quantisation,
+            progress=report,
+            shard=shard,
+        )
         layout = attention_layout(artifact, settings.dtype, numerics)
+        if shard is not None:
+            progress(f"checking the split over {settings.tensor_parallel} ranks")
+            prepare_ranks(shard, layout, settings.dtype, numerics)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
-        verify_exact(model, layout, settings.dtype)
-    geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
+        verify_exact(model, layout, settings.dtype, settings.kv_dtype)
     adapters = AdapterSet(
-        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank
+        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
     )
+    identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
     stops = artifact.config.eos_token_ids
-    runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, adapters, grammars)
-    identity = numerics_id(model, layout, settings.dtype, numerics)
+    runner = TorchRunner(
+        model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
+    )
+    give_back_memory()
     return runner, ModelInfo(identity, artifact.weights_digest, context)

@@ -75,15 +75,15 @@ def notes(config: FleetConfig) -> list[str]:
     found = []
     if config.threads_total > cores:
         found.append(
-            f"threads_per_rank x workers = {config.threads_total} threads on {cores} cores: steps "
+            f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: steps "
             "will wait for each other; lower threads_per_rank or pools"
         )
     needed = config.max_context_tokens or 0
-    held = config.kv_blocks_per_worker * 16
-    if needed > held:
+    blocks = config.kv_blocks_per_worker
+    if blocks != "auto" and needed > blocks * 16:
         found.append(
-            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = "
-            f"{config.kv_blocks_per_worker} ({held} tokens): longer requests are refused with 400"
+            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = {blocks} "
+            f"({blocks * 16} tokens): longer requests are refused with 400"
         )
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         found.append(f"host = {config.host} is open to the network without api_keys")
@@ -111,9 +111,12 @@ def describe_model(config: FleetConfig) -> str:
     Raises:
         ValueError: It cannot be found or is not supported.
     """
+    from engine.ranks import splits_of
     from engine.text.artifact import resolve_model
 
     artifact = resolve_model(config.model)
+    for width in sorted(set(config.pools.ranks)):
+        splits_of(artifact.config, width)
     limit = artifact.config.max_context_tokens
     if config.max_context_tokens is not None and config.max_context_tokens > limit:
         raise ValueError(

@@ -36,6 +36,15 @@ class ConfigError(ValueError):
     """The fleet file cannot be used; the message is complete and meant for the user."""
 
 
+class TensorParallelConfig(BaseModel):
+    """Ranks of one replica, for each pool. In YAML also one number for both."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    prefill: Annotated[int, Field(ge=1, le=64)] = 1
+    decode: Annotated[int, Field(ge=1, le=64)] = 1
+
+
 class PoolsConfig(BaseModel):
     """How many replicas each pool has. A fleet of one pool only is the colocated mode."""
 
@@ -43,11 +52,38 @@ class PoolsConfig(BaseModel):
 
     prefill: Annotated[int, Field(ge=0, le=512)] = 1
     decode: Annotated[int, Field(ge=0, le=512)] = 1
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+
+    @field_validator("tensor_parallel", mode="before")
+    @classmethod
+    def _one_number_is_for_both(cls, value: object) -> object:
+        one = isinstance(value, int) and not isinstance(value, bool)
+        return {"prefill": value, "decode": value} if one else value
+
+    def width(self, role: Literal["prefill", "decode"]) -> int:
+        """Ranks of one replica of that pool."""
+        ranks = self.tensor_parallel
+        return ranks.prefill if role == "prefill" else ranks.decode
+
+    @property
+    def ranks(self) -> list[int]:
+        """The width of every replica."""
+        prefill, decode = self.width("prefill"), self.width("decode")
+        return [prefill] * self.prefill + [decode] * self.decode
 
     @property
     def total(self) -> int:
         """Replicas of both pools."""
         return self.prefill + self.decode
+
+
+class QuantisationConfig(BaseModel):
+    """What is kept in fewer bits; what that costs and loses: ``docs/quantisation.md``."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    weights: Literal["none", "int8", "int4"] = "none"
+    kv: Literal["none", "int8", "fp8"] = "none"
 
 
 class AdaptersConfig(BaseModel):
@@ -104,11 +140,13 @@ class FleetConfig(BaseModel):
     numerics: Literal["exact", "fast"] = "exact"
     dtype: Literal["bf16", "fp32"] = "bf16"
     speculation: SpeculationConfig = SpeculationConfig()
+    quantisation: QuantisationConfig = QuantisationConfig()
 
     adapters: AdaptersConfig = AdaptersConfig()
 
     pools: PoolsConfig = PoolsConfig()
-    kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] = 1024  # of 16 tokens
+    # of 16 tokens; `auto`: from the memory that is free when a worker starts
+    kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] | Literal["auto"] = "auto"
     threads_per_rank: Annotated[int, Field(ge=1, le=512)] = 1
     cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0
     max_batch_requests: Annotated[int, Field(ge=1, le=4096)] = 32
@@ -196,12 +234,12 @@ class FleetConfig(BaseModel):
     @property
     def cpus_total(self) -> float:
         """What the placement groups of all replicas ask of Ray."""
-        return self.cpus_per_rank * self.pools.total
+        return self.cpus_per_rank * sum(self.pools.ranks)
 
     @property
     def threads_total(self) -> int:
-        """Compute threads of all workers together."""
-        return self.threads_per_rank * self.pools.total
+        """Compute threads of all ranks together."""
+        return self.threads_per_rank * sum(self.pools.ranks)
 
 
 class _Origin(NamedTuple):
@@ -332,10 +370,13 @@ def _problem(item: Any) -> str:
 def _suggestion(where: tuple[str | int, ...]) -> str:
     inner: dict[str | int, type[BaseModel]] = {
         "pools": PoolsConfig,
+        "tensor_parallel": TensorParallelConfig,
         "adapters": AdaptersConfig,
         "speculation": SpeculationConfig,
+        "quantisation": QuantisationConfig,
     }
-    keys = inner.get(where[0] if len(where) > 1 else "", FleetConfig).model_fields
+    parent = where[-2] if len(where) > 1 else ""
+    keys = inner.get(parent, FleetConfig).model_fields
     near = difflib.get_close_matches(str(where[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"

@@ -62,8 +62,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0  # 0 = what the model says
     numerics: str = "exact"
     dtype: str = "bf16"
-    kv_blocks: int = 1024
-    threads: int = 1
+    weight_quantisation: str = "none"  # or "int8", "int4"
+    kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
+    kv_blocks: int = 1024  # 0 = sized from the memory that is free
+    workers_on_host: int = 1  # that share it
+    threads: int = 1  # of each rank
+    tensor_parallel: int = 1  # ranks
     max_batch_requests: int = 32
     max_step_tokens: int = 512
     max_adapters: int = 8  # LoRA adapters in memory at once
@@ -142,8 +146,12 @@ class Worker:
             model=settings.model,
             dtype=settings.dtype,
             numerics=settings.numerics,
+            weight_quantisation=settings.weight_quantisation,
+            kv_dtype=settings.kv_dtype,
             kv_blocks=settings.kv_blocks,
+            workers_on_host=settings.workers_on_host,
             threads=settings.threads,
+            tensor_parallel=settings.tensor_parallel,
             max_context_tokens=settings.max_context_tokens,
             max_batch_requests=settings.max_batch_requests,
             max_step_tokens=settings.max_step_tokens,
@@ -217,6 +225,7 @@ class Worker:
             address=address,
             metrics_address=self._metrics_server.address,
             threads=ready.threads,
+            ranks=ready.ranks,
         )
 
     # ---------------------------------------------------------------- life

@@ -84,7 +84,7 @@ class AdapterStore(Protocol):
             AdapterLoadError: It cannot be loaded, or is not the one that ``digest`` names.
         """
 
-    def add(self, digest: str, prepared: Any) -> None:
+    def add(self, ref: AdapterRef, prepared: Any) -> None:
         """Hold what ``prepare`` returned; between steps only."""
 
     def remove(self, digest: str) -> None:

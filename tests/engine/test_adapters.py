@@ -59,7 +59,8 @@ def merged(base: dict[str, torch.Tensor], artifact: AdapterArtifact) -> dict[str
 
 def load_into(runner: TorchRunner, path: Path, artifact: ModelArtifact) -> str:
     digest = read_adapter(path, artifact.config, 64).digest.hex()
-    runner.adapters.add(digest, runner.adapters.prepare(AdapterRef(path.name, digest, str(path))))
+    ref = AdapterRef(path.name, digest, str(path))
+    runner.adapters.add(ref, runner.adapters.prepare(ref))
     return digest
 
 

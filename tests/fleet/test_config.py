@@ -41,10 +41,26 @@ def test_there_are_fewer_than_25_keys() -> None:
         ("port: 70000", "fleet.yaml:1: port = 70000: must be at most 65535"),
         ("\nport: '8000'", "fleet.yaml:2: port = '8000': must be a valid integer"),
         ("pools:\n  decode: -1", "fleet.yaml:2: pools.decode = -1: must be at least 0"),
+        (
+            "pools: {tensor_parallel: 0}",
+            "pools.tensor_parallel = 0: must be at least 1",
+        ),
+        (
+            "pools:\n  tensor_parallel:\n    decod: 2",
+            "fleet.yaml:3: pools.tensor_parallel.decod: unknown key; did you mean `decode`?",
+        ),
         ("numerics: quick", "fleet.yaml:1: numerics = 'quick': must be 'exact' or 'fast'"),
         ("threads_per_rank: 1.5", "fleet.yaml:1: threads_per_rank = 1.5: must be a valid integer"),
         ("served_model_name: [a, 3]", "fleet.yaml:1: served_model_name[1] = 3:"),
         ("served_model_name: [a, a]", "holds the same name twice"),
+        (
+            "quantisation:\n  weights: int3",
+            "fleet.yaml:2: quantisation.weights = 'int3': must be 'none', 'int8' or 'int4'",
+        ),
+        (
+            "quantisation: {vk: int8}",
+            "fleet.yaml:1: quantisation.vk: unknown key (known keys: weights, kv)",
+        ),
         ("redis: localhost", "must be `embedded` or a URL"),
         ("pools: {prefill: 0, decode: 0}", "needs at least one worker"),
         (
@@ -95,6 +111,23 @@ def test_speculation_is_a_word_or_a_mapping(
     config = load_config(tmp_path / "f.yaml")
     assert tuple(config.speculation.settings().values()) == settings
     assert FleetConfig.model_validate_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "widths", "threads"),
+    [
+        ("pools: {prefill: 2}", [1, 1, 1], 6),
+        ("pools: {prefill: 2, tensor_parallel: 3}", [3, 3, 3], 18),
+        ("pools: {decode: 2, tensor_parallel: {prefill: 4}}", [4, 1, 1], 12),
+    ],
+)
+def test_ranks_count_as_threads_and_cpus(
+    tmp_path: Path, text: str, widths: list[int], threads: int
+) -> None:
+    (tmp_path / "f.yaml").write_text(f"{text}\nthreads_per_rank: 2\ncpus_per_rank: 0.5")
+    config = load_config(tmp_path / "f.yaml")
+    assert config.pools.ranks == widths
+    assert (config.threads_total, config.cpus_total) == (threads, threads / 4)
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
