@@ -75,8 +75,12 @@ class StepDeltas:
         """Add to ``y_TN`` what the adapters make of ``x_TE``."""
         for rows, adapter in self._groups:
             delta = adapter.get((layer, name))
-            if delta is not None:
-                y_TN[rows] += delta(x_TE[rows])
+            if delta is None:
+                continue
+            if isinstance(rows, slice):
+                y_TN[rows].add_(delta(x_TE[rows]))
+            else:
+                y_TN.index_add_(0, rows, delta(x_TE.index_select(0, rows)))
 
 
 def _rows(numbers: Sequence[int]) -> slice | torch.Tensor:

@@ -28,6 +28,7 @@ from engine.core.names import name_seed
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import Speculation
 from engine.loading import load_model
 from engine.numerics import DTYPES, Numerics
 from engine.runner import (
@@ -76,6 +77,7 @@ class LLM:
         threads: Threads of torch, for the whole process; ``None`` leaves them alone.
         max_batch_requests: Sequences that run together.
         max_step_tokens: Tokens computed in one step.
+        speculation: Guesses the next tokens of answers.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -92,6 +94,7 @@ class LLM:
         threads: int | None = None,
         max_batch_requests: int = 32,
         max_step_tokens: int = 512,
+        speculation: Speculation | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -110,7 +113,8 @@ class LLM:
         self.runner = TorchRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
         identity = numerics_id(model, layout, dtype, numerics)
         self._identity = (self.artifact.weights_digest, dtype, identity)
-        self.core = EngineCore(self.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
+        limits = SchedulerConfig(max_batch_requests, max_step_tokens)
+        self.core = EngineCore(self.runner, limits, speculation=speculation)
         self._tickets = itertools.count()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Output:

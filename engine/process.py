@@ -29,6 +29,7 @@ from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import NgramProposer, Speculation
 from engine.grammars import CompileDesk
 
 EMULATED = "emulated"
@@ -81,8 +82,12 @@ class EngineProcess:
         began_ns = time.monotonic_ns()
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        check = self._settings.check_every_step
-        self._core = EngineCore(runner, limits, check_every_step=check)
+        self._core = EngineCore(
+            runner,
+            limits,
+            speculation=self._speculation(),
+            check_every_step=self._settings.check_every_step,
+        )
         self._adapters.open(runner.adapters)
         ready = ipc.Ready(
             os.getpid(),
@@ -98,9 +103,10 @@ class EngineProcess:
         while not self._stopping:
             had_commands = self._receive()
             self._submit_prepared()
-            plan = self._core.plan(time.monotonic_ns())
+            began_ns = time.monotonic_ns()
+            plan = self._core.plan(began_ns)
             if plan.rows:
-                self._step(plan)
+                self._step(plan, began_ns)
             elif had_commands or self._core.scheduler.events:
                 self._send(self._core.take_events())
             else:
@@ -120,6 +126,16 @@ class EngineProcess:
         if runner.grammars is not None:
             self._desk = CompileDesk(runner.grammars)
         return runner, info
+
+    def _speculation(self) -> Speculation | None:
+        settings = self._settings.speculation
+        if settings.mode == "off":
+            return None
+        if settings.mode == "ngram":
+            return Speculation(NgramProposer(), settings.tokens)
+        from engine.draft import open_draft
+
+        return open_draft(self._settings, lambda what: self._send([ipc.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner
@@ -241,7 +257,7 @@ class EngineProcess:
     def _end(self, request_id: str, error: BatonError) -> None:
         self._send([ev.Ended(request_id, error.code, error.message)])
 
-    def _step(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan, began_ns: int) -> None:
         admissions = self._core.take_admissions()
         if admissions:  # before the first Published of this step
             self._send(admissions)
@@ -253,7 +269,6 @@ class EngineProcess:
             if any(found):
                 self._send([published for published in found if published])
 
-        began_ns = time.monotonic_ns()
         try:
             results = self._core.runner.execute(plan, publish if publications else None)
         except NumericsError as error:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine import sampling, scoring, selftest
+from engine import sampling, scoring, selftest, verifying
 from engine.adapters import AdapterSet, StepDeltas
 from engine.attention import Layout, PagedAttention, Span
 from engine.core.errors import BatonError, GrammarError, NumericsError
@@ -85,6 +85,7 @@ class TorchRunner:
     ) -> None:
         self.grammars = grammars
         self._refused: dict[int, GrammarError] = {}
+        self._mask_ns = 0
         self._model = model
         self.adapters = adapters or AdapterSet(model.config, model.dtype)
         self._geometry = geometry
@@ -114,7 +115,7 @@ class TorchRunner:
     @property
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
-        return self.grammars.mask_ns if self.grammars is not None else 0
+        return self._mask_ns
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -128,34 +129,33 @@ class TorchRunner:
         """See ``engine.core.plan.ModelRunner``."""
         for source, target in plan.copies:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
-        self._refused = {}
+        self._refused, self._mask_ns = {}, 0
         if not plan.rows:
             return []
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, on_layers_done)
-        sampled = [index for index, row in enumerate(plan.rows) if row.samples]
-        results: list[list[SampledToken]] = [[] for _ in plan.rows]
+        wanted = [
+            (index, batch.last_rows[index] - back)
+            for index, row in enumerate(plan.rows)
+            for back, _ in row.draws()
+        ]
         broken = self._broken_rows(plan, batch, hidden_TE)
         self._rewritten = tuple(sorted(broken))
         if broken:
             broken = self._retry_isolated(plan, batch, hidden_TE, broken)
-        if sampled:
-            logits = self._model.logits(hidden_TE[[batch.last_rows[i] for i in sampled]])
-            pairs = zip(sampled, logits.finite(), strict=True)
-            broken |= {index for index, ok in pairs if not ok}
+        if wanted:
+            logits = self._model.logits(hidden_TE[[flat for _, flat in wanted]])
+            pairs = zip(wanted, logits.finite(), strict=True)
+            broken |= {index for (index, _), ok in pairs if not ok}
         reaped, unscored = self._reap(plan, batch, hidden_TE, broken)
         broken |= unscored
         if broken:
             self._fail(plan, broken)
         for harvest, scores, rows_TE in reaped:
             harvest.take(scores, rows_TE)
-        if sampled:
-            specs = [plan.rows[index].samples for index in sampled]
-            masks = self._masks(specs, sampled)
-            drawn = sampling.sample(logits, specs, self._eos_token_ids, masks)
-            for index, tokens in zip(sampled, drawn, strict=True):
-                results[index] = tokens
-        return results
+        if not wanted:
+            return [[] for _ in plan.rows]
+        return verifying.draw(logits, plan.rows, self._eos_token_ids, self._masks)
 
     def _masks(
         self, specs: Sequence[Sequence[SampleSpec]], rows: Sequence[int]
@@ -164,7 +164,8 @@ class TorchRunner:
         if self.grammars is None:
             return None
         masks, refused = self.grammars.masks(specs)
-        self._refused = {rows[index]: error for index, error in refused.items()}
+        self._mask_ns += self.grammars.mask_ns
+        self._refused |= {rows[index]: error for index, error in refused.items()}
         return masks
 
     @torch.inference_mode()

@@ -60,6 +60,37 @@ class AdaptersConfig(BaseModel):
     max_rank: Annotated[int, Field(ge=1, le=512)] = 64
 
 
+class SpeculationConfig(BaseModel):
+    """Guessing tokens ahead: `off`, `ngram`, or a mapping with `ngram: true` or `draft: MODEL`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    ngram: bool = False
+    draft: Annotated[str, StringConstraints(min_length=1)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=16)] = 4  # most guesses per step and sequence
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_word_is_a_mapping(cls, value: object) -> object:
+        words: dict[object, dict[str, object]] = {"ngram": {"ngram": True}, "off": {}, False: {}}
+        if isinstance(value, str | bool):  # YAML reads a bare `off` as false
+            if value not in words:
+                raise ValueError("must be `ngram`, `off`, or a mapping with `ngram` or `draft`")
+            return words[value]
+        return value
+
+    @model_validator(mode="after")
+    def _one_source_of_guesses(self) -> "SpeculationConfig":
+        if self.ngram and self.draft:
+            raise ValueError("`ngram` and `draft` exclude each other")
+        return self
+
+    def settings(self) -> dict[str, object]:
+        """The fields of ``engine.core.speculation.SpeculationSettings``."""
+        mode = "draft" if self.draft else "ngram" if self.ngram else "off"
+        return {"mode": mode, "draft": self.draft or "", "tokens": self.tokens}
+
+
 class FleetConfig(BaseModel):
     """Everything that an operator chooses. Commented examples: ``deploy/*.yaml``."""
 
@@ -72,6 +103,7 @@ class FleetConfig(BaseModel):
     max_context_tokens: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
     numerics: Literal["exact", "fast"] = "exact"
     dtype: Literal["bf16", "fp32"] = "bf16"
+    speculation: SpeculationConfig = SpeculationConfig()
 
     adapters: AdaptersConfig = AdaptersConfig()
 
@@ -298,8 +330,12 @@ def _problem(item: Any) -> str:
 
 
 def _suggestion(where: tuple[str | int, ...]) -> str:
-    parts = {"pools": PoolsConfig.model_fields, "adapters": AdaptersConfig.model_fields}
-    keys = parts.get(str(where[0]), FleetConfig.model_fields)
+    inner: dict[str | int, type[BaseModel]] = {
+        "pools": PoolsConfig,
+        "adapters": AdaptersConfig,
+        "speculation": SpeculationConfig,
+    }
+    keys = inner.get(where[0] if len(where) > 1 else "", FleetConfig).model_fields
     near = difflib.get_close_matches(str(where[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"

@@ -100,6 +100,7 @@ def worker_settings(
         "max_step_tokens": config.max_step_tokens,
         "max_adapters": config.adapters.max_loaded,
         "max_adapter_rank": config.adapters.max_rank,
+        "speculation": config.speculation.settings(),
         "log_dir": log_dir,
     }
 
