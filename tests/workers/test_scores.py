@@ -56,7 +56,7 @@ async def test_scores_and_vectors_are_the_same_with_a_hand_off_and_without(pair)
 
 async def test_a_long_prompts_scores_fit_into_messages_and_survive_a_lost_stream(pair):
     prefill, router = pair
-    prompt = [(7 * i + 3) % 256 for i in range(12_000)]
+    prompt = [(7 * i + 3) % 256 for i in range(8_000)]
     await router.submit("a", prompt, prefill, sampling={"prompt_logprobs": 21, "max_tokens": 60})
     await router.until(lambda: router.scores["a"].complete is not None)
     wanted = whole(router, "a")
