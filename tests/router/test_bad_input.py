@@ -61,7 +61,7 @@ BAD_CHAT = [
     ({"nonsense": 1}, "nonsense"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"store": True}, "store"),
     ({"metadata": {"a": 1}}, "metadata"),
     ({"service_tier": "flex"}, "service_tier"),
