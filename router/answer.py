@@ -196,7 +196,7 @@ class Answer(Response):
         for prompt, flight in enumerate(self._flights):
             for delta in flight.record.take():
                 flight.record.sent = True  # not before: a prompt that still waits may be moved
-                if delta.text and flight.id not in shown:
+                if (delta.text or delta.calls) and flight.id not in shown:
                     shown.add(flight.id)
                     self._context.observer.first_byte(flight, monotonic_ns())
                 pieces.append(_event(self._layout.chunk(prompt, delta)))

@@ -35,6 +35,7 @@ from router.schema import (
 from router.settings import RouterSettings
 from router.spans import ended_on_error, gateway_span, traceparent_of
 from router.structured import wanted_grammar
+from router.tools import messages_of
 
 
 class Router:
@@ -284,7 +285,7 @@ class Router:
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if body.messages is not None:
             return self.model.encode_chat(
-                [{"role": item.role, "content": item.text()} for item in body.messages],
+                messages_of(body.messages),
                 add_generation_prompt=body.add_generation_prompt,
             )
         return self.model.tokenizer.encode(

@@ -59,7 +59,7 @@ BAD_CHAT = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"user": 5}, "user"),
     ({"nonsense": 1}, "nonsense"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"store": True}, "store"),
