@@ -33,6 +33,7 @@ from engine.grammars import CompileDesk
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
 _IDLE_S = 1.0
+_Compiling = tuple[ipc.Submit, list[ipc.Command]]  # a request, and what came for it meanwhile
 _COMPILING_S = 0.002  # while a grammar is being compiled and there is nothing else to do
 
 
@@ -70,7 +71,7 @@ class EngineProcess:
         self._pool_fd = pool_fd
         self._reader = ipc.command_reader()
         self._stopping = False
-        self._desk: CompileDesk[ipc.Submit] | None = None
+        self._desk: CompileDesk[_Compiling] | None = None
 
     def run(self) -> None:
         """Load, report ``Ready``, then step until told to stop."""
@@ -145,6 +146,8 @@ class EngineProcess:
         return got
 
     def _handle(self, command: ipc.Command) -> None:
+        if self._desk and self._waits(self._desk, command):
+            return
         scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
         match command:
             case ipc.Submit() if command.params.grammar:
@@ -161,9 +164,6 @@ class EngineProcess:
                 scheduler.drained(command.request_id, command.generation)
             case ipc.Release():
                 scheduler.release(command.request_id)
-            case ipc.Cancel() if self._desk and self._desk.drop(command.request_id):
-                cancelled = CancelledError_(command.reason or "cancelled")
-                self._end(command.request_id, cancelled)
             case ipc.Cancel():
                 scheduler.cancel(command.request_id, command.choices, command.reason)
             case ipc.Stop():
@@ -194,14 +194,30 @@ class EngineProcess:
         if self._desk is None:
             self._end(command.request_id, GrammarError("this engine takes no grammars"))
         else:
-            self._desk.add(command.request_id, command, command.params.grammar)
+            self._desk.add(command.request_id, (command, []), command.params.grammar)
+
+    def _waits(self, desk: CompileDesk[_Compiling], command: ipc.Command) -> bool:
+        """Commands for a request whose grammar is being compiled wait too, all but its end."""
+        if isinstance(command, ipc.Stop):
+            return False
+        waiting = desk.find(command.request_id)
+        if waiting is None:
+            return False
+        if isinstance(command, ipc.Cancel) and not command.choices:
+            desk.drop(command.request_id)
+            self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
+        else:
+            waiting[1].append(command)
+        return True
 
     def _submit_compiled(self) -> None:
-        for command, error in self._desk.take() if self._desk else ():
-            if error is None:
-                self._submit(command, time.monotonic_ns())
-            else:
-                self._end(command.request_id, error)
+        for (submit, others), error in self._desk.take() if self._desk else ():
+            if error is not None:
+                self._end(submit.request_id, error)
+                continue
+            self._submit(submit, time.monotonic_ns())
+            for command in others:
+                self._handle(command)
 
     def _end(self, request_id: str, error: BatonError) -> None:
         self._send([ev.Ended(request_id, error.code, error.message)])
