@@ -46,6 +46,13 @@ def client(request, shared):
         yield made
 
 
+@pytest.fixture(scope="module")
+def anywhere(shared):
+    """For what the mode has no part in."""
+    with OpenAI(base_url=f"{shared.url}/v1", api_key="none") as made:
+        yield made
+
+
 def ask(client, schema, **fields):
     wanted = {"name": "answer", "schema": schema, "strict": True}
     return client.chat.completions.create(
@@ -84,12 +91,12 @@ def test_the_mode_does_not_show(shared):
     ]
 
 
-def test_the_official_client_parses_into_a_class(client):
+def test_the_official_client_parses_into_a_class(anywhere):
     class City(BaseModel):
         city: str = Field(max_length=12)
         capital: bool
 
-    answer = client.chat.completions.parse(
+    answer = anywhere.chat.completions.parse(
         model=NAME, messages=MESSAGES, response_format=City, temperature=0, max_tokens=60
     )
     assert isinstance(answer.choices[0].message.parsed, City)
@@ -106,33 +113,33 @@ def test_the_official_client_parses_into_a_class(client):
         ({"structured_outputs": {"regex": "(ab){2}"}}, r"abab"),
     ],
 )
-def test_vllms_names_on_completions(client, extra, pattern):
+def test_vllms_names_on_completions(anywhere, extra, pattern):
     fields = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 30}
-    answer = client.completions.create(**fields, temperature=1.2, seed=8, extra_body=extra)
+    answer = anywhere.completions.create(**fields, temperature=1.2, seed=8, extra_body=extra)
     assert re.fullmatch(pattern, answer.choices[0].text)
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_cut_answer_says_so(client):
+def test_a_cut_answer_says_so(anywhere):
     answer = ask(
-        client, {"type": "array", "minItems": 50, "items": {"type": "integer"}}, n=1, max_tokens=9
+        anywhere, {"type": "array", "minItems": 50, "items": {"type": "integer"}}, n=1, max_tokens=9
     )
     assert answer.choices[0].finish_reason == "length"
     with pytest.raises(json.JSONDecodeError):
         json.loads(answer.choices[0].message.content)
 
 
-def test_beside_other_parameters(client):
+def test_beside_other_parameters(anywhere):
     digits = {"extra_body": {"guided_regex": "[0-9]+", "ignore_eos": True}}
-    answer = client.completions.create(model=NAME, prompt="1, 2, 3,", max_tokens=6, **digits)
+    answer = anywhere.completions.create(model=NAME, prompt="1, 2, 3,", max_tokens=6, **digits)
     assert answer.usage.completion_tokens == 6
     yes = {"guided_regex": "yes", "min_tokens": 20, "ignore_eos": True}
-    answer = client.completions.create(
+    answer = anywhere.completions.create(
         model=NAME, prompt="Is it?", extra_body=yes, logprobs=1, max_tokens=30
     )
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("yes", "stop")
     assert all(value < 0 for value in answer.choices[0].logprobs.token_logprobs)
-    stopped = complete(client, stop=["4"], guided_regex="[0-3]45")
+    stopped = complete(anywhere, stop=["4"], guided_regex="[0-3]45")
     assert "4" not in stopped.choices[0].text
     assert stopped.choices[0].finish_reason == "stop"
 

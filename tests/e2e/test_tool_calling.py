@@ -37,6 +37,13 @@ def client(request, shared):
         yield made
 
 
+@pytest.fixture(scope="module")
+def anywhere(shared):
+    """For what the mode has no part in."""
+    with OpenAI(base_url=f"{shared.url}/v1", api_key="none") as made:
+        yield made
+
+
 def ask(client, messages=QUESTION, **fields):
     fields = {"temperature": 0, "max_tokens": 60, "tools": TOOLS, **fields}
     return client.chat.completions.create(model=NAME, messages=messages, **fields)
@@ -60,16 +67,16 @@ def test_a_round_trip(client):
     assert not answer.message.tool_calls
 
 
-def test_the_question_decides_which_tool(client):
+def test_the_question_decides_which_tool(anywhere):
     messages = [{"role": "user", "content": "What is 3 plus 4?"}]
-    [call] = ask(client, messages, **ONE).choices[0].message.tool_calls
+    [call] = ask(anywhere, messages, **ONE).choices[0].message.tool_calls
     assert call.function.name == "add"
     assert json.loads(call.function.arguments) == {"a": 3, "b": 4}
 
 
-def test_a_named_tool_is_called_whatever_was_asked(client):
+def test_a_named_tool_is_called_whatever_was_asked(anywhere):
     named = {"type": "function", "function": {"name": "add"}}
-    answer = ask(client, tool_choice=named, temperature=1.2, seed=3)
+    answer = ask(anywhere, tool_choice=named, temperature=1.2, seed=3)
     [call] = answer.choices[0].message.tool_calls
     assert call.function.name == "add"
     assert set(json.loads(call.function.arguments)) == {"a", "b"}
@@ -90,22 +97,22 @@ def test_streamed_arguments_and_whole_answers_are_the_same(client):
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
 
 
-def test_several_calls_and_a_cut_one(client):
+def test_several_calls_and_a_cut_one(anywhere):
     messages = [{"role": "user", "content": "What is the weather in Paris and in Rome?"}]
-    [choice] = ask(client, messages, tool_choice="required", max_tokens=50).choices
+    [choice] = ask(anywhere, messages, tool_choice="required", max_tokens=50).choices
     first, second = choice.message.tool_calls[:2]
     assert first.id != second.id
     assert json.loads(first.function.arguments)["city"]
     assert choice.finish_reason == "length", "the last call is not complete"
 
 
-def test_text_where_text_is_right_and_none_means_none(client):
+def test_text_where_text_is_right_and_none_means_none(anywhere):
     hello = [{"role": "user", "content": "Say hello."}]
-    [choice] = ask(client, hello, tool_choice="auto").choices
+    [choice] = ask(anywhere, hello, tool_choice="auto").choices
     assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
     assert "ello" in choice.message.content
-    without = ask(client, hello, tools=[])
-    assert ask(client, hello, tool_choice="none").choices == without.choices
+    without = ask(anywhere, hello, tools=[])
+    assert ask(anywhere, hello, tool_choice="none").choices == without.choices
 
 
 async def test_the_async_client_in_both_modes_gives_the_same(shared):
@@ -125,8 +132,8 @@ async def test_the_async_client_in_both_modes_gives_the_same(shared):
     shared.assert_baseline()
 
 
-def test_a_bad_tool_is_named(client):
+def test_a_bad_tool_is_named(anywhere):
     broken = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "x"}}}}
     with pytest.raises(BadRequestError, match="Invalid type: x") as caught:
-        ask(client, tools=[{"type": "function", "function": broken}])
+        ask(anywhere, tools=[{"type": "function", "function": broken}])
     assert caught.value.param == "tools"

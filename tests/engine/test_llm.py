@@ -88,11 +88,8 @@ def test_a_grammar_holds_through_preemption_and_forks(llm: LLM) -> None:
     before = llm.core.scheduler.preemptions
     crowded = llm.generate(prompts, **fields)  # 4 x 310 + 8 x 40 tokens into 96 x 16
     assert llm.core.scheduler.preemptions > before
-    for index in (0, 3):
-        alone = llm.generate([prompts[index]], **fields)
-        assert [o.token_ids for o in alone] == [
-            o.token_ids for o in crowded[2 * index : 2 * index + 2]
-        ]
+    alone = llm.generate([prompts[3]], **fields)  # the last ticket is preempted first
+    assert [o.token_ids for o in alone] == [o.token_ids for o in crowded[6:]]
     assert all(output.text.startswith("[") for output in crowded)
 
 
