@@ -25,11 +25,11 @@ def wanted_grammar(body: GenerationBody) -> Wanted | None:
     """
     found = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
     if isinstance(body, ChatBody) and (tools := offered(body)):
-        found.insert(0, Wanted("tools", "grammar", calls_grammar_of(body, tools)))
+        found.append(Wanted("tools", "grammar", calls_grammar_of(body, tools)))
     if len(found) > 1:
         names = " and ".join(sorted({wanted.param for wanted in found}))
         raise InvalidRequestError(
-            f"{names}: an answer has one structure; give one of them", param=found[-1].param
+            f"{names}: an answer has one structure; give one of them", param=found[0].param
         )
     return found[0] if found else None
 
