@@ -126,7 +126,7 @@ class Router:
         span = gateway_span(self.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body)
+            grammar = await self._grammar(body, size)
             prepared = await off_loop(
                 size, lambda: self.preparer.chat(body, caller, now_ns, grammar)
             )
@@ -146,7 +146,7 @@ class Router:
         span = gateway_span(self.tracing, "text_completion", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body)
+            grammar = await self._grammar(body, size)
             requests = await off_loop(
                 size, lambda: self.preparer.completions(body, caller, now_ns, grammar)
             )
@@ -165,9 +165,9 @@ class Router:
             include_usage=body.include_usage,
         )
 
-    async def _grammar(self, body: GenerationBody) -> str:
+    async def _grammar(self, body: GenerationBody, size: int) -> str:
         """What the answer must follow, tried and found good; empty = free."""
-        wanted = wanted_grammar(body)
+        wanted = await off_loop(size, lambda: wanted_grammar(body))
         return await self.grammars.check(*wanted) if wanted is not None else ""
 
     def _echoes(self, body: CompletionBody) -> list[str]:
