@@ -16,6 +16,7 @@ from batonpb import prefill_pb2 as pb
 from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
 from engine import ipc
 from engine.core import events as ev
+from engine.core.harvest import ScoresIntake
 from engine.core.params import SampledToken
 from engine.hub import EngineHub
 from fleet.telemetry import Metrics
@@ -59,6 +60,7 @@ class HandoffIntake:
         self.submission = submission
         self.target: decode_pb2.PrefillTarget = submission.prefill
         self.first: tuple[SampledToken, ...] | None = None
+        self.harvest: ev.Harvested | None = None  # with the first tokens, if anything is wanted
         self.ended_choices: set[int] = set()
         self.committed = False
         self.taken_over = False
@@ -77,7 +79,9 @@ class HandoffIntake:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulling_since_ns = 0
         self._when_drained: Callable[[], None] | None = None
-        self._one_token = submission.sampling.max_tokens == 1
+        # Then prefill's own word is the whole answer, and no KV is needed here.
+        self._one_token = submission.sampling.max_tokens == 1 or bool(submission.pooling)
+        self._scores = ScoresIntake(len(submission.prompt_tokens) // 4 - 1)
 
     # ---------------------------------------------------------------- events from outside
 
@@ -258,7 +262,9 @@ class HandoffIntake:
             decode_worker_id=self._identity.worker_id,
             generation=opened.generation,
             probe=request.probe,
+            adapter=request.adapter if request.HasField("adapter") else None,
             router_id=request.router_id,
+            pooling=request.pooling,
         )
 
     def _on_event(self, event: pb.PrefillEvent) -> None:
@@ -298,7 +304,15 @@ class HandoffIntake:
 
     def _first(self, message: pb.FirstTokens) -> None:
         """First tokens are facts once sent: those of a second prefill worker change nothing."""
+        if message.HasField("prompt_logprobs"):
+            part = message.prompt_logprobs
+            self._scores.put(part.begin, wire.scores_from_wire(part))
+        if not (message.choices or message.embedding):
+            return  # slices of the scores; the first tokens are still to come
         if self.first is None:
+            scores = self._scores.complete
+            if message.embedding or scores is not None:
+                self.harvest = ev.Harvested(self._engine_id, scores, message.embedding)
             self.first = tuple(
                 wire.logprob_from_wire(c.token_id, c.logprob if c.has_logprob else None)
                 for c in message.choices

@@ -68,6 +68,7 @@ class DecodeRequest:
         choices = range(self._params.n)
         self._tokens: list[list[SampledToken]] = [[] for _ in choices]
         self._finish: list[tuple[str, int | None]] = [("", None) for _ in choices]
+        self._harvest: ev.Harvested | None = None
         self._route: pb.RequestRoute | None = None
         self._end: pb.RequestEnd | None = None
         self._error: BatonError | None = None
@@ -110,6 +111,8 @@ class DecodeRequest:
                 request.ticket,
                 0,
                 not request.probe,
+                wire.adapter_from_wire(request.adapter),
+                request.pooling,
             ),
             self._on_report,
         )
@@ -168,6 +171,8 @@ class DecodeRequest:
         self.resumed = True
         if self._route is not None:
             self.session.route(self._route)
+        if self._harvest is not None and not any(next_index):
+            self.session.harvest(self.submission, self._harvest)
         for choice, tokens in enumerate(self._tokens):
             begin = next_index[choice] if choice < len(next_index) else 0
             reason, stop = self._finish[choice]
@@ -190,12 +195,14 @@ class DecodeRequest:
         self._say_route("disaggregated", prefill_worker_id, message.cached_tokens)
         if self._intake is None or self._intake.first is None:
             return
+        if self._intake.harvest is not None:
+            self._on_harvest(self._intake.harvest)
         for choice, token in enumerate(self._intake.first):
             reason, stop = finish_reason(self._params, self._parts.eos_token_ids, token.token, 1)
             self._emit(choice, 0, () if stop is not None else (token,), reason, stop)
             if reason:
                 self._intake.ended_choices.add(choice)
-        if len(self._intake.ended_choices) == self._params.n:
+        if self.submission.pooling or len(self._intake.ended_choices) == self._params.n:
             self._finish_early()
 
     def _on_commit(self, payload_bytes: int) -> None:
@@ -224,6 +231,9 @@ class DecodeRequest:
                 if self._intake is None or not self._times.queue_ns:
                     self._times.queue_ns = report.queue_ns
                     self._times.cached_tokens = report.cached_tokens
+            case ev.Harvested():
+                self._say_route("colocated", "", self._times.cached_tokens)
+                self._on_harvest(report)
             case ev.Tokens():
                 if self._route is None:
                     self._say_route("colocated", "", self._times.cached_tokens)
@@ -251,6 +261,14 @@ class DecodeRequest:
             cached_tokens=cached_tokens,
         )
         self.session.route(self._route)
+
+    def _on_harvest(self, harvest: ev.Harvested) -> None:
+        """Scores of the prompt, ahead of the first token; or a vector, which is the answer."""
+        self._harvest = harvest
+        if harvest.vector:
+            self._first_ns = time.monotonic_ns()
+            self._finish = [("stop", None)]
+        self.session.harvest(self.submission, harvest)
 
     def _emit(
         self,

@@ -2,16 +2,20 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from batonpb import common_pb2
 from batonpb import decode_pb2 as pb
 
+from engine.core import events as ev
 from engine.core.errors import BatonError
 from engine.core.params import SampledToken
 from kvtransfer import wire
 
 MAX_PENDING_BYTES = 8 << 20
+MAX_FRAME_BYTES = 1 << 20  # where scores or vectors are in it
 
 
 def error_to_wire(error: BatonError) -> common_pb2.Error:
@@ -30,6 +34,7 @@ class RouterSession:
         self.router_id = router_id
         self.renewed_ns = self.connected_ns = time.monotonic_ns()
         self._frame = pb.WorkerFrame()
+        self._full: deque[pb.WorkerFrame] = deque()  # ahead of it; scores fill many
         self._dirty = asyncio.Event()
         self._stream = 0
         self._pending_bytes = 0
@@ -41,6 +46,7 @@ class RouterSession:
         """
         self.renewed_ns = self.connected_ns = time.monotonic_ns()
         self._frame = pb.WorkerFrame()
+        self._full.clear()
         self._stream += 1
         return self._stream
 
@@ -56,7 +62,11 @@ class RouterSession:
                 self._dirty.set()  # that was meant for the newer stream
                 return
             self._dirty.clear()
-            frame, self._frame, self._pending_bytes = self._frame, pb.WorkerFrame(), 0
+            if self._full:
+                frame = self._full.popleft()
+                self._dirty.set()
+            else:
+                frame, self._frame, self._pending_bytes = self._frame, pb.WorkerFrame(), 0
             frame.step = step.value
             yield frame
             if self._pending_bytes > MAX_PENDING_BYTES:
@@ -85,6 +95,27 @@ class RouterSession:
         if stop_token is not None:
             run.has_stop_token, run.stop_token_id = True, stop_token
         self._touch(64 + 16 * len(tokens))
+
+    def harvest(self, request: pb.Submission, harvest: ev.Harvested) -> None:
+        """Add the scores of a prompt, slice by slice, or its vector."""
+        scores = harvest.scores
+        for part in wire.scores_to_wire(scores) if scores is not None else ():
+            self._add_bulk(request, part.ByteSize(), prompt_logprobs=part)
+        if harvest.vector:
+            size = len(harvest.vector)
+            self._add_bulk(request, size, embedding=harvest.vector, finish_reason="stop")
+
+    def _add_bulk(self, request: pb.Submission, size_bytes: int, **fields: Any) -> None:
+        """Add to the frame in the making, or to the next one if it would become too large.
+
+        Full frames are no sign of a router that does not read: they are bounded by the requests
+        that it has sent, which hold the same bytes for a resume.
+        """
+        if self._pending_bytes + size_bytes > MAX_FRAME_BYTES:
+            self._full.append(self._frame)
+            self._frame, self._pending_bytes = pb.WorkerFrame(), 0
+        self._frame.tokens.add(request_id=request.request_id, attempt=request.attempt, **fields)
+        self._touch(size_bytes)
 
     def route(self, route: pb.RequestRoute) -> None:
         """Say where a request runs."""

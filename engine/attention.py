@@ -12,13 +12,19 @@ cut into tiles that end at multiples of ``unit``; and no call has fewer than ``m
 (or, where the kernels ask for it, all have exactly the same number). ``choose_layout`` finds by
 probing what this machine needs, and fails loudly when nothing holds.
 
+**Sliding windows.** A layer with a window of W lets the query at ``p`` see the keys ``p - W + 1``
+to ``p``. Its keys begin at a multiple of ``unit`` too (``Layout.first_key``), so their start and
+their number are functions of the position, and what was said above holds. A step is planned once
+for each distinct window; ``run`` takes the plan of its layer. Blocks before the window are not
+read, and not freed either: all layers share one block table.
+
 Masked keys are read: their weight is zero, but zero times NaN is NaN. So the pool should hold
 finite values everywhere, and the runner computes a row that meets NaN again, isolated from others.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -51,6 +57,16 @@ class Layout:
     def keys(self, position: int) -> int:
         """Number of keys given to the kernel for the query at ``position``."""
         return -(-(position + 1) // self.unit) * self.unit
+
+    def first_key(self, position: int, window: int | None) -> int:
+        """First of the keys given to the kernel for the query at ``position``.
+
+        The same for all positions of a unit, so that rows with equal ``keys`` go together.
+        """
+        if window is None:
+            return 0
+        begin = position // self.unit * self.unit
+        return max(0, begin - window + 1) // self.unit * self.unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +103,7 @@ class _Decode:
 class _Tile:
     begin: int  # in packed query rows of the chunk, times G
     end: int
-    keys: int
+    keys: slice  # of the chunk's keys
     mask: torch.Tensor  # [1, 1, (end - begin), keys]
 
 
@@ -104,6 +120,10 @@ class _Chunk:
     tiles: list[_Tile]
 
 
+Calls = Mapping[int | None, Sequence[_Decode | _Chunk]]
+"""The calls of a step, for each distinct window."""
+
+
 class PagedAttention:
     """Attention over ``pool``, a tensor of ``geometry.shape``.
 
@@ -112,15 +132,23 @@ class PagedAttention:
         geometry: Its shape.
         num_heads: Query heads.
         layout: How calls are cut.
+        windows: Keys that a query sees, its own included, for each layer; ``None`` is all of them.
+        kv_heads: The KV heads that are read here, if not all (``num_heads`` are their queries).
     """
 
     def __init__(
-        self, pool: torch.Tensor, geometry: KvGeometry, num_heads: int, layout: Layout
+        self,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        num_heads: int,
+        layout: Layout,
+        windows: Sequence[int | None] = (),
+        kv_heads: range | None = None,
     ) -> None:
         self.layout = layout
         self._heads = num_heads
-        self._kv_heads = geometry.num_kv_heads
-        self._group = num_heads // geometry.num_kv_heads
+        self._kv_heads = geometry.num_kv_heads if kv_heads is None else len(kv_heads)
+        self._group = num_heads // self._kv_heads
         self._dim = geometry.head_dim
         self._block_tokens = geometry.block_tokens
         self._num_blocks = geometry.num_blocks
@@ -133,15 +161,20 @@ class PagedAttention:
         self._blocks = list(
             pool.view(geometry.num_layers, 2, geometry.num_blocks, geometry.block_tokens * width)
         )
+        if kv_heads is not None:
+            mine = slice(kv_heads.start, kv_heads.stop)
+            self.tokens = [tokens[:, :, mine] for tokens in self.tokens]
+            self._blocks = [layer[..., mine, :] for layer in pool]
         self._dtype = pool.dtype
         self._scale = geometry.head_dim**-0.5
         self._isolated = False
+        self._windows = tuple(windows) or (None,) * geometry.num_layers
 
     # --- planning, once per step ---------------------------------------------------------------
 
     def plan(
         self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
-    ) -> list[_Decode | _Chunk]:
+    ) -> Calls:
         """Calls for one step.
 
         Args:
@@ -150,6 +183,11 @@ class PagedAttention:
             isolated: Read no block but the sequences' own, not even masked; slower, equal bits.
         """
         self._isolated = isolated
+        return {window: self._calls(decodes, chunks, window) for window in set(self._windows)}
+
+    def _calls(
+        self, decodes: Sequence[Span], chunks: Sequence[Span], window: int | None
+    ) -> list[_Decode | _Chunk]:
         calls: list[_Decode | _Chunk] = []
         begin = 0
         while begin < len(decodes):
@@ -157,31 +195,49 @@ class PagedAttention:
             end = begin + 1
             while end < len(decodes) and self.layout.keys(decodes[end].start) == keys:
                 end += 1
-            calls += self._decode_calls(decodes[begin:end], keys)
+            first_key = self.layout.first_key(decodes[begin].start, window)
+            calls += self._decode_calls(decodes[begin:end], first_key, keys, window)
             begin = end
-        calls += [self._chunk(span) for span in chunks]
+        calls += [self._chunk(span, window) for span in chunks]
         return calls
 
     def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
         """Order of decode rows that puts equal lengths, and neighbours in the pool, together."""
         return self.layout.keys(position), blocks[0]
 
-    def _decode_calls(self, spans: Sequence[Span], keys: int) -> list[_Decode | _Chunk]:
+    def _decode_calls(
+        self, spans: Sequence[Span], first_key: int, end_key: int, window: int | None
+    ) -> list[_Decode | _Chunk]:
         positions = torch.tensor([span.start for span in spans])
-        mask = torch.zeros(len(spans), 1, 1, keys, dtype=self._dtype)
-        mask.masked_fill_(torch.arange(keys) > positions.view(-1, 1, 1, 1), float("-inf"))
-        firsts = [self._view(span, keys) for span in spans]
+        mask = self._mask(positions, first_key, end_key, window)[:, None, None]
+        keys = end_key - first_key
+        firsts = [self._view(span, first_key, keys) for span in spans]
         stride = self._common_stride(firsts)
         if stride is not None:
             where = _Keys(first_token=firsts[0], stride_tokens=stride)
             return [_Decode(spans[0].row, len(spans), keys, where, mask)]
         if keys < _VIEW_TOKENS:
-            return [_Decode(spans[0].row, len(spans), keys, self._gather(spans, keys), mask)]
+            where = self._gather(spans, first_key, keys)
+            return [_Decode(spans[0].row, len(spans), keys, where, mask)]
         calls: list[_Decode | _Chunk] = []
         for index, (span, first) in enumerate(zip(spans, firsts, strict=True)):
-            where = _Keys(first_token=first) if first >= 0 else self._gather([span], keys)
+            where = (
+                _Keys(first_token=first) if first >= 0 else self._gather([span], first_key, keys)
+            )
             calls.append(_Decode(span.row, 1, keys, where, mask[index : index + 1]))
         return calls
+
+    def _mask(
+        self, positions_Q: torch.Tensor, first_key: int, end_key: int, window: int | None
+    ) -> torch.Tensor:
+        """``[Q, keys]``: 0 where a query sees a key, else minus infinity."""
+        keys = torch.arange(first_key, end_key)
+        queries = positions_Q.view(-1, 1)
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype)
+        return mask.masked_fill_(hidden, float("-inf"))
 
     @staticmethod
     def _common_stride(firsts: Sequence[int]) -> int | None:
@@ -194,55 +250,56 @@ class PagedAttention:
         steps = pairwise(firsts)
         return stride if stride > 0 and all(b - a == stride for a, b in steps) else None
 
-    def _view(self, span: Span, keys: int) -> int:
-        """First token of a contiguous run that holds the span's keys, or -1."""
-        blocks = span.blocks
-        needed = -(-(span.start + span.count) // self._block_tokens)
-        first = blocks[0]
-        fits = first + keys // self._block_tokens <= self._num_blocks and not self._isolated
-        if not fits or blocks[needed - 1] != first + needed - 1:
+    def _view(self, span: Span, first_key: int, keys: int) -> int:
+        """Pool token of ``first_key`` when a contiguous run holds the span's keys, else -1."""
+        size, blocks = self._block_tokens, span.blocks
+        skipped = first_key // size
+        needed = -(-(span.start + span.count) // size)
+        first = blocks[skipped]
+        fits = first + keys // size <= self._num_blocks and not self._isolated
+        if not fits or blocks[needed - 1] != first + needed - 1 - skipped:
             return -1
-        if any(blocks[i] != first + i for i in range(1, needed - 1)):
+        if any(blocks[i] != first + i - skipped for i in range(skipped + 1, needed - 1)):
             return -1
-        return first * self._block_tokens
+        return first * size
 
-    def _gather(self, spans: Sequence[Span], keys: int) -> _Keys:
-        count = keys // self._block_tokens
+    def _gather(self, spans: Sequence[Span], first_key: int, keys: int) -> _Keys:
+        skipped, count = first_key // self._block_tokens, keys // self._block_tokens
         index = []
         for span in spans:
             needed = -(-(span.start + span.count) // self._block_tokens)
+            own = span.blocks[skipped:needed]
             # blocks beyond the sequence are masked: any block does, as all hold finite values
-            index += [*span.blocks[:needed], *([span.blocks[0]] * (count - needed))]
+            index += [*own, *([span.blocks[0]] * (count - len(own)))]
         return _Keys(gather=torch.tensor(index))
 
-    def _chunk(self, span: Span) -> _Chunk:
+    def _chunk(self, span: Span, window: int | None) -> _Chunk:
         layout, group = self.layout, self._group
         end = span.start + span.count
         lead = span.start % layout.align
         base = span.start - lead
         limit = -(-end // layout.align) * layout.align
+        origin = layout.first_key(base, window)
         tiles = []
         begin = base
         while begin < limit:
             stop = min((begin // layout.tile + 1) * layout.tile, limit)
-            keys = layout.keys(stop - 1)
-            queries = torch.arange(begin, stop).view(-1, 1)
-            mask = torch.zeros(stop - begin, keys, dtype=self._dtype)
-            mask.masked_fill_(torch.arange(keys) > queries, float("-inf"))
+            first, last = layout.first_key(begin, window), layout.keys(stop - 1)
+            mask = self._mask(torch.arange(begin, stop), first, last, window)
             mask = mask.repeat_interleave(group, 0)[None, None]
+            keys = slice(first - origin, last - origin)
             tiles.append(_Tile((begin - base) * group, (stop - base) * group, keys, mask))
             begin = stop
-        keys = tiles[-1].keys
-        first = self._view(span, keys)
-        where = _Keys(first_token=first) if first >= 0 else self._gather([span], keys)
-        return _Chunk(span.row, span.count, lead, limit - base, keys, where, tiles)
+        count = tiles[-1].keys.stop
+        view = self._view(span, origin, count)
+        where = _Keys(first_token=view) if view >= 0 else self._gather([span], origin, count)
+        return _Chunk(span.row, span.count, lead, limit - base, count, where, tiles)
 
     # --- running, once per layer ---------------------------------------------------------------
 
-    def run(
-        self, layer: int, calls: Sequence[_Decode | _Chunk], q_THD: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, layer: int, plan: Calls, q_THD: torch.Tensor) -> torch.Tensor:
         """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
+        calls = plan[self._windows[layer]]
         if len(calls) == 1 and isinstance(calls[0], _Decode):
             return self._run_decode(layer, calls[0], q_THD)
         out = q_THD.new_empty(q_THD.shape[0], self._heads * self._dim)
@@ -294,8 +351,8 @@ class PagedAttention:
         for tile in call.tiles:
             part = _flash(
                 q[:, :, tile.begin : tile.end],
-                k[:, :, : tile.keys],
-                v[:, :, : tile.keys],
+                k[:, :, tile.keys],
+                v[:, :, tile.keys],
                 0.0,
                 False,
                 attn_mask=tile.mask,

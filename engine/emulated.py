@@ -8,14 +8,43 @@ a single byte shows in the tokens, exactly as with a real model, only louder.
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.errors import BatonError, NumericsError
+from engine.core.adapters import AdapterRef
+from engine.core.errors import AdapterLoadError, BatonError, NumericsError
 from engine.core.geometry import KvGeometry
+from engine.core.harvest import Harvest
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, StepPlan
+
+
+class EmulatedAdapters:
+    """An ``AdapterStore`` of digests: what is mixed into the "KV" is all there is to an adapter."""
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+
+    def prepare(self, ref: AdapterRef) -> None:
+        """See ``AdapterStore``; a directory is all that is asked for."""
+        if not Path(ref.path).is_dir():
+            raise AdapterLoadError(f"adapter {ref.name}: {ref.path} is not a directory")
+
+    def add(self, ref: AdapterRef, prepared: None) -> None:
+        """See ``AdapterStore``."""
+        self._held.add(ref.digest)
+
+    def remove(self, digest: str) -> None:
+        """See ``AdapterStore``."""
+        self._held.remove(digest)
+
+    def check(self, plan: StepPlan) -> None:
+        """A row whose adapter is not held is a fault of the engine."""
+        lost = {row.adapter for row in plan.rows} - self._held - {""}
+        if lost:
+            raise RuntimeError(f"rows need adapters that are not held: {sorted(lost)}")
 
 
 class EmulatedRunner:
@@ -50,6 +79,7 @@ class EmulatedRunner:
         self._token_s = token_s
         self._nan_after_steps = nan_after_steps
         self._steps = 0
+        self.adapters = EmulatedAdapters()
         self._ramp = np.arange(row_bytes, dtype=np.uint64)
 
     @property
@@ -84,6 +114,7 @@ class EmulatedRunner:
         self._steps += 1
         if 0 < self._nan_after_steps < self._steps:
             raise NumericsError(f"NaN in the logits of {len(plan.rows)} rows (a drill)")
+        self.adapters.check(plan)
         for source, target in plan.copies:
             self._pool[:, :, target] = self._pool[:, :, source]
         tokens = sum(len(row.tokens) for row in plan.rows)
@@ -94,6 +125,9 @@ class EmulatedRunner:
                 time.sleep(self._token_s * tokens / self._geometry.num_layers)
             if on_layers_done:
                 on_layers_done(layer + 1)
+        for row in plan.rows:
+            if row.harvest is not None:
+                self._reap(row, row.harvest)
         return [self._draw(row) for row in plan.rows]
 
     def _write(self, layer: int, row: PlanRow) -> None:
@@ -102,19 +136,44 @@ class EmulatedRunner:
             block = row.block_ids[position // self._geometry.block_tokens]
             slot = position % self._geometry.block_tokens
             for component in range(2):
-                seed = zlib.crc32(b"%d %d %d %d" % (token, position, layer, component))
+                text = f"{token} {position} {layer} {component}{row.adapter}"
+                seed = zlib.crc32(text.encode())
                 self._pool[layer, component, block, slot] = (self._ramp * 31 + seed) >> 3 & 0xFF
+
+    def _reap(self, row: PlanRow, harvest: Harvest) -> None:
+        """Scores and vectors that tell where each row came from, and of what KV."""
+        count, wide = len(row.tokens), harvest.alternatives or 0
+        digests = [self._digest_at(row.block_ids, row.start + i) for i in range(count)]
+        targets = harvest.targets(row.start, count) if harvest.alternatives is not None else []
+        own = np.array([-(digests[i] % 997 + t % 7) / 64 for i, t in enumerate(targets)])
+        ids = np.array([[(t + k) % self._vocab_size for k in range(wide)] for t in targets])
+        shape = (len(targets), wide)
+        top = own[:, None] - np.arange(wide)
+        scores = (
+            own.astype(np.float32),
+            np.ones(len(targets), np.uint32),
+            ids.astype(np.uint32).reshape(shape),
+            top.astype(np.float32).reshape(shape),
+        )
+        rows = np.array([[d % 1000, d // 1000 % 1000, 1.0] for d in digests], np.float32)
+        harvest.take([scores], rows)
 
     def _draw(self, row: PlanRow) -> list[SampledToken]:
         drawn = []
-        for sample in row.samples:
-            digest = self.digest(row.block_ids, row.start + len(row.tokens))
+        end = row.start + len(row.tokens)
+        for back, sample in ((back, s) for back, samples in row.draws() for s in samples):
+            digest = self.digest(row.block_ids, end - back)
             noise = f"{digest} {sample.choice if sample.params.temperature else 0}"
             if sample.params.temperature:
                 noise += f" {sample.params.seed}"
             token = zlib.crc32(noise.encode()) % self._vocab_size
             drawn.append(SampledToken(token, 0.0 if sample.params.logprobs is not None else None))
         return drawn
+
+    def _digest_at(self, block_ids: Sequence[int], position: int) -> int:
+        """Digest of the KV of one position."""
+        block, slot = divmod(position, self._geometry.block_tokens)
+        return zlib.crc32(self._pool[:, :, block_ids[block], slot].tobytes())
 
     def digest(self, block_ids: Sequence[int], tokens: int) -> int:
         """Digest of the KV of the first ``tokens`` positions."""

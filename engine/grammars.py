@@ -183,16 +183,12 @@ class CompileDesk(Generic[_T]):
         """Compile ``grammar`` and keep ``item`` until that is done."""
         self._waiting[request_id] = (item, self._pool.submit(self._grammars.prepare, grammar))
 
-    def find(self, request_id: str) -> _T | None:
-        """The item of a request that waits."""
-        found = self._waiting.get(request_id)
-        return None if found is None else found[0]
-
-    def drop(self, request_id: str) -> None:
-        """Forget a request."""
+    def drop(self, request_id: str) -> bool:
+        """Forget a request; returns whether it was waiting."""
         found = self._waiting.pop(request_id, None)
         if found is not None:
             found[1].cancel()
+        return found is not None
 
     def take(self) -> list[tuple[_T, BatonError | None]]:
         """What need wait no longer, each with what went wrong."""

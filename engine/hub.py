@@ -10,7 +10,14 @@ from engine.client import EngineClient
 from engine.core import events as ev
 
 RequestReport = (
-    ev.Tokens | ev.Admitted | ev.Published | ev.PromptDone | ev.Reserved | ev.Bound | ev.Revoked
+    ev.Tokens
+    | ev.Harvested
+    | ev.Admitted
+    | ev.Published
+    | ev.PromptDone
+    | ev.Reserved
+    | ev.Bound
+    | ev.Revoked
 )
 Handler = Callable[[RequestReport | ev.Ended], None]
 
@@ -38,6 +45,7 @@ class EngineHub:
         self.load = _IDLE
         self.sick = ""
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
+        self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
         self._prefill_rate = 0.0
@@ -72,6 +80,8 @@ class EngineHub:
                 self._note_step(report)
             case ev.CacheChanged():
                 self.on_cache_changed(report)
+            case ev.AdapterChanged():
+                self.on_adapter_changed(report)
             case ipc.Sick():
                 self.sick = report.message
             case ev.Ended():

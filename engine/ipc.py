@@ -11,8 +11,10 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.core import events as ev
+from engine.core.adapters import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
 
 LENGTH = struct.Struct("<I")
 M = TypeVar("M")
@@ -29,6 +31,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
+    max_adapters: int = 0  # held at once; 0: none are served
+    max_adapter_rank: int = 64
+    check_every_step: bool = False  # tests: recount all blocks after each step
+    speculation: SpeculationSettings = SpeculationSettings()
+    tensor_parallel: int = 1  # ranks of this replica
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -46,6 +53,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     skip_blocks: int = 0
     cacheable: bool = True
+    adapter: AdapterRef | None = None
+    pooling: str = ""
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
@@ -115,6 +124,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_context_tokens: int
     threads: int
     load_s: float
+    ranks: tuple[int, ...] = ()  # pids of a tensor-parallel replica, the leader's first
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -136,6 +146,7 @@ Report = (
     | Fatal
     | Sick
     | ev.Tokens
+    | ev.Harvested
     | ev.Admitted
     | ev.Published
     | ev.PromptDone
@@ -144,6 +155,7 @@ Report = (
     | ev.Revoked
     | ev.Ended
     | ev.CacheChanged
+    | ev.AdapterChanged
     | ev.StepDone
 )
 

@@ -12,19 +12,25 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from engine.adapters import AdapterSet
 from engine.core import events as ev
+from engine.core.adapters import AdapterRef
 from engine.core.core import EngineCore
 from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
+from engine.core.harvest import MEAN, Floats, PromptScores
 from engine.core.names import name_seed
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import Speculation
 from engine.loading import load_model
-from engine.numerics import Numerics
+from engine.numerics import DTYPES, Numerics
 from engine.runner import (
     TorchRunner,
     attention_layout,
@@ -33,6 +39,7 @@ from engine.runner import (
     open_grammars,
     verify_exact,
 )
+from engine.text.adapter_artifact import read_adapter
 from engine.text.artifact import resolve_model
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import load_tokenizer
@@ -50,6 +57,8 @@ class Output:
     text: str = ""
     finish_reason: str = ""
     cached_tokens: int = 0
+    scores: PromptScores | None = None  # of the prompt, with `prompt_logprobs`
+    vector: bytes = b""  # float32, of `embed`
 
     @property
     def token_ids(self) -> list[int]:
@@ -68,6 +77,7 @@ class LLM:
         threads: Threads of torch, for the whole process; ``None`` leaves them alone.
         max_batch_requests: Sequences that run together.
         max_step_tokens: Tokens computed in one step.
+        speculation: Guesses the next tokens of answers.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -84,6 +94,7 @@ class LLM:
         threads: int | None = None,
         max_batch_requests: int = 32,
         max_step_tokens: int = 512,
+        speculation: Speculation | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -97,11 +108,13 @@ class LLM:
         geometry = geometry_of(self.artifact, dtype, kv_blocks)
         pool = bytearray(geometry.pool_bytes)
         stops = self.artifact.config.eos_token_ids
+        adapters = AdapterSet(self.artifact.config, DTYPES[dtype], numerics)
         self._grammars = open_grammars(self.artifact)
-        self.runner = TorchRunner(model, pool, geometry, layout, stops, self._grammars)
+        self.runner = TorchRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
         identity = numerics_id(model, layout, dtype, numerics)
-        self._seed = name_seed(self.artifact.weights_digest, dtype, identity)
-        self.core = EngineCore(self.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
+        self._identity = (self.artifact.weights_digest, dtype, identity)
+        limits = SchedulerConfig(max_batch_requests, max_step_tokens)
+        self.core = EngineCore(self.runner, limits, speculation=speculation)
         self._tickets = itertools.count()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Output:
@@ -120,17 +133,31 @@ class LLM:
         prompt = template.render(messages, add_generation_prompt=True)
         return self.generate([self.tokenizer.encode(prompt)], **params)[0]
 
+    def load_adapter(self, path: str | Path, max_rank: int = 64) -> str:
+        """Load a LoRA adapter from a PEFT directory; returns what ``generate`` knows it by.
+
+        Raises:
+            AdapterError: It does not fit this model, or is of a kind that is not supported.
+        """
+        artifact = read_adapter(path, self.artifact.config, max_rank)
+        ref = AdapterRef(artifact.path.name, artifact.digest.hex(), str(path))
+        self.runner.adapters.add(ref, self.runner.adapters.prepare(ref))
+        return ref.digest
+
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
+        adapter: str | Sequence[str] = "",
         **fields: Any,
     ) -> list[Output]:
         """Answers to prompts, computed together.
 
         Args:
-            prompts: Texts, or lists of token ids.
+            prompts: A text, texts, or lists of token ids; texts begin with the BOS token of models
+                that want one.
             params: For all prompts.
+            adapter: What ``load_adapter`` returned, for all prompts or one for each; "" is none.
             **fields: In place of ``params``, fields of ``SamplingParams``; greedy and
                 ``max_tokens=64`` unless said otherwise.
 
@@ -146,19 +173,59 @@ class LLM:
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
         if params.grammar:
             self._grammars.prepare(params.grammar)
+        found = self._answers(prompts, params, adapter=adapter)
+        for output in found:
+            output.text = self.tokenizer.decode(output.token_ids)
+        return found
+
+    def embed(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], pooling: str = MEAN
+    ) -> list[Floats]:
+        """One vector ``[E]`` of length 1 for each prompt, computed together.
+
+        Args:
+            prompts: Texts, or lists of token ids.
+            pooling: Of the hidden rows behind the final norm: ``"mean"`` or ``"last"``.
+
+        Raises:
+            InvalidRequestError: A prompt is empty or can never fit into the pool.
+        """
+        found = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
+        vectors = [np.frombuffer(output.vector, "<f4") for output in found]
+        return [vector / np.linalg.norm(vector) for vector in vectors]
+
+    def _answers(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams,
+        pooling: str = "",
+        adapter: str | Sequence[str] = "",
+    ) -> list[Output]:
         outputs: dict[str, list[Output]] = {}
-        for prompt in prompts:
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        adapters = itertools.repeat(adapter) if isinstance(adapter, str) else iter(adapter)
+        for prompt in (prompts,) if isinstance(prompts, str) else prompts:
+            chosen = next(adapters)
+            ids = (
+                self.tokenizer.encode(prompt, add_special_tokens=True)
+                if isinstance(prompt, str)
+                else list(prompt)
+            )
             self._check(ids, params)
             ticket = next(self._tickets)
+            seed = name_seed(*self._identity, chosen)
             request = EngineRequest(
-                f"llm-{ticket}", Kind.FULL, ids, params, self._seed, ticket=ticket
+                f"llm-{ticket}",
+                Kind.FULL,
+                ids,
+                params,
+                seed,
+                ticket=ticket,
+                adapter=chosen,
+                pooling=pooling,
             )
             self.core.scheduler.submit(request, time.monotonic_ns())
             outputs[request.request_id] = [Output(len(ids), c) for c in range(params.n)]
         self._run(outputs)
-        for output in itertools.chain.from_iterable(outputs.values()):
-            output.text = self.tokenizer.decode(output.token_ids)
         return list(itertools.chain.from_iterable(outputs.values()))
 
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
@@ -181,6 +248,9 @@ class LLM:
                         output = outputs[event.request_id][event.choice]
                         output.tokens += event.tokens
                         output.finish_reason = event.finish_reason or output.finish_reason
+                    elif isinstance(event, ev.Harvested) and event.request_id in outputs:
+                        for output in outputs[event.request_id]:
+                            output.scores, output.vector = event.scores, event.vector
                     elif isinstance(event, ev.Ended) and event.request_id in open_requests:
                         open_requests.discard(event.request_id)
                         if event.error_code:

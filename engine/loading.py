@@ -14,27 +14,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine.linear import ANY_ROWS, RowCounts, probe_row_counts
-from engine.models import llama
+from engine.models.decoder import Decoder
+from engine.models.families import weight_table
+from engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
+from engine.models.rope import pair_rows
 from engine.numerics import DTYPES, Numerics
+from engine.parallel import Shard
 from engine.text.artifact import ModelArtifact, ModelError
 from engine.text.gguf_file import open_gguf
 
 Progress = Callable[[str, int, int], None]
 """``(stage, done, total)``; the stages are "convert", "read", "pack"."""
 
-CACHE_FORMAT = 1
+Rows = Callable[[str], slice]
+"""Canonical name of a weight -> the rows of it that are wanted."""
+
+CACHE_FORMAT = 2
 _SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def _silent(stage: str, done: int, total: int) -> None:
     """No progress wanted."""
+
+
+def _all_rows(name: str) -> slice:
+    return slice(None)
 
 
 def load_model(
@@ -44,7 +54,8 @@ def load_model(
     *,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
-) -> llama.Llama:
+    shard: Shard | None = None,
+) -> Decoder:
     """Load, convert and pack a model.
 
     Args:
@@ -53,12 +64,16 @@ def load_model(
         numerics: ``exact`` probes the permitted row counts of each weight shape first.
         progress: Called as weights go by.
         cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
+        shard: Load this rank's part only; the leader's lets the other ranks load theirs.
 
     Raises:
         ModelError: Something is missing or not supported; nothing was loaded then.
     """
     report = progress or _silent
-    weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir)
+    rows = _all_rows if shard is None else shard.rows
+    weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir, rows=rows)
+    if shard is not None:
+        shard.load()  # what had to be converted is in the cache now
     probed: dict[tuple[int, int], RowCounts] = {}
 
     def row_counts(outputs: int, inputs: int) -> RowCounts:
@@ -70,7 +85,7 @@ def load_model(
             probed[shape] = probe_row_counts(outputs, inputs, DTYPES[dtype])
         return probed[shape]
 
-    return llama.Llama(artifact.config, weights, DTYPES[dtype], row_counts)
+    return Decoder(artifact.config, weights, DTYPES[dtype], row_counts, shard)
 
 
 def load_weights(
@@ -79,8 +94,16 @@ def load_weights(
     *,
     progress: Progress = _silent,
     cache_dir: Path | None = None,
+    rows: Rows = _all_rows,
 ) -> dict[str, torch.Tensor]:
-    """Weights by canonical name (``llama.weight_table``), contiguous, in ``dtype``.
+    """Weights by canonical name (``families.weight_table``), contiguous, in ``dtype``.
+
+    Args:
+        artifact: From ``resolve_model``.
+        dtype: ``bf16`` or ``fp32``.
+        progress: Called as weights go by.
+        cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
+        rows: Gives the rows of each weight that are wanted.
 
     Raises:
         ModelError: Something is missing or not supported.
@@ -88,12 +111,14 @@ def load_weights(
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
     if artifact.format == "safetensors":
-        return _read_safetensors(artifact, DTYPES[dtype], progress)
+        return _read_safetensors(artifact, DTYPES[dtype], progress, rows)
     cached = _cache_path(artifact, dtype, cache_dir)
-    weights = _read_cache(cached)
+    weights = _read_cache(cached, rows)
     if weights is None:
         weights = _read_gguf(artifact, DTYPES[dtype], progress)
         _write_cache(cached, weights)
+        for name in weights if rows is not _all_rows else ():
+            weights[name] = weights[name][rows(name)].clone()
     return weights
 
 
@@ -101,9 +126,9 @@ def load_weights(
 
 
 def _read_safetensors(
-    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
+    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows
 ) -> dict[str, torch.Tensor]:
-    table = llama.weight_table(artifact.config, "safetensors")
+    table = weight_table(artifact.config, "safetensors")
     weights: dict[str, torch.Tensor] = {}
     handles: dict[str, Any] = {}
     try:
@@ -124,20 +149,27 @@ def _read_safetensors(
             problems.append(f"{entry.source} is {part.get_shape()}, not {list(entry.shape)}")
     _refuse(artifact, problems, _unknown(handles, table))
     for done, entry in enumerate(table):
-        # a rank of a tensor-parallel group will take its rows here
-        weight = handles[entry.source].get_slice(entry.source)[:].to(dtype)
-        if entry.name.endswith((".q", ".k")):
-            weight = llama.pair_rows(weight, artifact.config.head_dim)
-        weights[entry.name] = weight.contiguous()
+        weight = handles[entry.source].get_slice(entry.source)[rows(entry.name)]
+        weights[entry.name] = _finished(entry, weight, dtype, artifact.config.head_dim)
         progress("read", done + 1, len(table))
     return weights
 
 
-def _unknown(names: Iterable[str], table: list[llama.WeightName]) -> list[str]:
+def _finished(
+    entry: WeightName, weight: torch.Tensor, dtype: torch.dtype, head_dim: int
+) -> torch.Tensor:
+    """A weight as the model wants it. Norms and biases stay in fp32: they are small."""
+    weight = weight.to(torch.float32 if weight.ndim == 1 else dtype)
+    if entry.add_one:
+        weight = weight + 1.0
+    return (pair_rows(weight, head_dim) if entry.pairs else weight).contiguous()
+
+
+def _unknown(names: Iterable[str], table: list[WeightName]) -> list[str]:
     known = {entry.source for entry in table}
     # a tied model may store its head all the same
-    known |= {llama.ROPE_FACTORS, *llama.GLOBAL_NAMES["head"]}
-    return [n for n in names if n not in known and not n.endswith(llama.IGNORED)]
+    known |= {ROPE_FACTORS, *GLOBAL_NAMES["head"]}
+    return [n for n in names if n not in known and not n.endswith(IGNORED)]
 
 
 def _refuse(artifact: ModelArtifact, problems: list[str], unknown: list[str]) -> None:
@@ -164,7 +196,7 @@ def _read_gguf(
 
     native = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
     found = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
-    table = llama.weight_table(artifact.config, "gguf")
+    table = weight_table(artifact.config, "gguf")
     problems = []
     for entry in table:
         tensor = found.get(entry.source)
@@ -183,19 +215,21 @@ def _read_gguf(
             problems.append(f"{entry.source} is truncated")
     _refuse(artifact, problems, _unknown(found, table))
 
-    def read(source: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    def read(source: str, part: int | None = None) -> torch.Tensor:
         tensor = found[source]
-        values = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        return np.array(values, dtype=np.float32)  # a copy: the file is mapped read-only
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        data = tensor.data if part is None else tensor.data[part]
+        values = dequantize(data, tensor.tensor_type)
+        values = values.reshape(shape if part is None else shape[1:])
+        return torch.from_numpy(np.array(values, dtype=np.float32))  # the file is mapped read-only
 
     weights = {}
     for done, entry in enumerate(table):
-        # GGUF's converter already put the RoPE pairs of Q and K side by side
-        weights[entry.name] = torch.from_numpy(read(entry.source, entry.shape)).to(dtype)
+        weight = read(entry.source, entry.part)
+        weights[entry.name] = _finished(entry, weight, dtype, artifact.config.head_dim)
         progress("convert", done + 1, len(table))
-    if llama.ROPE_FACTORS in found:
-        half = artifact.config.head_dim // 2
-        weights["rope_factors"] = torch.from_numpy(read(llama.ROPE_FACTORS, (half,)))
+    if ROPE_FACTORS in found:
+        weights["rope_factors"] = read(ROPE_FACTORS)
     return weights
 
 
@@ -216,18 +250,19 @@ def _checksum(weights: dict[str, torch.Tensor]) -> str:
     return str(whole.hexdigest())
 
 
-def _read_cache(path: Path) -> dict[str, torch.Tensor] | None:
+def _read_cache(path: Path, rows: Rows) -> dict[str, torch.Tensor] | None:
     """The cached weights, or ``None`` when there are none or they are damaged."""
     if not path.exists():
         return None
     try:
         with safe_open(path, framework="pt") as file:
+            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if (file.metadata() or {}).get("checksum") != _checksum(mapped):
+                return None
             # cloned: a view would keep the file mapped, and change with it
-            weights = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            expected = (file.metadata() or {}).get("checksum")
+            return {name: weight[rows(name)].clone() for name, weight in mapped.items()}
     except (SafetensorError, OSError):
         return None
-    return weights if expected == _checksum(weights) else None
 
 
 def _write_cache(path: Path, weights: dict[str, torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from engine import ipc
+from engine.adapter_desk import AdapterDesk
 from engine.core import events as ev
 from engine.core.core import EngineCore
 from engine.core.errors import BatonError, CancelledError_, GrammarError, NumericsError
@@ -28,12 +29,13 @@ from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import NgramProposer, Speculation
 from engine.grammars import CompileDesk
+from engine.ranks import RankProcesses
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
 _IDLE_S = 1.0
-_Compiling = tuple[ipc.Submit, list[ipc.Command]]  # a request, and what came for it meanwhile
 _COMPILING_S = 0.002  # while a grammar is being compiled and there is nothing else to do
 
 
@@ -70,15 +72,25 @@ class EngineProcess:
         self._control = control
         self._pool_fd = pool_fd
         self._reader = ipc.command_reader()
+        self._ranks: RankProcesses | None = None
         self._stopping = False
-        self._desk: CompileDesk[_Compiling] | None = None
+        self._adapters = AdapterDesk(settings.max_adapters)
+        self._desk: CompileDesk[ipc.Submit] | None = None
+        # Requests that wait for a grammar or an adapter, and what was said of them since.
+        self._waiting: dict[str, list[ipc.Command]] = {}
 
     def run(self) -> None:
         """Load, report ``Ready``, then step until told to stop."""
         began_ns = time.monotonic_ns()
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        self._core = EngineCore(runner, limits)
+        self._core = EngineCore(
+            runner,
+            limits,
+            speculation=self._speculation(),
+            check_every_step=self._settings.check_every_step,
+        )
+        self._adapters.open(runner.adapters)
         ready = ipc.Ready(
             os.getpid(),
             runner.geometry,
@@ -86,18 +98,22 @@ class EngineProcess:
             info.weights_digest,
             runner.eos_token_ids,
             info.max_context_tokens,
-            self._settings.threads,
+            self._settings.threads * self._settings.tensor_parallel,
             (time.monotonic_ns() - began_ns) / 1e9,
+            (os.getpid(), *self._ranks.pids) if self._ranks else (),
         )
         self._send([ready])
         while not self._stopping:
             had_commands = self._receive()
-            self._submit_compiled()
-            plan = self._core.plan(time.monotonic_ns())
+            self._submit_prepared()
+            began_ns = time.monotonic_ns()
+            plan = self._core.plan(began_ns)
             if plan.rows:
-                self._step(plan)
+                self._step(plan, began_ns)
             elif had_commands or self._core.scheduler.events:
                 self._send(self._core.take_events())
+            else:
+                self._core.check_when_idle()
 
     def _build(self) -> tuple[ModelRunner, ModelInfo]:
         settings = self._settings
@@ -105,14 +121,27 @@ class EngineProcess:
             return self._build_emulated()
         from engine.runner import open_runner  # torch is loaded here and nowhere else
 
+        if settings.tensor_parallel > 1:
+            self._ranks = RankProcesses(settings, self._pool_fd)
         runner, info = open_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([ipc.Progress(what)]),
+            self._ranks,
         )
         if runner.grammars is not None:
             self._desk = CompileDesk(runner.grammars)
         return runner, info
+
+    def _speculation(self) -> Speculation | None:
+        settings = self._settings.speculation
+        if settings.mode == "off":
+            return None
+        if settings.mode == "ngram":
+            return Speculation(NgramProposer(), settings.tokens)
+        from engine.draft import open_draft
+
+        return open_draft(self._settings, lambda what: self._send([ipc.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner
@@ -134,8 +163,13 @@ class EngineProcess:
         """Apply what has arrived; wait for something when there is nothing to compute."""
         busy = self._core.scheduler.has_running()
         got = False
+        watched = [self._control, self._adapters, *(self._ranks.sockets if self._ranks else ())]
         idle_s = _COMPILING_S if self._desk else _IDLE_S
-        while select.select([self._control], [], [], 0 if busy or got else idle_s)[0]:
+        while ready := select.select(watched, [], [], 0 if busy or got else idle_s)[0]:
+            if self._ranks is not None:
+                self._ranks.check()  # ends the process when a rank has ended
+            if self._control not in ready:
+                return got  # an adapter is loaded
             data = self._control.recv(1 << 20)
             if not data:
                 self._stopping = True  # the shell is gone
@@ -146,14 +180,16 @@ class EngineProcess:
         return got
 
     def _handle(self, command: ipc.Command) -> None:
-        if self._desk and self._waits(self._desk, command):
-            return
         scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
         match command:
-            case ipc.Submit() if command.params.grammar:
-                self._compile(command)
+            case ipc.Stop():
+                self._stopping = True
             case ipc.Submit():
-                self._submit(command, now_ns)
+                self._prepare(command)
+            case ipc.Cancel() if command.request_id in self._waiting and not command.choices:
+                self._cancel_waiting(command)
+            case _ if command.request_id in self._waiting:
+                self._waiting[command.request_id].append(command)
             case ipc.Bind():
                 scheduler.bind(command.request_id, command.generation)
             case ipc.Commit():
@@ -166,8 +202,41 @@ class EngineProcess:
                 scheduler.release(command.request_id)
             case ipc.Cancel():
                 scheduler.cancel(command.request_id, command.choices, command.reason)
-            case ipc.Stop():
-                self._stopping = True
+
+    def _prepare(self, command: ipc.Submit) -> None:
+        """Submit, or let the request wait beside the step loop for its grammar and its adapter."""
+        if command.params.grammar:
+            if self._desk is None:
+                self._end(command.request_id, GrammarError("this engine takes no grammars"))
+                return
+            self._waiting[command.request_id] = []
+            self._desk.add(command.request_id, command, command.params.grammar)
+        else:
+            self._adapt(command)
+
+    def _adapt(self, command: ipc.Submit) -> None:
+        if command.adapter is None:
+            self._submit(command, time.monotonic_ns())
+        else:
+            self._waiting.setdefault(command.request_id, [])
+            self._adapters.want(command)
+
+    def _submit_prepared(self) -> None:
+        """Go on with the requests that need wait no longer."""
+        for command, error in self._desk.take() if self._desk else ():
+            if error is None:
+                self._adapt(command)
+            else:
+                self._end(command.request_id, error)
+        for command in self._adapters.advance():
+            self._submit(command, time.monotonic_ns())
+        self._send(self._adapters.take_events())
+
+    def _cancel_waiting(self, command: ipc.Cancel) -> None:
+        if self._desk and self._desk.drop(command.request_id):
+            self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
+        else:
+            self._adapters.cancel(command)
 
     def _submit(self, command: ipc.Submit, now_ns: int) -> None:
         prompt: list[int] = np.frombuffer(command.prompt, dtype="<u4").tolist()
@@ -183,46 +252,20 @@ class EngineProcess:
             command.ticket,
             command.skip_blocks,
             command.cacheable,
+            adapter=command.adapter.digest if command.adapter else "",
+            pooling=command.pooling,
         )
         try:
             self._core.scheduler.submit(request, now_ns)
         except BatonError as error:
             self._end(command.request_id, error)
-
-    def _compile(self, command: ipc.Submit) -> None:
-        """Let the request wait beside the step loop until its grammar is compiled."""
-        if self._desk is None:
-            self._end(command.request_id, GrammarError("this engine takes no grammars"))
-        else:
-            self._desk.add(command.request_id, (command, []), command.params.grammar)
-
-    def _waits(self, desk: CompileDesk[_Compiling], command: ipc.Command) -> bool:
-        """Commands for a request whose grammar is being compiled wait too, all but its end."""
-        if isinstance(command, ipc.Stop):
-            return False
-        waiting = desk.find(command.request_id)
-        if waiting is None:
-            return False
-        if isinstance(command, ipc.Cancel) and not command.choices:
-            desk.drop(command.request_id)
-            self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
-        else:
-            waiting[1].append(command)
-        return True
-
-    def _submit_compiled(self) -> None:
-        for (submit, others), error in self._desk.take() if self._desk else ():
-            if error is not None:
-                self._end(submit.request_id, error)
-                continue
-            self._submit(submit, time.monotonic_ns())
-            for command in others:
-                self._handle(command)
+        for later in self._waiting.pop(command.request_id, ()):
+            self._handle(later)
 
     def _end(self, request_id: str, error: BatonError) -> None:
         self._send([ev.Ended(request_id, error.code, error.message)])
 
-    def _step(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan, began_ns: int) -> None:
         admissions = self._core.take_admissions()
         if admissions:  # before the first Published of this step
             self._send(admissions)
@@ -234,7 +277,6 @@ class EngineProcess:
             if any(found):
                 self._send([published for published in found if published])
 
-        began_ns = time.monotonic_ns()
         try:
             results = self._core.runner.execute(plan, publish if publications else None)
         except NumericsError as error:
@@ -245,7 +287,12 @@ class EngineProcess:
         self._send(self._core.apply(plan, results, now_ns, now_ns - began_ns))
 
     def _send(self, reports: Sequence[ipc.Report]) -> None:
-        self._control.sendall(ipc.frame(reports))
+        if reports:
+            self._adapters.note(reports)
+            for report in reports:
+                if isinstance(report, ev.Ended):
+                    self._waiting.pop(report.request_id, None)
+            self._control.sendall(ipc.frame(reports))
 
 
 def main() -> None:

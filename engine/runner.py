@@ -18,18 +18,24 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine import sampling, selftest
+from engine import sampling, scoring, selftest, verifying
+from engine.adapters import AdapterSet, StepDeltas
 from engine.attention import Layout, PagedAttention, Span
 from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.grammars import Grammars
 from engine.ipc import EngineSettings
 from engine.loading import load_model
-from engine.models.llama import ROPE_ORDER, Llama
+from engine.models.decoder import Decoder
+from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
+from engine.parallel import lead
 from engine.process import ModelInfo
+from engine.ranks import RankProcesses
+from engine.splitcheck import prepare_ranks
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.grammar import vocabulary_of
 from engine.text.tokenizer import load_tokenizer
@@ -54,6 +60,8 @@ class _Batch:
     decodes: list[Span]
     chunks: list[Span]
     last_rows: list[int]  # by plan row
+    deltas: StepDeltas | None
+    rows: Sequence[PlanRow]
 
 
 class TorchRunner:
@@ -65,28 +73,43 @@ class TorchRunner:
         geometry: Shape of the pool.
         layout: How attention is cut, from ``attention_layout``.
         eos_token_ids: Tokens that end an answer.
+        adapters: What rows may name; by default an empty set in ``exact``.
         grammars: For requests with a grammar.
+        shared_pool: Whether the other ranks of a tensor-parallel replica map this very memory.
     """
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         pool_buffer: memoryview | bytearray,
         geometry: KvGeometry,
         layout: Layout,
         eos_token_ids: tuple[int, ...] = (),
+        adapters: AdapterSet | None = None,
         grammars: Grammars | None = None,
+        *,
+        shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
         self._refused: dict[int, GrammarError] = {}
+        self._mask_ns = 0
         self._model = model
+        self.adapters = adapters or AdapterSet(model.config, model.dtype)
+        self._shard = model.shard
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
         self._pool = flat.view(geometry.shape)
-        self._attention = PagedAttention(self._pool, geometry, model.config.num_heads, layout)
+        kv_heads = None
+        if self._shard is not None:
+            layout = self._shard.open(geometry, layout, shared=shared_pool)
+            kv_heads = self._shard.split.kv_heads
+        c = model.local
+        self._attention = PagedAttention(
+            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads
+        )
 
     @property
     def geometry(self) -> KvGeometry:
@@ -106,7 +129,7 @@ class TorchRunner:
     @property
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
-        return self.grammars.mask_ns if self.grammars is not None else 0
+        return self._mask_ns
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -120,30 +143,33 @@ class TorchRunner:
         """See ``engine.core.plan.ModelRunner``."""
         for source, target in plan.copies:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
-        self._refused = {}
+        self._refused, self._mask_ns = {}, 0
         if not plan.rows:
             return []
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, on_layers_done)
-        sampled = [index for index, row in enumerate(plan.rows) if row.samples]
-        results: list[list[SampledToken]] = [[] for _ in plan.rows]
+        wanted = [
+            (index, batch.last_rows[index] - back)
+            for index, row in enumerate(plan.rows)
+            for back, _ in row.draws()
+        ]
         broken = self._broken_rows(plan, batch, hidden_TE)
         self._rewritten = tuple(sorted(broken))
         if broken:
             broken = self._retry_isolated(plan, batch, hidden_TE, broken)
-        if sampled:
-            logits = self._model.logits(hidden_TE[[batch.last_rows[i] for i in sampled]])
-            pairs = zip(sampled, logits.finite(), strict=True)
-            broken |= {index for index, ok in pairs if not ok}
+        if wanted:
+            logits = self._model.logits(hidden_TE[[flat for _, flat in wanted]])
+            pairs = zip(wanted, logits.finite(), strict=True)
+            broken |= {index for (index, _), ok in pairs if not ok}
+        reaped, unscored = self._reap(plan, batch, hidden_TE, broken)
+        broken |= unscored
         if broken:
             self._fail(plan, broken)
-        if sampled:
-            specs = [plan.rows[index].samples for index in sampled]
-            masks = self._masks(specs, sampled)
-            drawn = sampling.sample(logits, specs, self._eos_token_ids, masks)
-            for index, tokens in zip(sampled, drawn, strict=True):
-                results[index] = tokens
-        return results
+        for harvest, scores, rows_TE in reaped:
+            harvest.take(scores, rows_TE)
+        if not wanted:
+            return [[] for _ in plan.rows]
+        return verifying.draw(logits, plan.rows, self._eos_token_ids, self._masks)
 
     def _masks(
         self, specs: Sequence[Sequence[SampleSpec]], rows: Sequence[int]
@@ -152,7 +178,8 @@ class TorchRunner:
         if self.grammars is None:
             return None
         masks, refused = self.grammars.masks(specs)
-        self._refused = {rows[index]: error for index, error in refused.items()}
+        self._mask_ns += self.grammars.mask_ns
+        self._refused |= {rows[index]: error for index, error in refused.items()}
         return masks
 
     @torch.inference_mode()
@@ -164,6 +191,11 @@ class TorchRunner:
         pairs = zip(ends, plan.rows, strict=True)
         return [hidden_TE[end - len(row.tokens) : end] for end, row in pairs]
 
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
+        """This rank's part of a pass that the leader makes."""
+        self._forward(self._flatten(rows), None, isolated=isolated)
+
     def _forward(
         self,
         batch: _Batch,
@@ -171,7 +203,9 @@ class TorchRunner:
         *,
         isolated: bool = False,
     ) -> torch.Tensor:
-        attention = self._attention
+        attention, shard = self._attention, self._shard
+        if shard is not None:
+            shard.forward(batch.rows, isolated=isolated)
         calls = attention.plan(batch.decodes, batch.chunks, isolated=isolated)
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -182,8 +216,10 @@ class TorchRunner:
                 else:
                     count = write.rows.stop - write.rows.start
                     tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
-            return attention.run(layer, calls, q_THD)
+            out_TE = attention.run(layer, calls, q_THD)
+            return out_TE if shard is None else shard.heads(out_TE)
 
+        self._model.deltas = batch.deltas
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
 
     def _flatten(self, rows: Sequence[PlanRow]) -> _Batch:
@@ -212,9 +248,28 @@ class TorchRunner:
             writes.append(self._chunk_write(row, begin))
             chunks.append(Span(begin, row.start, count, row.block_ids))
             last_rows[i] = begin + count - 1
+        deltas = self._deltas(rows, last_rows)
         return _Batch(
-            torch.tensor(tokens), torch.tensor(positions), writes, decodes, chunks, last_rows
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            writes,
+            decodes,
+            chunks,
+            last_rows,
+            deltas,
+            rows,
         )
+
+    def _deltas(self, rows: Sequence[PlanRow], last_rows: Sequence[int]) -> StepDeltas | None:
+        """Which flat rows get which adapter's deltas; None when no row has an adapter."""
+        groups: dict[str, list[int]] = {}
+        for row, last in zip(rows, last_rows, strict=True):
+            if row.adapter:
+                flat = range(last + 1 - len(row.tokens), last + 1)
+                groups.setdefault(row.adapter, []).extend(flat)
+        if not groups:
+            return None
+        return StepDeltas([(sorted(flat), self.adapters[name]) for name, flat in groups.items()])
 
     def _chunk_write(self, row: PlanRow, begin: int) -> _Write:
         slots = self._slots(row)
@@ -231,6 +286,24 @@ class TorchRunner:
             blocks[positions // size] * size + positions % size
         )
         return result
+
+    def _reap(
+        self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
+    ) -> tuple[list[tuple[Harvest, list[Scores], Floats]], set[int]]:
+        """What harvests want of this step's rows, and the rows whose logits are not finite."""
+        reaped, unscored = [], set()
+        for index, row in enumerate(plan.rows):
+            if row.harvest is None or index in broken:
+                continue
+            last = batch.last_rows[index]
+            rows_TE = hidden_TE[last + 1 - len(row.tokens) : last + 1]
+            try:
+                part = scoring.reap(self._model, row.harvest, row.start, rows_TE)
+            except scoring.NotFiniteError:
+                unscored.add(index)
+            else:
+                reaped.append((row.harvest, *part))
+        return reaped, unscored
 
     def _broken_rows(self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
         """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""
@@ -296,7 +369,7 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
     c = artifact.config
     if numerics == "fast":
         return selftest.fast_layout(c.num_heads // c.num_kv_heads)
-    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype)
+    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
 
 
 def open_grammars(artifact: ModelArtifact) -> Grammars:
@@ -311,7 +384,7 @@ def open_grammars(artifact: ModelArtifact) -> Grammars:
 
 
 @torch.inference_mode()
-def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
+def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -320,7 +393,9 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
     for linear in model.linears().values():
         linear.check()
     c = model.config
-    if fault := selftest.attention_fault(layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype):
+    if fault := selftest.attention_fault(
+        layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window
+    ):
         raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
     geometry = KvGeometry(
         num_layers=c.num_layers,
@@ -356,7 +431,7 @@ def verify_exact(model: Llama, layout: Layout, dtype: str) -> None:
 
 
 @torch.inference_mode()
-def numerics_id(model: Llama, layout: Layout, dtype: str, numerics: Numerics) -> str:
+def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
     It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
@@ -383,6 +458,7 @@ def open_runner(
     settings: EngineSettings,
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
+    ranks: RankProcesses | None = None,
 ) -> tuple[TorchRunner, ModelInfo]:
     """Everything that an engine process needs: load, prove, and wrap.
 
@@ -390,9 +466,11 @@ def open_runner(
         settings: The model's reference, dtype, numerics, number of blocks and threads.
         map_pool: Gives the pool's memory, zeroed.
         progress: Called with one line of text at a time.
+        ranks: The other ranks of a tensor-parallel replica.
 
     Raises:
         ModelError: The model cannot be loaded.
+        RankError: A rank died or hangs.
         NumericsSetupError: ``exact`` cannot be kept on this machine.
     """
     torch.set_num_threads(settings.threads)
@@ -415,14 +493,22 @@ def open_runner(
             progress(f"{stage} weights: {10 * tenth} %")
 
     with torch.inference_mode():
-        model = load_model(artifact, settings.dtype, numerics, progress=report)
+        shard = None if ranks is None else lead(artifact.config, ranks)
+        model = load_model(artifact, settings.dtype, numerics, progress=report, shard=shard)
         layout = attention_layout(artifact, settings.dtype, numerics)
+        if shard is not None:
+            progress(f"checking the split over {settings.tensor_parallel} ranks")
+            prepare_ranks(shard, layout, settings.dtype, numerics)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype)
     geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
-    runner = TorchRunner(
-        model, map_pool(geometry), geometry, layout, artifact.config.eos_token_ids, grammars
+    adapters = AdapterSet(
+        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
     )
     identity = numerics_id(model, layout, settings.dtype, numerics)
+    stops = artifact.config.eos_token_ids
+    runner = TorchRunner(
+        model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
+    )
     return runner, ModelInfo(identity, artifact.weights_digest, context)

@@ -13,6 +13,7 @@ from engine.numerics import DTYPES, NumericsSetupError, cancelling, same_bits
 UNIT_TOKENS = 64
 _FIXED_TILE = 16
 _POSITIONS = 704  # crosses the flash kernel's 512-key split
+_WINDOW = 512  # a longer one is probed as if it were this long
 
 
 def fast_layout(group: int) -> Layout:
@@ -36,14 +37,18 @@ def candidate_layouts(group: int) -> list[Layout]:
     return found
 
 
-def choose_layout(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> Layout:
+def choose_layout(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None
+) -> Layout:
     """The cheapest layout whose bits do not depend on batch and chunking on this machine.
+
+    With a ``window``, layers with and without it are probed.
 
     Raises:
         NumericsSetupError: No layout keeps the promise.
     """
     for layout in candidate_layouts(num_heads // num_kv_heads):
-        if attention_fault(layout, num_heads, num_kv_heads, head_dim, dtype) is None:
+        if attention_fault(layout, num_heads, num_kv_heads, head_dim, dtype, window) is None:
             return layout
     raise NumericsSetupError(
         f"numerics exact: attention with {num_heads} heads over {num_kv_heads} of {head_dim} in "
@@ -53,11 +58,17 @@ def choose_layout(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) 
 
 
 def attention_fault(
-    layout: Layout, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str
+    layout: Layout,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    window: int | None = None,
 ) -> str | None:
     """What differs between prefill, odd chunks, single and batched decode; ``None`` if nothing."""
+    windows = (None,) if window is None else (None, min(window, _WINDOW))
     for noise in (True, False):
-        q, keys, values = _probe_data(num_heads, num_kv_heads, head_dim, dtype, noise=noise)
+        q, keys, values = probe_data(num_heads, num_kv_heads, head_dim, dtype, noise=noise)
         blocks = _POSITIONS // BLOCK_TOKENS
         geometry = KvGeometry(
             num_layers=1,
@@ -73,13 +84,14 @@ def attention_fault(
         for table in (inline, twin, scattered):
             pool[0, 0, table] = keys.view(blocks, BLOCK_TOKENS, num_kv_heads, head_dim)
             pool[0, 1, table] = values.view(blocks, BLOCK_TOKENS, num_kv_heads, head_dim)
-        attention = PagedAttention(pool, geometry, num_heads, layout)
-        if fault := _compare(attention, q, inline, twin, scattered):
-            return fault
+        for each in windows:
+            attention = PagedAttention(pool, geometry, num_heads, layout, (each,))
+            if fault := _compare(attention, q, inline, twin, scattered):
+                return fault if each is None else f"{fault}, with a window of {each}"
     return None
 
 
-def _probe_data(
+def probe_data(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, *, noise: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q ``[T, H, D]``, K and V ``[T * Hkv, D]``; with ``noise`` everything sums to its rounding."""

@@ -83,6 +83,9 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_prefix_tokens": _count(
         "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
     ),
+    "baton_adapter_requests": _count("Requests that a LoRA adapter answered.", "adapter"),
+    "baton_adapter_prompt_tokens": _count("Prompt tokens of these requests.", "adapter"),
+    "baton_adapter_generation_tokens": _count("Tokens sent of these requests.", "adapter"),
     "baton_grammar_compile_seconds": _seconds("Trying a new grammar before admission."),
     "baton_grammar_refusals": _count(
         "Grammars refused: invalid, too_large, too_expensive.", "reason"
@@ -107,6 +110,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
     "baton_regret_seconds": _seconds("Measured cost less the best candidate's, fitted afterwards."),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
     "baton_mirror_names": _gauge("Block names in the mirror of the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
     "baton_mirror_snapshots": _count("Snapshots read to heal the mirror."),
@@ -119,6 +123,15 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_kv_allocation_failures": _count("Allocations that found no block."),
     "baton_kv_evictions": _count("Named blocks given up for new ones."),
     "baton_preemptions": _count("Requests preempted and recomputed.", vllm="num_preemptions"),
+    "baton_spec_drafts": _count(
+        "Rows that were computed with guesses behind them.", vllm="spec_decode_num_drafts"
+    ),
+    "baton_spec_draft_tokens": _count(
+        "Tokens guessed by speculation.", vllm="spec_decode_num_draft_tokens"
+    ),
+    "baton_spec_accepted_tokens": _count(
+        "Guesses that turned out to be right.", vllm="spec_decode_num_accepted_tokens"
+    ),
     "baton_running_requests": _gauge("Requests in the batch.", vllm="num_requests_running"),
     "baton_waiting_requests": _gauge("Requests waiting.", vllm="num_requests_waiting"),
     "baton_step_seconds": _seconds("Engine steps: decode, prefill, mixed.", "kind"),
@@ -138,6 +151,12 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_orphans": _count("Requests that lapsed by lease."),
     "baton_quarantines": _count("Page ranges quarantined because a drain was not proven."),
     "baton_numerics_errors": _count("Requests with NaN or Inf logits."),
+    "baton_adapters_held": _gauge("LoRA adapters in memory."),
+    "baton_adapter_loads": _count(
+        "LoRA adapters read from disk: loaded, failed.", "adapter", "outcome"
+    ),
+    "baton_adapter_evictions": _count("LoRA adapters that gave their place up.", "adapter"),
+    "baton_adapter_load_seconds": _seconds("Time to read and prepare a LoRA adapter."),
     "baton_model_load_seconds": _gauge("Time to load the weights."),
     "baton_warmup_seconds": _gauge("Time of warm-up and self-test."),
     "baton_kv_events": _count("KV events published: stored, removed, cleared.", "kind"),

@@ -10,6 +10,7 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     kv:<incarnation>:meta hash: sequence, checksum                         60 s
     kv:events             stream of batches                                MAXLEN ~
     orders, answer:<id>   what operators ask of the controller             10 s
+    adapters              hash: name -> entry of a LoRA adapter            1 day
     birth                 random; another value means another Redis life
 
 Only commands of Redis 6.2 are used. Redis is never on a request's path, so every call may fail:
@@ -19,7 +20,7 @@ Only commands of Redis 6.2 are used. Redis is never on a request's path, so ever
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from fleet.registry_types import EventBatch, Snapshot, WorkerRecord
 SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
 KV_TTL_S = 60.0
+ADAPTERS_TTL_S = 24 * 3600
 STREAM_BATCHES = 4096
 BATCH_NAMES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
 _NAME_BYTES = 16
@@ -195,6 +197,19 @@ class Registry:
     async def answer(self, order: "Order", text: str) -> None:
         """Answer an order: ``""`` when it is being done."""
         await self._send(("SET", self._key("answer", order.token), text, "PX", 10_000))
+
+    # ---- adapters that clients may name, shared by the routers -----------------------------------
+
+    async def adapters(self) -> dict[str, bytes]:
+        """What routers wrote, by name; kept alive for a day by whoever reads it."""
+        key = self._key("adapters")
+        pairs, _ = await self._send(("HGETALL", key), ("PEXPIRE", key, ADAPTERS_TTL_S * 1000))
+        return {name.decode(): bytes(raw) for name, raw in pairs.items()}
+
+    async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
+        """Write entries, over those of the same name."""
+        fields = [part for name, raw in entries.items() for part in (name, raw)]
+        await self._send(("HSET", self._key("adapters"), *fields))
 
     # ---- KV events: the publishing side ---------------------------------------------------------
 

@@ -25,6 +25,7 @@ from engine import ipc
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
 from engine.hub import EngineHub
 from engine.process import die_with_parent
 from fleet.registry import KvEventPublisher, Presence, Registry, WorkerRecord
@@ -62,12 +63,17 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     numerics: str = "exact"
     dtype: str = "bf16"
     kv_blocks: int = 1024
-    threads: int = 1
+    threads: int = 1  # of each rank
+    tensor_parallel: int = 1  # ranks
     max_batch_requests: int = 32
     max_step_tokens: int = 512
+    max_adapters: int = 8  # LoRA adapters in memory at once
+    max_adapter_rank: int = 64
+    speculation: SpeculationSettings = SpeculationSettings()
     log_dir: str = ""
     drill: str = ""  # damage frames on purpose, see kvtransfer.drill
     poison_token: int = -1  # drill: the engine dies of a prompt that holds it
+    check_every_step: bool = False  # tests: recount all blocks after each step
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     canary_s: float = CANARY_S
@@ -106,6 +112,7 @@ class Worker:
         await self._serve(ready)
         self._publisher = KvEventPublisher(self._registry, self._incarnation)
         self._hub.on_cache_changed = self._on_cache_changed
+        self._hub.on_adapter_changed = self._on_adapter_changed
         self._hub.after_step.append(self._note_step)
         self._publisher.start()
         self._presence = Presence(self._registry, self._record)
@@ -138,9 +145,14 @@ class Worker:
             numerics=settings.numerics,
             kv_blocks=settings.kv_blocks,
             threads=settings.threads,
+            tensor_parallel=settings.tensor_parallel,
             max_context_tokens=settings.max_context_tokens,
             max_batch_requests=settings.max_batch_requests,
             max_step_tokens=settings.max_step_tokens,
+            max_adapters=settings.max_adapters,
+            max_adapter_rank=settings.max_adapter_rank,
+            check_every_step=settings.check_every_step,
+            speculation=settings.speculation,
             emulated_token_s=settings.emulated_token_s,
             emulated_nan_after_steps=settings.emulated_nan_after_steps,
             poison_token=settings.poison_token,
@@ -207,6 +219,7 @@ class Worker:
             address=address,
             metrics_address=self._metrics_server.address,
             threads=ready.threads,
+            ranks=ready.ranks,
         )
 
     # ---------------------------------------------------------------- life
@@ -338,6 +351,15 @@ class Worker:
         self._metrics.inc("baton_kv_events", len(change.stored), kind="stored")
         self._metrics.inc("baton_kv_events", len(change.removed), kind="removed")
 
+    def _on_adapter_changed(self, change: ev.AdapterChanged) -> None:
+        metrics = self._metrics
+        metrics.set("baton_adapters_held", change.held)
+        if change.what == "evicted":
+            metrics.inc("baton_adapter_evictions", adapter=change.name)
+            return
+        metrics.inc("baton_adapter_loads", adapter=change.name, outcome=change.what)
+        metrics.observe("baton_adapter_load_seconds", change.load_s)
+
     def _note_step(self, step: ev.StepDone) -> None:
         metrics = self._metrics
         for state in ("total", "free", "cached", "leased", "quarantined"):
@@ -347,6 +369,9 @@ class Worker:
         metrics.set("baton_waiting_requests", step.waiting)
         self._count_up("baton_kv_evictions", step.evictions)
         self._count_up("baton_preemptions", step.preemptions)
+        self._count_up("baton_spec_drafts", step.drafts)
+        self._count_up("baton_spec_draft_tokens", step.draft_tokens)
+        self._count_up("baton_spec_accepted_tokens", step.accepted_tokens)
         if not step.duration_ns:
             return
         kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}

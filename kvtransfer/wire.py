@@ -1,11 +1,15 @@
 """Between protobuf messages and the engine's own parameter types."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from batonpb import common_pb2 as pb
 
+from engine.core.adapters import AdapterRef
+from engine.core.harvest import PromptScores
 from engine.core.params import SampledToken, SamplingParams
+
+SCORES_BYTES = 256 * 1024  # of one slice
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -37,8 +41,16 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty,
+        prompt_logprobs=message.prompt_logprobs - 1 if message.prompt_logprobs else None,
         grammar=message.grammar,
     )
+
+
+def adapter_from_wire(message: pb.Adapter) -> AdapterRef | None:
+    """The adapter that a request names; None for the base model."""
+    if not message.digest:
+        return None
+    return AdapterRef(message.name, message.digest.hex(), message.path)
 
 
 def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:
@@ -47,6 +59,30 @@ def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:
         logprob=token.logprob or 0.0,
         top_ids=pack_tokens([alternative for alternative, _ in token.top]),
         top_logprobs=[logprob for _, logprob in token.top],
+    )
+
+
+def scores_to_wire(scores: PromptScores) -> Iterator[pb.PromptLogprobs]:
+    """A prompt's scores in slices that fit into any message."""
+    for begin, part in scores.slices(SCORES_BYTES):
+        yield pb.PromptLogprobs(
+            begin=begin,
+            alternatives=part.alternatives,
+            logprobs=part.logprobs,
+            ranks=part.ranks,
+            top_ids=part.top_ids,
+            top_logprobs=part.top_logprobs,
+        )
+
+
+def scores_from_wire(message: pb.PromptLogprobs) -> PromptScores:
+    """One slice; ``message.begin`` says where it belongs."""
+    return PromptScores(
+        message.alternatives,
+        message.logprobs,
+        message.ranks,
+        message.top_ids,
+        message.top_logprobs,
     )
 
 

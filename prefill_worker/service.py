@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -43,6 +43,7 @@ class Handoff:
         self.start = start
         self.machine = machine
         self.events: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
+        self.harvest = ev.Harvested(engine_id)
         self.ended = False
 
 
@@ -175,6 +176,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             start.ticket,
             start.skip_blocks,
             not start.probe,
+            wire.adapter_from_wire(start.adapter),
+            start.pooling,
         )
         self._hub.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
         return handoff, False
@@ -204,6 +207,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 handoff.machine.admitted(report.blocks)
             case ev.Published():
                 self._perform(handoff, handoff.machine.published(report))
+            case ev.Harvested():
+                handoff.harvest = report
             case ev.PromptDone():
                 self._perform(handoff, handoff.machine.prompt_done(report))
                 span.set_attribute("baton.cached_tokens", report.cached_tokens)
@@ -234,8 +239,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 case sender.Announce():
                     handoff.events.put_nowait(pb.PrefillEvent(published=_published(action.place)))
                 case sender.AnnounceFirst():
-                    event = pb.PrefillEvent(first_tokens=_first_tokens(action.done))
-                    handoff.events.put_nowait(event)
+                    for message in _first_tokens(action.done, handoff.harvest):
+                        handoff.events.put_nowait(pb.PrefillEvent(first_tokens=message))
                 case sender.AnnounceCommit():
                     record = pb.CommitRecord(
                         rectangles=action.rectangles,
@@ -318,7 +323,13 @@ def _published(place: Place) -> pb.Published:
     )
 
 
-def _first_tokens(done: ev.PromptDone) -> pb.FirstTokens:
+def _first_tokens(done: ev.PromptDone, harvest: ev.Harvested) -> Iterator[pb.FirstTokens]:
+    """Slices of the prompt's scores, if any; the last message has the first tokens."""
+    last = None
+    for part in wire.scores_to_wire(harvest.scores) if harvest.scores is not None else ():
+        if last is not None:
+            yield pb.FirstTokens(prompt_logprobs=last)
+        last = part
     choices = []
     for token in done.first:
         first = pb.FirstToken(token_id=token.token)
@@ -326,9 +337,11 @@ def _first_tokens(done: ev.PromptDone) -> pb.FirstTokens:
             first.has_logprob = True
             first.logprob.CopyFrom(wire.logprob_to_wire(token))
         choices.append(first)
-    return pb.FirstTokens(
+    yield pb.FirstTokens(
         choices=choices,
         cached_tokens=done.cached_tokens,
         queue_ns=done.queue_ns,
         prefill_ns=done.prefill_ns,
+        prompt_logprobs=last,
+        embedding=harvest.vector,
     )

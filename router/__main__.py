@@ -81,7 +81,7 @@ async def serve(settings: RouterSettings, model: ServedModel) -> None:
     last_known = state_dir / "workers.json" if state_dir is not None else None
     directory: WorkerDirectory = RegistryWatcher(registry, last_known)
     events: EventSource = EventFeed(registry)
-    router = Router(settings, model, directory, events)
+    router = Router(settings, model, directory, events, shelf=registry)
     server = _Server(
         uvicorn.Config(
             router.app(),

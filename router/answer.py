@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
@@ -24,6 +25,7 @@ from router.flight import Flight
 from router.formats import AnswerFormat, usage
 from router.gateway import Gateway
 from router.observe import Observer
+from router.prepare import off_loop
 from router.problems import problem_response
 from router.request import GenerationRequest
 
@@ -43,32 +45,18 @@ class AnswerContext:
     keep_alive_s: float
 
 
-class Answer(Response):
-    """The answer to one generation call.
+class Exchange(Response):
+    """One HTTP call and its requests, from submission to the last byte.
 
     Args:
         context: Shared parts.
         requests: One for each prompt.
-        layout: How to write them.
-        stream: As server-sent events.
-        include_usage: A stream ends with its usage.
     """
 
-    def __init__(
-        self,
-        context: AnswerContext,
-        requests: Sequence[GenerationRequest],
-        layout: AnswerFormat,
-        *,
-        stream: bool,
-        include_usage: bool,
-    ) -> None:
+    def __init__(self, context: AnswerContext, requests: Sequence[GenerationRequest]) -> None:
         super().__init__()
         self._context = context
         self._requests = requests
-        self._layout = layout
-        self._stream = stream
-        self._include_usage = include_usage
         self._bell = asyncio.Event()
         self._gone = False
         self._flights: list[Flight] = []
@@ -97,9 +85,7 @@ class Answer(Response):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
         gateway = self._context.gateway
         try:
-            for request in self._requests:
-                self._flights.append(gateway.submit(request, self._bell))
-            if not await self._wait(self._may_start):
+            if not await self._submit_all(gateway):
                 return 499
             self._raise_early_error()
         except BatonError as error:
@@ -108,9 +94,13 @@ class Answer(Response):
             response = problem_response(error, self._context.request_id)
             await response(scope, receive, send)
             return error.status
-        if self._stream:
-            return await self._write_stream(send)
-        return await self._write_whole(send)
+        return await self._respond(send)
+
+    async def _submit_all(self, gateway: Gateway) -> bool:
+        """Begin all requests and wait until the answer may start; False if the client left."""
+        for request in self._requests:
+            self._flights.append(gateway.submit(request, self._bell))
+        return await self._wait(self._may_start)
 
     async def _wait(self, ready: Callable[[], bool], idle: Callable[[], Any] | None = None) -> bool:
         """Wait until ``ready()``. Returns False when the client went away instead."""
@@ -127,11 +117,17 @@ class Answer(Response):
         return False
 
     def _may_start(self) -> bool:
-        if any(flight.record.error is not None for flight in self._flights):
-            return True
-        if not self._stream:
-            return all(flight.record.ended for flight in self._flights)
-        return any(flight.record.begun for flight in self._flights)
+        """Whether the response can begin: with an error, or with everything."""
+        failed = any(flight.record.error is not None for flight in self._flights)
+        return failed or all(flight.record.ended for flight in self._flights)
+
+    async def _respond(self, send: Send) -> int:
+        """Write the response; returns its status."""
+        return await self._write_whole(send)
+
+    def _whole(self) -> dict[str, Any]:
+        """The body, once every request has ended."""
+        raise NotImplementedError
 
     def _raise_early_error(self) -> None:
         for flight in self._flights:
@@ -151,64 +147,15 @@ class Answer(Response):
     async def _write_whole(self, send: Send) -> int:
         for flight in self._flights:
             flight.record.sent = True
-        body = orjson.dumps(self._layout.whole(self._flights))
-        size = (b"content-length", str(len(body)).encode())
-        headers = self._start_headers(b"application/json", size)
+        size = sum(map(_bulk_bytes, self._flights))
+        body = await off_loop(size, lambda: orjson.dumps(self._whole()))
+        length = (b"content-length", str(len(body)).encode())
+        headers = self._start_headers(b"application/json", length)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         for flight in self._flights:
             self._context.observer.first_byte(flight, monotonic_ns())
         return 200
-
-    async def _write_stream(self, send: Send) -> int:
-        headers = self._start_headers(
-            b"text/event-stream; charset=utf-8",
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
-        )
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._write(send, b"".join(map(_event, self._layout.opening())))
-        shown: set[str] = set()
-        while True:
-            news = self._collect(shown)
-            if news:
-                await self._write(send, news)
-            failed = next((f.record.error for f in self._flights if f.record.error), None)
-            if failed is not None:
-                await self._end(send, _event(failed.body()))
-                return 200
-            if all(flight.record.ended for flight in self._flights) and not self._has_news():
-                break
-            if not await self._wait(self._has_news, lambda: self._write(send, _KEEP_ALIVE)):
-                return 499
-        last = b""
-        if self._include_usage:
-            last = _event(self._layout.usage_chunk(self._flights))
-        await self._end(send, last + _DONE)
-        return 200
-
-    def _has_news(self) -> bool:
-        return any(flight.record.has_news for flight in self._flights)
-
-    def _collect(self, shown: set[str]) -> bytes:
-        """All that is new, as one piece: one write, however far the client is behind."""
-        pieces = []
-        for prompt, flight in enumerate(self._flights):
-            for delta in flight.record.take():
-                flight.record.sent = True  # not before: a prompt that still waits may be moved
-                if (delta.text or delta.calls) and flight.id not in shown:
-                    shown.add(flight.id)
-                    self._context.observer.first_byte(flight, monotonic_ns())
-                pieces.append(_event(self._layout.chunk(prompt, delta)))
-        return b"".join(pieces)
-
-    async def _write(self, send: Send, body: bytes) -> None:
-        if body and not self._gone:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def _end(self, send: Send, body: bytes) -> None:
-        if not self._gone:
-            await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _report(self, status: int) -> None:
         context = self._context
@@ -235,6 +182,117 @@ class Answer(Response):
             if flight.record.error is not None:
                 span.set_attribute("error.type", flight.record.error.code)
         span.end()
+
+
+class Answer(Exchange):
+    """The answer to one generation call.
+
+    Args:
+        context: Shared parts.
+        requests: One for each prompt.
+        layout: How to write them.
+        stream: As server-sent events.
+        include_usage: A stream ends with its usage.
+    """
+
+    def __init__(
+        self,
+        context: AnswerContext,
+        requests: Sequence[GenerationRequest],
+        layout: AnswerFormat,
+        *,
+        stream: bool,
+        include_usage: bool,
+    ) -> None:
+        super().__init__(context, requests)
+        self._layout = layout
+        self._stream = stream
+        self._include_usage = include_usage
+        self._scored: set[str] = set()  # flights whose scores the client has
+
+    def _may_start(self) -> bool:
+        """A stream begins with the first token of any of its prompts."""
+        begun = self._stream and any(flight.record.begun for flight in self._flights)
+        return begun or super()._may_start()
+
+    async def _respond(self, send: Send) -> int:
+        return await (self._write_stream(send) if self._stream else self._write_whole(send))
+
+    def _whole(self) -> dict[str, Any]:
+        return self._layout.whole(self._flights)
+
+    async def _write_stream(self, send: Send) -> int:
+        headers = self._start_headers(
+            b"text/event-stream; charset=utf-8",
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
+        )
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._write(send, b"".join(map(_event, self._layout.opening())))
+        shown: set[str] = set()
+        while True:
+            await self._write_scores(send)
+            news = self._collect(shown)
+            if news:
+                await self._write(send, news)
+            failed = next((f.record.error for f in self._flights if f.record.error), None)
+            if failed is not None:
+                await self._end(send, _event(failed.body()))
+                return 200
+            if all(flight.record.ended for flight in self._flights) and not self._has_news():
+                break
+            if not await self._wait(self._has_news, lambda: self._write(send, _KEEP_ALIVE)):
+                return 499
+        last = b""
+        if self._include_usage:
+            last = _event(self._layout.usage_chunk(self._flights))
+        await self._end(send, last + _DONE)
+        return 200
+
+    def _has_news(self) -> bool:
+        return any(flight.record.has_news for flight in self._flights)
+
+    async def _write_scores(self, send: Send) -> None:
+        """Scores of prompts that have come since: ahead of all that follows these prompts."""
+        for prompt, flight in enumerate(self._flights):
+            if flight.record.scores is None or flight.id in self._scored:
+                continue
+            work = partial(self._written_scores, prompt, flight)
+            chunks = await off_loop(_bulk_bytes(flight), work)
+            self._scored.add(flight.id)
+            flight.record.sent = True
+            await self._write(send, chunks)
+
+    def _written_scores(self, prompt: int, flight: Flight) -> bytes:
+        return b"".join(map(_event, self._layout.scored(prompt, flight)))
+
+    def _collect(self, shown: set[str]) -> bytes:
+        """All that is new, as one piece: one write, however far the client is behind."""
+        pieces = []
+        for prompt, flight in enumerate(self._flights):
+            if flight.request.scored and flight.id not in self._scored:
+                continue  # they come first
+            for delta in flight.record.take():
+                flight.record.sent = True  # not before: a prompt that still waits may be moved
+                if (delta.text or delta.calls) and flight.id not in shown:
+                    shown.add(flight.id)
+                    self._context.observer.first_byte(flight, monotonic_ns())
+                pieces.append(_event(self._layout.chunk(prompt, delta)))
+        return b"".join(pieces)
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        if body and not self._gone:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _end(self, send: Send, body: bytes) -> None:
+        if not self._gone:
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _bulk_bytes(flight: Flight) -> int:
+    """Roughly what of an answer takes time to write; see ``off_loop``."""
+    scores = flight.record.scores
+    return 0 if scores is None else len(scores.logprobs) * (2 + 2 * scores.alternatives)
 
 
 def _event(payload: dict[str, Any]) -> bytes:

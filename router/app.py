@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,8 +14,11 @@ from pydantic import BaseModel
 from engine.core.errors import BatonError, InvalidRequestError, PayloadTooLargeError
 from fleet.telemetry import Metrics, Tracing
 from router import problems
+from router.adapter_api import add_adapter_calls
+from router.adapters import AdapterShelf
 from router.answer import Answer, AnswerContext
 from router.directory import WorkerDirectory
+from router.embeddings import EmbeddingAnswer
 from router.feed import EventSource, MirrorFeeder
 from router.formats import ChatFormat, CompletionFormat
 from router.gateway import Gateway
@@ -28,12 +32,15 @@ from router.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     GenerationBody,
+    LoadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
     parse,
 )
 from router.settings import RouterSettings
-from router.spans import ended_on_error, gateway_span, traceparent_of
+from router.spans import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.structured import wanted_grammar
 from router.tools import messages_of
 
@@ -46,6 +53,7 @@ class Router:
         model: The model it serves.
         directory: Which workers there are.
         events: KV events for the mirror, or None to route without an index.
+        shelf: Where routers share the adapters loaded at run time, or None to keep them here.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class Router:
         model: ServedModel,
         directory: WorkerDirectory,
         events: EventSource | None = None,
+        shelf: AdapterShelf | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
@@ -66,17 +75,22 @@ class Router:
         self.grammars = GrammarChecker(model.vocabulary, self.metrics)
         self.prober = Prober(self.gateway, settings)
         self.created = int(time.time())
+        self._shelf = shelf
         self._feeder = MirrorFeeder(self.mirror, events, self.metrics)
 
     @contextlib.asynccontextmanager
     async def running(self, _: object = None) -> AsyncIterator[None]:
         """Connected to the workers, for as long as the context lasts."""
+        state_dir = self.settings.state_dir
+        file = Path(state_dir) / "adapters.json" if state_dir else None
+        self.model.adapters.start(self._shelf, file)
         self.gateway.start()
         self._feeder.start()
         try:
             yield
         finally:
             await self._feeder.close()
+            await self.model.adapters.close()
             await self.grammars.close()
             await self.gateway.close()
             self.tracing.shutdown()
@@ -92,6 +106,7 @@ class Router:
         problems.install(app)
         self._add_generation(app)
         self._add_models(app)
+        add_adapter_calls(app, self.model.adapters, self.settings, self._body, _documented)
         self._add_text(app)
         self._add_operations(app)
         _describe_bodies(app)
@@ -121,6 +136,28 @@ class Router:
                 body = await off_loop(len(raw), lambda: parse(CompletionBody, raw))
                 self.model.check_name(body.model)
                 return await self._completions(body, len(raw), caller, now_ns)
+
+        @app.post("/v1/embeddings", **_documented(EmbeddingBody))
+        async def embeddings(request: Request) -> Response:
+            """One vector for each input."""
+            now_ns = time.monotonic_ns()
+            with self._counted(request, "embeddings"):
+                caller = read_headers(request.headers, self.settings)
+                raw = await self._body(request)
+                body = await off_loop(len(raw), lambda: parse(EmbeddingBody, raw))
+                self.model.check_name(body.model)
+                return await self._embeddings(body, len(raw), caller, now_ns)
+
+    async def _embeddings(
+        self, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
+        span = embedding_span(self.tracing, body, caller)
+        caller = traceparent_of(span, caller)
+        with ended_on_error(span):
+            requests = await off_loop(size, lambda: self.preparer.embeddings(body, caller, now_ns))
+        answer_id = requests[0].request_id.rpartition("-")[0]
+        context = self._context("embeddings", answer_id, span)
+        return EmbeddingAnswer(context, requests, body, at_once=self.settings.window_requests)
 
     async def _chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
         span = gateway_span(self.tracing, "chat", body, caller)
@@ -155,7 +192,10 @@ class Router:
             answer_id = answer_id.rpartition("-")[0]
         echoes = await off_loop(size, lambda: self._echoes(body)) if body.echo else None
         layout = CompletionFormat(
-            n=requests[0].sampling.n, echoes=echoes, **self._format_parts(answer_id, body)
+            n=requests[0].sampling.n,
+            echoes=echoes,
+            echo_logprobs=body.logprobs,
+            **self._format_parts(answer_id, body),
         )
         return Answer(
             self._context("completions", answer_id, span),
@@ -182,6 +222,7 @@ class Router:
             "fingerprint": f"baton-{self.model.artifact.weights_digest.hex()[:12]}",
             "tokenizer": self.model.tokenizer,
             "include_usage": body.include_usage,
+            "prompt_logprobs": body.prompt_logprobs,
         }
 
     def _context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
@@ -222,9 +263,10 @@ class Router:
     def _add_models(self, app: FastAPI) -> None:
         @app.get("/v1/models")
         async def models(request: Request) -> dict[str, Any]:
-            """The model that this fleet serves, under each of its names."""
+            """The model that this fleet serves, under each of its names, and its adapters."""
             tenant_of(request.headers, self.settings)
-            return {"object": "list", "data": [self._record(name) for name in self.model.names]}
+            names = [*self.model.names, *(entry.name for entry in self.model.adapters.served())]
+            return {"object": "list", "data": [self._record(name) for name in names]}
 
         @app.get("/v1/models/{model_id:path}")
         async def model(request: Request, model_id: str) -> dict[str, Any]:
@@ -341,6 +383,7 @@ class Router:
                 count = counts.get((role, state), 0)
                 self.metrics.set("baton_workers", count, role=role, state=state)
         self.metrics.set("baton_mirror_names", self.mirror.total_names)
+        self.metrics.set("baton_adapters_served", len(self.model.adapters.served()))
 
     def _targets(self, own: str) -> list[dict[str, Any]]:
         fleet = self.settings.fleet
@@ -379,7 +422,8 @@ def _describe_bodies(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody):
+        kinds = (ChatBody, CompletionBody, EmbeddingBody, TokenizeBody, DetokenizeBody)
+        for kind in (*kinds, LoadAdapterBody, UnloadAdapterBody):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema

@@ -79,6 +79,7 @@ class Flight:
             "tenant": request.tenant,
             "user": request.user,
             "mode": request.mode,
+            "adapter": request.adapter.name if request.adapter is not None else None,
             "attempts": record.attempt,
             "state": "ended" if record.ended else "running" if self.decode_id else "queued",
             "error": record.error.body()["error"] if record.error is not None else None,

@@ -7,6 +7,7 @@ from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta
 from router.flight import Flight
 from router.lifecycle import Delta, ShownLogprob
+from router.scores import PromptView
 
 
 class AnswerFormat(Protocol):
@@ -14,6 +15,9 @@ class AnswerFormat(Protocol):
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first delta."""
+
+    def scored(self, prompt: int, flight: Flight) -> list[dict[str, Any]]:
+        """Chunks with the scores of a prompt that asked for them; ahead of its first delta."""
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """One delta of one choice."""
@@ -50,6 +54,7 @@ class _Format:
         fingerprint: Changes when weights or numerics do.
         tokenizer: For tokens as text.
         include_usage: Every chunk of a stream has a ``usage`` field then.
+        prompt_logprobs: vLLM's parameter: so many alternatives for each prompt token.
     """
 
     def __init__(
@@ -61,7 +66,9 @@ class _Format:
         fingerprint: str,
         tokenizer: TextTokenizer,
         include_usage: bool,
+        prompt_logprobs: int | None = None,
     ) -> None:
+        self._prompt_logprobs = prompt_logprobs
         self._head = {
             "id": answer_id,
             "created": created,
@@ -77,6 +84,13 @@ class _Format:
             chunk["usage"] = None
         return chunk
 
+    def _vllm(self, flight: Flight) -> dict[str, Any]:
+        """The field ``prompt_logprobs``, as in vLLM, where it was asked for."""
+        if self._prompt_logprobs is None:
+            return {}
+        view = PromptView.of(flight, self._tokenizer)
+        return {"prompt_logprobs": view.vllm(self._prompt_logprobs) if view else None}
+
 
 class ChatFormat(_Format):
     """``chat.completion`` and ``chat.completion.chunk``."""
@@ -89,6 +103,10 @@ class ChatFormat(_Format):
         """The role of every choice."""
         delta = {"role": "assistant", "content": ""}
         return [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
+
+    def scored(self, prompt: int, flight: Flight) -> list[dict[str, Any]]:
+        """A chunk without choices."""
+        return [{**self._chunk("chat.completion.chunk", []), **self._vllm(flight)}]
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """A piece of content; the last one of a choice has its finish reason."""
@@ -131,7 +149,7 @@ class ChatFormat(_Format):
             }
             for delta in record.take()
         ]
-        head = {**self._head, "object": "chat.completion"}
+        head = {**self._head, "object": "chat.completion", **self._vllm(flights[0])}
         return {**head, "choices": choices, "usage": usage(flights)}
 
     def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
@@ -176,15 +194,53 @@ def _message(delta: Delta) -> dict[str, Any]:
 
 
 class CompletionFormat(_Format):
-    """``text_completion``; choices are numbered over all prompts."""
+    """``text_completion``; choices are numbered over all prompts.
 
-    def __init__(self, *, n: int, echoes: Sequence[str] | None, **common: Any) -> None:
+    Args:
+        n: Choices of each prompt.
+        echoes: The prompts' texts, if they are to stand before the answers.
+        echo_logprobs: With ``echoes``: their tokens' scores stand before the answers' as well, each
+            with so many alternatives.
+        **common: See ``_Format``.
+    """
+
+    def __init__(
+        self,
+        *,
+        n: int,
+        echoes: Sequence[str] | None,
+        echo_logprobs: int | None = None,
+        **common: Any,
+    ) -> None:
         super().__init__(**common)
         self._n = n
         self._echoes = echoes
+        self._echo_logprobs = echo_logprobs if echoes is not None else None
+
+    def scored(self, prompt: int, flight: Flight) -> list[dict[str, Any]]:
+        """For each choice its echo with scores, and vLLM's field."""
+        logprobs = self._prompt_scores(flight)
+        text = self._echo(prompt) if logprobs is not None else ""
+        chunks = []
+        for choice in range(self._n):
+            chunk = self._choice_chunk(prompt * self._n + choice, text, logprobs, None)
+            chunk["choices"][0].update(self._vllm(flight))
+            chunks.append(chunk)
+        return chunks
+
+    def _prompt_scores(self, flight: Flight) -> dict[str, list[Any]] | None:
+        if self._echo_logprobs is None:
+            return None
+        view = PromptView.of(flight, self._tokenizer)
+        return view.openai(self._echo_logprobs) if view is not None else None
+
+    def _echo(self, prompt: int) -> str:
+        return self._echoes[prompt] if self._echoes is not None else ""
 
     def opening(self) -> list[dict[str, Any]]:
-        """The prompts, when they are to be echoed."""
+        """The prompts, when they are to be echoed, and without scores that are not there yet."""
+        if self._echo_logprobs is not None:
+            return []
         return [
             self._choice_chunk(prompt * self._n + choice, text, None, None)
             for prompt, text in enumerate(self._echoes or ())
@@ -193,7 +249,7 @@ class CompletionFormat(_Format):
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """A piece of text."""
-        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        logprobs = self._logprobs(prompt, delta.logprobs) if delta.logprobs else None
         index = prompt * self._n + delta.choice
         return self._choice_chunk(index, delta.text, logprobs, delta.finish_reason)
 
@@ -216,29 +272,42 @@ class CompletionFormat(_Format):
         """All choices of all prompts."""
         choices = []
         for prompt, flight in enumerate(flights):
-            echo = self._echoes[prompt] if self._echoes is not None else ""
+            echo, echoed, extra = (
+                self._echo(prompt),
+                self._prompt_scores(flight),
+                self._vllm(flight),
+            )
             wanted = flight.request.sampling.logprobs is not None
             choices += [
                 {
                     "index": prompt * self._n + delta.choice,
                     "text": echo + delta.text,
-                    "logprobs": self._logprobs(delta.logprobs) if wanted else None,
+                    "logprobs": self._logprobs(prompt, delta.logprobs, echoed) if wanted else None,
                     "finish_reason": delta.finish_reason,
                     "stop_reason": flight.record.choices[delta.choice].stop_reason,
+                    **extra,
                 }
                 for delta in flight.record.take()
             ]
         head = {**self._head, "object": "text_completion"}
         return {**head, "choices": choices, "usage": usage(flights)}
 
-    def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
-        spell = self._tokenizer.token_text
-        return {
+    def _logprobs(
+        self,
+        prompt: int,
+        shown: Sequence[ShownLogprob],
+        echoed: dict[str, list[Any]] | None = None,
+    ) -> dict[str, Any]:
+        spell, before = self._tokenizer.token_text, len(self._echo(prompt))
+        found: dict[str, list[Any]] = {
             "tokens": [spell(entry.token_id) for entry in shown],
             "token_logprobs": [entry.logprob for entry in shown],
             # Where two ids are spelled alike, the likelier one stands (they come best first).
             "top_logprobs": [
                 {spell(token): value for token, value in reversed(entry.top)} for entry in shown
             ],
-            "text_offset": [entry.text_offset for entry in shown],
+            "text_offset": [before + entry.text_offset for entry in shown],
         }
+        if echoed is None:
+            return found
+        return {name: echoed[name] + values for name, values in found.items()}

@@ -10,10 +10,11 @@ Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and th
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from batonpb.common_pb2 import TokenLogprob
+from batonpb.common_pb2 import PromptLogprobs, TokenLogprob
 from batonpb.decode_pb2 import RequestRoute, RequestTimes, TokenRun
 
 from engine.core.errors import BatonError, InternalError
+from engine.core.harvest import PromptScores, ScoresIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
@@ -52,10 +53,16 @@ class ChoiceRecord:
     """One of the ``n`` answers."""
 
     def __init__(
-        self, index: int, detokenizer: Detokenizer, tools: ToolCallParser | None = None
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        tools: ToolCallParser | None = None,
+        *,
+        silent: bool = False,
     ) -> None:
         self.index = index
         self._tools = tools
+        self._silent = silent  # its one token is nobody's business
         self.token_ids: list[int] = []
         self.next_index = 0
         self.finish_reason: str | None = None
@@ -70,6 +77,9 @@ class ChoiceRecord:
             return RunResult()
         if run.index > self.next_index:
             return RunResult(gap=True)
+        if self._silent:
+            self._end("length", None)
+            return RunResult()
         ids = unpack(run.token_ids)  # a stop token is not among them
         skip = self.next_index - run.index
         fresh = 0
@@ -137,17 +147,19 @@ class RequestRecord:
     Args:
         request: What was asked.
         tokenizer: For the text of the answers.
-        ticket: Its number; order everywhere is (priority, ticket).
     """
 
-    def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer, ticket: int) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.request = request
         self.prompt_tokens = len(request.prompt)
-        self.ticket = ticket
+        self.ticket = 0  # drawn when it leaves the queue; order at workers is (priority, ticket)
         self.attempt = 0
         self.error: BatonError | None = None
         self.route: RequestRoute | None = None
         self.times: RequestTimes | None = None
+        self.scores: PromptScores | None = None
+        self.embedding = b""
+        self._scores = ScoresIntake(self.prompt_tokens - 1)
         self.sent = False  # something of the answer has left for the client
         self.ended = False
         self.died_holding: set[bytes] = set()  # incarnations that died with this request
@@ -166,6 +178,7 @@ class RequestRecord:
                 index,
                 Detokenizer(self._tokenizer, self.request.stops, sampling.min_tokens),
                 ToolCallParser() if self.request.reads_calls else None,
+                silent=self.request.score_only,
             )
             for index in range(sampling.n)
         ]
@@ -183,6 +196,7 @@ class RequestRecord:
         self.route = None
         self.first_token_ns = self.second_token_ns = self.last_token_ns = 0
         self.choices = self._fresh_choices()
+        self.scores, self._scores = None, ScoresIntake(self.prompt_tokens - 1)
         return self.attempt
 
     @property
@@ -220,6 +234,11 @@ class RequestRecord:
         """Tokens came. Those of another attempt, or after the end, are dropped."""
         if run.attempt != self.attempt or self.ended or run.choice >= len(self.choices):
             return RunResult()
+        if run.HasField("prompt_logprobs"):
+            return RunResult(gap=not self._take_scores(run.prompt_logprobs))
+        if self.request.scored and self.scores is None:
+            raise InternalError("the worker sent a token before the scores of the prompt")
+        self.embedding = run.embedding
         result = self.choices[run.choice].push(run)
         if not result.fresh_tokens and not run.finish_reason:
             return result
@@ -233,6 +252,13 @@ class RequestRecord:
             self.ended = True
             self.note("finished", now_ns)
         return result
+
+    def _take_scores(self, part: PromptLogprobs) -> bool:
+        """A slice of the prompt's scores came; False if one before it is missing."""
+        columns = (part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
+        taken = self._scores.put(part.begin, PromptScores(part.alternatives, *columns))
+        self.scores = self._scores.complete
+        return taken
 
     def fail(self, error: BatonError, now_ns: int) -> bool:
         """End with an error. Returns False where it had ended already: the first end counts."""
@@ -255,5 +281,6 @@ class RequestRecord:
     def shed(self) -> None:
         """The answer is out: keep its figures for later questions, not its tokens."""
         self.request = replace(self.request, prompt=())
+        self.scores, self._scores, self.embedding = None, ScoresIntake(0), b""
         for choice in self.choices:
             choice.shed()

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.core.adapters import AdapterRef
 from engine.core.errors import InvalidRequestError, ModelNotFoundError
 from engine.text.artifact import ModelArtifact, resolve_model
 from engine.text.grammar import Vocabulary, vocabulary_of
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from engine.text.tools import Tool, conversation, syntax_of
+from router.adapters import AdapterTable
 from router.settings import RouterSettings
 
 
@@ -21,6 +23,8 @@ class ServedModel:
         names: The served name, then its aliases.
         max_context_tokens: Prompt and answer together; at most the model's own limit.
         chat_template: Jinja text that replaces the model's own.
+        adapters: LoRA adapters that may be named beside the model; by default none, and any may
+            be loaded.
 
     Raises:
         ValueError: The limit is beyond the model's, or tokenizer or template cannot be used.
@@ -33,6 +37,7 @@ class ServedModel:
         *,
         max_context_tokens: int | None = None,
         chat_template: str | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         limit = artifact.config.max_context_tokens
         if max_context_tokens is not None and max_context_tokens > limit:
@@ -41,6 +46,7 @@ class ServedModel:
             )
         self.artifact = artifact
         self.names = tuple(names)
+        self.adapters = adapters or AdapterTable(artifact.config, self.names)
         self.max_context_tokens = max_context_tokens or limit
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
         config = artifact.config
@@ -57,9 +63,18 @@ class ServedModel:
     def load(cls, settings: RouterSettings) -> "ServedModel":
         """The model of the settings; reads files, so not for the event loop."""
         template = settings.chat_template
-        return cls(
-            resolve_model(settings.model),
+        artifact = resolve_model(settings.model)
+        adapters = AdapterTable(
+            artifact.config,
             settings.model_names,
+            settings.adapters,
+            settings.max_adapters,
+            settings.max_adapter_rank,
+        )
+        return cls(
+            artifact,
+            settings.model_names,
+            adapters=adapters,
             max_context_tokens=settings.max_context_tokens,
             chat_template=Path(template).read_text("utf-8") if template else None,
         )
@@ -70,15 +85,31 @@ class ServedModel:
         Raises:
             ModelNotFoundError: It does not; the message says what it serves.
         """
-        if name not in self.names:
+        if name not in self.names and self.adapters.find(name) is None:
             raise ModelNotFoundError(
                 f"model {name[:200]!r} is not served here; this fleet serves {self.names[0]!r}",
                 param="model",
             )
         return name
 
-    def encode_prompt(self, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
-        """Token ids of a completion's prompt.
+    def adapter_of(self, name: str) -> AdapterRef | None:
+        """The adapter that a model name stands for; None for the model itself.
+
+        Raises:
+            ModelNotFoundError: The fleet does not serve the name (any more).
+        """
+        entry = self.adapters.find(self.check_name(name))
+        return None if entry is None else entry.ref()
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state, and so of an embedding."""
+        return self.artifact.config.hidden_size
+
+    def encode_prompt(
+        self, prompt: str | Sequence[int], *, special: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a completion's prompt, or of another text that ``param`` names.
 
         Raises:
             InvalidRequestError: It is empty, or an id is outside the vocabulary.
@@ -87,9 +118,9 @@ class ServedModel:
             tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             tokens = list(prompt)
-            self.check_ids(tokens, "prompt")
+            self.check_ids(tokens, param)
         if not tokens:
-            raise InvalidRequestError("prompt: must not be empty", param="prompt")
+            raise InvalidRequestError(f"{param}: must not be empty", param=param)
         return tokens
 
     def encode_chat(
@@ -133,8 +164,22 @@ class ServedModel:
                 )
 
     def record(self, name: str, created: int, dtype: str = "") -> dict[str, Any]:
-        """The artifact record of ``GET /v1/models/{id}``."""
+        """The artifact record of ``GET /v1/models/{id}``; an adapter's names its parent."""
         artifact = self.artifact
+        entry = self.adapters.find(name)
+        if entry is not None:
+            return {
+                "id": name,
+                "object": "model",
+                "created": entry.changed_ms // 1000 or created,
+                "owned_by": "baton",
+                "root": entry.path,
+                "parent": self.names[0],
+                "max_model_len": self.max_context_tokens,
+                "adapter_digest": entry.digest,
+                "rank": entry.rank,
+                "target_modules": list(entry.targets),
+            }
         return {
             "id": name,
             "object": "model",

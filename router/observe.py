@@ -8,6 +8,7 @@ from statistics import median
 
 from fleet.telemetry import Metrics
 from router.flight import Flight
+from router.lifecycle import RequestRecord
 
 
 class Observer:
@@ -95,7 +96,7 @@ class Observer:
 
     def first_byte(self, flight: Flight, now_ns: int) -> None:
         """The first content byte of an answer went out."""
-        if not flight.request.probe:
+        if not flight.request.probe and not flight.request.pooling:
             self.metrics.observe(
                 "baton_time_to_first_token_seconds",
                 (now_ns - flight.request.arrived_ns) / 1e9,
@@ -128,6 +129,8 @@ class Observer:
         inc("baton_prefix_tokens", record.cached_tokens, source="local")
         computed = record.prompt_tokens - record.cached_tokens
         inc("baton_prefix_tokens", computed, source="computed")
+        if flight.request.adapter is not None:
+            self._answered_by(flight.request.adapter.name, record)
         tokens = record.completion_tokens / flight.request.sampling.n
         if tokens > 1:
             per_token_s = _between_s(record.first_token_ns, record.last_token_ns) / (tokens - 1)
@@ -141,6 +144,12 @@ class Observer:
             whole = reason in ("stop", "tool_calls") and choice.stop_reason not in own_stop
             if sampling.grammar and not whole:
                 inc("baton_grammar_incomplete", reason=reason)
+
+    def _answered_by(self, adapter: str, record: RequestRecord) -> None:
+        inc = self.metrics.inc
+        inc("baton_adapter_requests", adapter=adapter)
+        inc("baton_adapter_prompt_tokens", record.prompt_tokens, adapter=adapter)
+        inc("baton_adapter_generation_tokens", record.completion_tokens, adapter=adapter)
 
 
 def phases(flight: Flight, exposed_s: float = 0.0) -> dict[str, float]:

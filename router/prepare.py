@@ -8,11 +8,21 @@ from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import TypeVar
 
+import msgspec
+
 from engine.core.errors import InvalidRequestError, PromptTooLongError, UnauthorizedError
+from engine.core.harvest import bytes_per_row
 from engine.core.params import SamplingParams
 from router.model import ServedModel
 from router.request import GenerationRequest, Mode, part_id
-from router.schema import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody
+from router.schema import (
+    MAX_INPUTS,
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    GenerationBody,
+)
 from router.settings import RouterSettings
 from router.tools import messages_of, offered
 
@@ -26,6 +36,7 @@ _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _LARGE_BYTES = 16 * 1024
+MAX_SCORES_BYTES = 8 * 1024 * 1024  # of one prompt; every worker on its way holds them once
 
 _T = TypeVar("_T")
 
@@ -138,6 +149,7 @@ class Preparer:
         sampling = self._sampling(
             body, wanted, room, default=room, logprobs=alternatives, grammar=grammar
         )
+        sampling = _with_scores(sampling, body.prompt_logprobs, len(prompt))
         request = self._request(
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
@@ -151,10 +163,12 @@ class Preparer:
         Raises:
             InvalidRequestError: See its subclasses; the parameter is named.
         """
-        if body.echo and body.logprobs is not None:
+        scores_only = body.max_tokens == 0
+        if scores_only and body.prompt_alternatives is None:
             raise InvalidRequestError(
-                "echo with logprobs: log-probabilities of prompt tokens are not offered yet",
-                param="echo",
+                "max_tokens: must be at least 1 (got 0), unless the prompt's log-probabilities are "
+                "asked for: echo with logprobs, or prompt_logprobs",
+                param="max_tokens",
             )
         prompts = body.prompts()
         if not 1 <= len(prompts) <= MAX_PROMPTS:
@@ -165,23 +179,69 @@ class Preparer:
         requests = []
         for index, text in enumerate(prompts):
             prompt = self._model.encode_prompt(text)
-            room = self._room(prompt, "prompt")
+            # Without an answer the prompt may fill the context: the token drawn is not kept.
+            room = self._room(prompt, "prompt", answer_tokens=0 if scores_only else 1)
             default = min(_COMPLETION_TOKENS, room)
+            wanted = 1 if scores_only else body.max_tokens
             sampling = self._sampling(
                 body,
-                body.max_tokens,
-                room,
+                wanted,
+                max(room, 1),
                 default=default,
                 logprobs=body.logprobs,
                 grammar=grammar,
             )
+            sampling = _with_scores(sampling, body.prompt_alternatives, len(prompt))
             name = request_id if len(prompts) == 1 else part_id(request_id, index)
-            requests.append(self._request(name, body, caller, prompt, sampling, now_ns))
+            request = self._request(name, body, caller, prompt, sampling, now_ns)
+            requests.append(replace(request, score_only=scores_only))
         return requests
 
-    def _room(self, prompt: list[int], param: str) -> int:
+    def embeddings(
+        self, body: EmbeddingBody, caller: Caller, now_ns: int
+    ) -> list[GenerationRequest]:
+        """The requests of an embeddings call, one for each input.
+
+        Raises:
+            InvalidRequestError: See its subclasses; the parameter is named.
+        """
+        inputs, size = body.inputs(), self._model.hidden_size
+        if not 1 <= len(inputs) <= MAX_INPUTS:
+            raise InvalidRequestError(
+                f"input: must hold 1 to {MAX_INPUTS} inputs (got {len(inputs)})", param="input"
+            )
+        if body.dimensions is not None and body.dimensions > size:
+            raise InvalidRequestError(
+                f"dimensions: this model's vectors have {size} (got {body.dimensions})",
+                param="dimensions",
+            )
+        request_id = f"embd-{secrets.token_hex(16)}"
+        requests = []
+        for index, text in enumerate(inputs):
+            prompt = self._model.encode_prompt(text, param="input")
+            self._room(prompt, "input", answer_tokens=0)
+            requests.append(
+                GenerationRequest(
+                    request_id=part_id(request_id, index),
+                    prompt=tuple(prompt),
+                    sampling=SamplingParams(max_tokens=1, temperature=0.0),
+                    tenant=caller.tenant,
+                    cache_scope=self._scope(caller, None),
+                    adapter=self._model.adapter_of(body.model),
+                    priority=body.priority or 0,
+                    mode=caller.mode,
+                    user=body.user,
+                    arrived_ns=now_ns,
+                    deadline_ns=now_ns + int(caller.timeout_s * 1e9),
+                    traceparent=caller.traceparent,
+                    pooling=body.pooling,
+                )
+            )
+        return requests
+
+    def _room(self, prompt: list[int], param: str, answer_tokens: int = 1) -> int:
         limit = self._model.max_context_tokens
-        if len(prompt) >= limit:
+        if len(prompt) + answer_tokens > limit:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt)} tokens; this model's context is {limit} tokens, "
                 "prompt and answer together",
@@ -272,15 +332,14 @@ class Preparer:
         sampling: SamplingParams,
         now_ns: int,
     ) -> GenerationRequest:
-        owner = "" if self._settings.share_cache else caller.tenant
         return GenerationRequest(
             request_id=request_id,
             prompt=tuple(prompt),
             sampling=sampling,
             stops=body.stops,
             tenant=caller.tenant,
-            # A tenant's name has no NUL, so tenant and salt cannot run into each other.
-            cache_scope=f"{owner}\0{body.cache_salt or ''}",
+            cache_scope=self._scope(caller, body.cache_salt),
+            adapter=self._model.adapter_of(body.model),
             priority=body.priority or 0,
             mode=caller.mode,
             user=body.user,
@@ -288,6 +347,28 @@ class Preparer:
             deadline_ns=now_ns + int(caller.timeout_s * 1e9),
             traceparent=caller.traceparent,
         )
+
+    def _scope(self, caller: Caller, salt: str | None) -> str:
+        """A tenant's name has no NUL, so tenant and salt cannot run into each other."""
+        owner = "" if self._settings.share_cache else caller.tenant
+        return f"{owner}\0{salt or ''}"
+
+
+def _with_scores(
+    sampling: SamplingParams, alternatives: int | None, prompt_tokens: int
+) -> SamplingParams:
+    """``sampling`` with the prompt's scores, if they are wanted and not too many."""
+    if alternatives is None:
+        return sampling
+    size = prompt_tokens * bytes_per_row(alternatives)
+    if size > MAX_SCORES_BYTES:
+        most = MAX_SCORES_BYTES // bytes_per_row(alternatives)
+        raise InvalidRequestError(
+            f"log-probabilities of {prompt_tokens} prompt tokens with {alternatives} alternatives "
+            f"each are too many; at most {most} tokens, or fewer alternatives",
+            param="logprobs",
+        )
+    return msgspec.structs.replace(sampling, prompt_logprobs=alternatives)
 
 
 def _first(*values: _T | None) -> _T:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from engine.core.adapters import AdapterRef
 from engine.core.params import SamplingParams
 
 Mode = Literal["auto", "disaggregated", "colocated"]
@@ -26,9 +27,12 @@ class GenerationRequest:
         prompt: Token ids.
         reads_calls: The answer may hold calls of tools, which are not part of its text.
         cache_scope: Requests of different scopes share no cached prefix.
+        adapter: The LoRA adapter to answer with; none is the model itself.
         arrived_ns: Monotonic clock of the router, as is ``deadline_ns``.
         pinned: Only for probes.
         traceparent: Parent of the spans at the workers.
+        pooling: Not empty: the answer is the prompt's pooled hidden state; nothing is drawn.
+        score_only: Only the prompt's scores are wanted: the one token that is drawn is not shown.
     """
 
     request_id: str
@@ -38,6 +42,7 @@ class GenerationRequest:
     reads_calls: bool = False
     tenant: str = "default"
     cache_scope: str = ""
+    adapter: AdapterRef | None = None
     priority: int = 0
     mode: Mode = "auto"
     user: str | None = None
@@ -46,6 +51,18 @@ class GenerationRequest:
     probe: bool = False
     pinned: Pinned | None = None
     traceparent: str = ""
+    pooling: str = ""
+    score_only: bool = False
+
+    @property
+    def scored(self) -> bool:
+        """Whether the prompt's tokens are to have log-probabilities."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether all of the prompt is computed, whatever is cached."""
+        return self.scored or bool(self.pooling)
 
 
 def part_id(request_id: str, index: int) -> str:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_core import from_json
 
 from engine.core.errors import InvalidRequestError
+from router.beams import without_beams
 
 _NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 _FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -19,6 +20,7 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _INT32 = 2**31
 
 MAX_PROMPTS = 64
+MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 
 
 class _Strict(BaseModel):
@@ -172,6 +174,7 @@ class GenerationBody(_Strict):
     stream_options: StreamOptions | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     priority: Annotated[int, Field(ge=-_INT32, lt=_INT32)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -226,19 +229,46 @@ class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    max_tokens: Annotated[int, Field(ge=0, lt=_INT32)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    neutral = {"best_of": _only(None, 1), "suffix": _only(None, "")}
+    neutral = {"suffix": _only(None, "")}
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """How many alternatives each prompt token's score needs; None = no scores."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts of the request, each as text or as token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if all(isinstance(item, int) for item in prompt):
-            return [[item for item in prompt if isinstance(item, int)]]
-        return [item for item in prompt if not isinstance(item, int)]
+        return _each(self.prompt)
+
+
+def _each(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    return [item for item in given if not isinstance(item, int)]
+
+
+class EmbeddingBody(_Strict):
+    """``POST /v1/embeddings``. ``pooling`` and ``normalize`` are Baton's own."""
+
+    model: _NonEmpty
+    input: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
+    pooling: Literal["mean", "last"] = "mean"
+    normalize: bool = True
+    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    priority: Annotated[int, Field(ge=-_INT32, lt=_INT32)] | None = None
+
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs of the request, each as text or as token ids."""
+        return _each(self.input)
 
 
 class TokenizeBody(_Strict):
@@ -259,6 +289,23 @@ class DetokenizeBody(_Strict):
     tokens: list[_TokenId]
 
 
+class LoadAdapterBody(_Strict):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: _NonEmpty
+    lora_path: _NonEmpty
+
+    neutral = {"load_inplace": _only(None, False)}
+
+
+class UnloadAdapterBody(_Strict):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: _NonEmpty
+
+    neutral = {"lora_int_id": _only(None)}
+
+
 _Body = TypeVar("_Body", bound=_Strict)
 
 
@@ -274,6 +321,8 @@ def parse(kind: type[_Body], raw: bytes) -> _Body:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
+    if issubclass(kind, GenerationBody):
+        data = without_beams(data)
     data = _without_neutral(kind, data, "")
     if isinstance(data.get("messages"), list):
         data["messages"] = [

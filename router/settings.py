@@ -1,6 +1,7 @@
 """What a router needs to know, frozen at start."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -16,6 +17,8 @@ class RouterSettings:
         max_context_tokens: None takes the model's own.
         api_keys: Key to tenant; None means that nobody needs a key.
         share_cache: Whether tenants find each other's cached prefixes.
+        adapters: LoRA adapters of the fleet file, name to directory.
+        max_adapters: How many of them a worker holds at once.
         window_requests: Sequences sent to one worker at most; more wait in the router's queue.
         lease_ms: How long a worker keeps a request of a router that it no longer hears.
         silence_s: A worker that says nothing for so long is dead to this router.
@@ -33,6 +36,9 @@ class RouterSettings:
     port: int = 8000
     api_keys: dict[str, str] | None = field(default=None, repr=False)
     share_cache: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    max_adapters: int = 8
+    max_adapter_rank: int = 64
     max_queued_requests: int = 256
     window_requests: int = 32
     default_timeout_s: float = 600.0
@@ -71,6 +77,9 @@ class RouterSettings:
             port=config.port if port is None else port,
             api_keys=dict(config.api_keys) if config.api_keys else None,
             share_cache=config.share_cache_between_tenants,
+            adapters=config.adapters.load,
+            max_adapters=config.adapters.max_loaded,
+            max_adapter_rank=config.adapters.max_rank,
             max_queued_requests=config.max_queued_requests,
             window_requests=config.max_batch_requests,
             default_timeout_s=config.default_timeout_s,

@@ -10,7 +10,7 @@ from opentelemetry.trace import Span, SpanKind
 from engine.core.errors import BatonError
 from fleet.telemetry import Tracing, extract, inject
 from router.prepare import Caller
-from router.schema import ChatBody, GenerationBody
+from router.schema import ChatBody, EmbeddingBody, GenerationBody
 
 
 def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller: Caller) -> Span:
@@ -44,10 +44,35 @@ def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller:
         "baton.tenant": caller.tenant,
         "baton.mode": caller.mode,
     }
+    _set(span, attributes)
+    return span
+
+
+def embedding_span(tracing: Tracing, body: EmbeddingBody, caller: Caller) -> Span:
+    """Start the span of an embeddings call."""
+    span = tracing.tracer.start_span(
+        f"embeddings {body.model}",
+        context=extract(caller.traceparent),
+        kind=SpanKind.SERVER,
+    )
+    attributes = {
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": body.model,
+        "gen_ai.request.encoding_formats": [body.encoding_format],
+        "gen_ai.embeddings.dimension.count": body.dimensions,
+        "enduser.id": body.user,
+        "baton.tenant": caller.tenant,
+        "baton.mode": caller.mode,
+    }
+    _set(span, attributes)
+    return span
+
+
+def _set(span: Span, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         if value is not None:
             span.set_attribute(name, value)
-    return span
 
 
 def traceparent_of(span: Span, caller: Caller) -> Caller:

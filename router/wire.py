@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from batonpb.common_pb2 import Capabilities, LogitBias
+from batonpb.common_pb2 import Adapter, Capabilities, LogitBias
 from batonpb.common_pb2 import SamplingParams as WireSampling
 from batonpb.decode_pb2 import PrefillTarget
 
+from engine.core.adapters import AdapterRef
 from engine.core.names import block_names, name_seed
 from engine.core.params import SamplingParams
 from router.request import GenerationRequest
@@ -33,6 +34,7 @@ def sampling(params: SamplingParams) -> WireSampling:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
+        prompt_logprobs=0 if params.prompt_logprobs is None else params.prompt_logprobs + 1,
         grammar=params.grammar,
     )
 
@@ -44,15 +46,23 @@ def target(link: WorkerLink) -> PrefillTarget:
     )
 
 
+def adapter(ref: AdapterRef | None) -> Adapter | None:
+    """A LoRA adapter, as the workers need to know it."""
+    if ref is None:
+        return None
+    return Adapter(name=ref.name, digest=bytes.fromhex(ref.digest), path=ref.path)
+
+
 class NameCache:
-    """Seeds of block names by scope and KV format; a scope is a tenant with a salt (bounded)."""
+    """Seeds of block names by KV format, adapter and scope: a tenant with a salt (bounded)."""
 
     def __init__(self) -> None:
-        self._seeds: dict[tuple[str, str], bytes] = {}
+        self._seeds: dict[tuple[str, str, str], bytes] = {}
 
     def seed(self, request: GenerationRequest, capabilities: Capabilities) -> bytes:
         """The seed of the request's block names on a worker of these capabilities."""
-        key = (format_id(capabilities), request.cache_scope)
+        digest = request.adapter.digest if request.adapter is not None else ""
+        key = (format_id(capabilities), digest, request.cache_scope)
         known = self._seeds.get(key)
         if known is None:
             if len(self._seeds) >= _KEPT_SEEDS:
@@ -61,7 +71,7 @@ class NameCache:
                 capabilities.weights_digest,
                 kv_format(capabilities),
                 capabilities.numerics_id,
-                "",
+                digest,
                 request.cache_scope,
             )
         return known

@@ -180,14 +180,23 @@ class BlockPool:
             )
         return stored, removed
 
-    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
+    def check_integrity(
+        self, holders: Iterable[Sequence[int]], draining: Sequence[int] | None = None
+    ) -> None:
         """Recount everything from the block tables of all ``holders``.
 
+        Args:
+            holders: Each table once for each reference that it took.
+            draining: What the quarantine must consist of; None = not known.
+
         Raises:
-            RuntimeError: A count differs; the text says which.
+            RuntimeError: A count differs, a block is in two places, or a name is; the text says
+                which.
         """
         references = [0] * self.total
         for table in holders:
+            if len(set(table)) != len(table):
+                raise RuntimeError(f"a table holds a block twice: {list(table)[:64]}")
             for block in table:
                 references[block] += 1
         if references != self._references:
@@ -198,6 +207,16 @@ class BlockPool:
         union = set().union(*parts)
         if sum(map(len, parts)) != self.total or len(union) != self.total:
             raise RuntimeError(f"block states overlap or leak: {list(map(len, parts))}")
+        if draining is not None and sorted(draining) != sorted(self._quarantined):
+            raise RuntimeError(f"quarantined {sorted(self._quarantined)[:8]}: not what drains")
+        self._check_names()
+
+    def _check_names(self) -> None:
         for name, block in self._block_of.items():
             if self._name_of[block] != name:
                 raise RuntimeError(f"block {block} does not carry the name that points to it")
+        named = {block for block in range(self.total) if self._name_of[block] is not None}
+        if len(named) != len(self._block_of):
+            raise RuntimeError("two blocks carry one name, or a name that nobody finds")
+        if named & (self._free | self._quarantined) or not named.issuperset(self._cached):
+            raise RuntimeError("a free block has a name, or a cached one has none")

@@ -134,6 +134,10 @@ class Claims:
         """Nobody writes into the revoked pages of ``generation`` any more."""
         self._pool.absolve(self._draining.pop((request_id, generation), ()))
 
+    def draining(self) -> list[int]:
+        """Pages of revoked claims that someone may still be writing into: the quarantine."""
+        return [page for pages in self._draining.values() for page in pages]
+
     def writable(self, request_id: str) -> set[int]:
         """Pages that the request's intake may be writing into at present."""
         claim = self._by_request.get(request_id)

@@ -6,6 +6,7 @@
     │   ├── GrammarError           400  the shape asked for cannot be compiled or followed
     │   ├── UnauthorizedError      401
     │   ├── ModelNotFoundError     404
+    │   ├── AdapterExistsError     409  a LoRA adapter of that name is loaded
     │   └── PayloadTooLargeError   413
     ├── QueueFullError             429  with an honest Retry-After
     ├── CancelledError_            499  the client went away (never sent)
@@ -13,6 +14,7 @@
     │   ├── NumericsError          500  NaN or Inf in the logits
     │   └── PoisonRequestError     500  two workers died while holding it; never retried
     ├── UnavailableError           503  no worker, or the mode asked for cannot be met
+    │   ├── AdapterLoadError       503  a worker could not load the LoRA adapter
     │   ├── WorkerLostError        503  the decode worker died in the middle of the stream
     │   └── TransferError          503  the hand-off failed and could not be repaired
     └── DeadlineError              504
@@ -82,6 +84,13 @@ class ModelNotFoundError(InvalidRequestError):
     status = 404
 
 
+class AdapterExistsError(InvalidRequestError):
+    """The name is taken."""
+
+    code = "adapter_exists"
+    status = 409
+
+
 class PayloadTooLargeError(InvalidRequestError):
     """The request body is over the limit."""
 
@@ -136,6 +145,13 @@ class UnavailableError(BatonError):
     code = "unavailable"
     status = 503
     retryable = True
+
+
+class AdapterLoadError(UnavailableError):
+    """A worker could not load the adapter: its files are gone, or have changed since."""
+
+    code = "adapter_load_failed"
+    retryable = False
 
 
 class WorkerLostError(UnavailableError):

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from engine.core.harvest import PromptScores
 from engine.core.params import SampledToken
 
 ALL_LAYERS = -1
@@ -16,6 +17,14 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[SampledToken, ...]
     finish_reason: str = ""  # "" | "stop" | "length"
     stop_token: int | None = None  # the token that stopped it (it is not among `tokens`)
+
+
+class Harvested(msgspec.Struct, frozen=True, tag=True):
+    """What was wanted of the prompt's rows; comes once, before the first token."""
+
+    request_id: str
+    scores: PromptScores | None = None
+    vector: bytes = b""  # float32, little-endian, not normalised
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
@@ -97,6 +106,16 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True):
     removed: tuple[bytes, ...]
 
 
+class AdapterChanged(msgspec.Struct, frozen=True, tag=True):
+    """The set of adapters that this engine holds has changed, or could not."""
+
+    name: str
+    digest: str
+    what: str  # "loaded" | "evicted" | "failed"
+    held: int  # now
+    load_s: float = 0.0
+
+
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """Load after a step."""
 
@@ -115,10 +134,14 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     evictions: int
     preemptions: int
     mask_ns: int = 0  # of the step's duration, what grammars took
+    drafts: int = 0  # speculation, since the start: rows with guesses, guesses, guesses accepted
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 Event = (
     Tokens
+    | Harvested
     | Admitted
     | Published
     | PromptDone
@@ -127,5 +150,6 @@ Event = (
     | Revoked
     | Ended
     | CacheChanged
+    | AdapterChanged
     | StepDone
 )

@@ -21,6 +21,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None  # None = off, otherwise the number of alternatives (0 to 20)
+    prompt_logprobs: int | None = None  # None = off; otherwise alternatives per prompt token
     logit_bias: tuple[tuple[int, float], ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

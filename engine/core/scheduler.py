@@ -19,9 +19,11 @@ from engine.core.claims import Claim, Claims, ClaimState
 from engine.core.errors import BatonError, CancelledError_, InvalidRequestError
 from engine.core.finish import finish_reason
 from engine.core.geometry import BLOCK_TOKENS
+from engine.core.harvest import Harvest
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import EngineRequest, Kind, TokenSequence, blocks_for
+from engine.core.verification import SpareBlocks, accepted_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Scheduler:
         self.config = config
         self.max_step_tokens = config.max_step_tokens  # lowered when steps would take too long
         self.claims = Claims(pool)
+        self.spare = SpareBlocks(pool, self.claims)
         self.events = self.claims.events
         self.preemptions = 0
         self._eos = frozenset(eos_token_ids)
@@ -61,7 +64,8 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is already in use here")
-        answer = 0 if request.kind is Kind.PREFILL else request.params.max_tokens
+        no_answer = request.kind is Kind.PREFILL or request.pooling
+        answer = 0 if no_answer else request.params.max_tokens
         need = blocks_for(len(request.prompt) + answer)
         if not request.prompt or need > self.pool.total:
             raise InvalidRequestError(
@@ -74,7 +78,7 @@ class Scheduler:
         if request.kind is Kind.REMOTE:
             self._enqueue(self.claims.new(request))
         else:
-            self._enqueue(self._new_sequence(request, 0, list(request.prompt)))
+            self._enqueue(self._new_prompt(request))
 
     def bind(self, request_id: str, generation: int) -> None:
         """Turn a reserved claim into pages (``Bound`` follows); stale generations are ignored."""
@@ -130,7 +134,7 @@ class Scheduler:
         request = claim.request
         request.kind = Kind.FULL
         if first is None:
-            self._enqueue(self._new_sequence(request, 0, list(request.prompt)))
+            self._enqueue(self._new_prompt(request))
             return
         for choice, token in enumerate(first):
             if token is not None and choice in request.live_choices:
@@ -172,6 +176,7 @@ class Scheduler:
         """Choose the rows of the next step (possibly none); blocks for them are taken."""
         rows: list[PlanRow] = []
         copies: list[tuple[int, int]] = []
+        self.spare.take_back()
         self._running.sort(key=lambda sequence: sequence.request.order)
         for sequence in list(self._running):
             if not sequence.running or not self._decodes(sequence):
@@ -182,10 +187,10 @@ class Scheduler:
         for sequence in self._running:
             if budget > 0 and not self._decodes(sequence):
                 rows.append(self._row(sequence, budget))
-                budget -= len(rows[-1].tokens)
+                budget -= rows[-1].cost_tokens
         while budget > 0 and (sequence_or_none := self._admit(now_ns)) is not None:
             rows.append(self._row(sequence_or_none, budget))
-            budget -= len(rows[-1].tokens)
+            budget -= rows[-1].cost_tokens
         return StepPlan(tuple(rows), tuple(copies))
 
     def apply(self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int) -> None:
@@ -195,8 +200,13 @@ class Scheduler:
             sequence = by_id.get(row.sequence_id)
             if sequence is None:
                 continue  # its request ended within this step
+            if row.guesses:
+                self._take_run(sequence, row, drawn)
+                continue
             sequence.computed = row.start + len(row.tokens)
             self._name_blocks(sequence)
+            if row.harvest is not None and sequence.computed == len(sequence.tokens):
+                self._reap(sequence, row.harvest, now_ns)
             if not row.samples:
                 continue
             request = sequence.request
@@ -213,8 +223,9 @@ class Scheduler:
                 branches.append(branch)
             sequence.tokens.append(drawn[0].token)
             for branch, token in zip(branches, drawn, strict=True):
-                self._emit(branch, token)
+                self._emit(branch, [token])
             self._end_if_done(request)
+        self.spare.take_back()
 
     # ---------------------------------------------------------------- reading
 
@@ -253,11 +264,15 @@ class Scheduler:
         return len(running), len(waiting), todo
 
     def check_integrity(self) -> None:
-        """Recount blocks and references; see ``BlockPool.check_integrity``."""
+        """Recount blocks and references; see ``BlockPool.check_integrity``.
+
+        Raises:
+            RuntimeError: Something is counted wrongly, held twice, or held by nobody.
+        """
         holders: list[Sequence[int]] = [s.blocks for s in self._running]
         holders += [s.blocks for s in self._held.values()]
         holders += [claim.blocks for claim in self.claims]
-        self.pool.check_integrity(holders)
+        self.pool.check_integrity(holders, self.claims.draining())
         for item in self._queue:
             if isinstance(item, TokenSequence) and item.blocks:
                 raise RuntimeError(f"waiting sequence {item.sequence_id} holds blocks")
@@ -270,6 +285,11 @@ class Scheduler:
         self._next_sequence_id += 1
         return TokenSequence(self._next_sequence_id, request, choice, tokens)
 
+    def _new_prompt(self, request: EngineRequest) -> TokenSequence:
+        sequence = self._new_sequence(request, 0, list(request.prompt))
+        sequence.harvest = request.new_harvest()
+        return sequence
+
     def _enqueue(self, item: TokenSequence | Claim) -> None:
         bisect.insort(self._queue, item, key=lambda waiting: waiting.request.order)
 
@@ -278,7 +298,9 @@ class Scheduler:
 
     def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
         """The next chunk of a sequence; chunks that do not reach the end stop at a block border."""
-        start, end = sequence.computed, len(sequence.tokens)
+        start, end, harvest = sequence.computed, len(sequence.tokens), sequence.harvest
+        if harvest is not None:
+            budget //= harvest.token_cost
         if end - start > budget:
             end = (start + budget) // BLOCK_TOKENS * BLOCK_TOKENS
             end = max(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
@@ -288,10 +310,13 @@ class Scheduler:
             samples = self._samples(sequence)
         tokens = sequence.tokens[start:end]
         table = sequence.blocks[: blocks_for(end)]
-        return PlanRow(sequence.sequence_id, tokens, start, table, samples)
+        adapter = sequence.request.adapter
+        return PlanRow(sequence.sequence_id, tokens, start, table, samples, adapter, harvest)
 
     def _samples(self, sequence: TokenSequence) -> tuple[SampleSpec, ...]:
         request, first = sequence.request, sequence.generated == 0
+        if request.pooling:
+            return ()
         choices = sorted(request.live_choices) if first else [sequence.choice]
         if first:
             sequence.choice = choices[0]
@@ -323,7 +348,8 @@ class Scheduler:
     def _admit_sequence(self, sequence: TokenSequence, now_ns: int) -> bool:
         request = sequence.request
         matched: list[int] = []
-        if request.cacheable:  # the last token is always computed: its logits are wanted
+        if request.cacheable and sequence.harvest is None:
+            # the last token is always computed: its logits are wanted
             matched = self.pool.match(sequence.full_names(len(sequence.tokens) - 1))
         self.pool.pin(matched)
         need = blocks_for(len(sequence.tokens)) - len(matched)
@@ -436,6 +462,8 @@ class Scheduler:
     def _vacate(self, sequence: TokenSequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.computed, sequence.named = [], 0, 0
+        if sequence.harvest is not None:
+            sequence.harvest = sequence.request.new_harvest()
         sequence.running = False
 
     def _fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
@@ -456,6 +484,19 @@ class Scheduler:
                 self.pool.name(sequence.blocks[index], names[index])
             sequence.named = full
 
+    def _reap(self, sequence: TokenSequence, harvest: Harvest, now_ns: int) -> None:
+        """The prompt is computed: tell what was gathered of it. A vector is an answer by itself."""
+        request, sequence.harvest = sequence.request, None
+        scores, vector = harvest.scores(), harvest.vector()
+        self.events.append(ev.Harvested(request.request_id, scores, vector))
+        if not request.pooling:
+            return
+        request.prompt_done_ns = now_ns
+        if request.kind is Kind.PREFILL:
+            self._hold(sequence, [])
+        else:
+            self._end(request.request_id, None)
+
     def _hold(self, sequence: TokenSequence, drawn: list[SampledToken]) -> None:
         request = sequence.request
         self._running.remove(sequence)
@@ -471,11 +512,21 @@ class Scheduler:
             )
         )
 
-    def _emit(self, sequence: TokenSequence, token: SampledToken) -> None:
-        request = sequence.request
-        index = sequence.generated - 1
-        reason, stop = finish_reason(request.params, self._eos, token.token, index + 1)
-        tokens = () if stop is not None else (token,)
+    def _take_run(self, sequence: TokenSequence, row: PlanRow, drawn: list[SampledToken]) -> None:
+        """Tokens drawn behind right guesses, and the one that shows the first wrong guess."""
+        run = accepted_run(sequence, row, drawn, self._eos)
+        sequence.tokens += [sampled.token for sampled in run]
+        sequence.computed = row.start + len(run)
+        self._name_blocks(sequence)
+        self._emit(sequence, run)
+        self._end_if_done(sequence.request)
+
+    def _emit(self, sequence: TokenSequence, run: list[SampledToken]) -> None:
+        """Announce the sequence's newest tokens, of which only the last may be its end."""
+        request, generated = sequence.request, sequence.generated
+        index = generated - len(run)
+        reason, stop = finish_reason(request.params, self._eos, run[-1].token, generated)
+        tokens = tuple(run if stop is None else run[:-1])
         self.events.append(
             ev.Tokens(request.request_id, sequence.choice, index, tokens, reason, stop)
         )

@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.core.geometry import BLOCK_TOKENS
+from engine.core.harvest import Harvest
 from engine.core.names import block_name
 from engine.core.params import SamplingParams
 
@@ -29,6 +30,8 @@ class EngineRequest:
     ticket: int = 0
     skip_blocks: int = 0  # PREFILL: leading blocks that the taker has already
     cacheable: bool = True  # False for health probes
+    adapter: str = ""  # digest of a LoRA adapter that the runner holds as long as this lives
+    pooling: str = ""  # not empty: pool the prompt's hidden rows to a vector, draw nothing
     cached_tokens: int = 0  # prompt tokens found in the cache when first admitted
     preemptions: int = 0
     names: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
@@ -41,6 +44,12 @@ class EngineRequest:
     def order(self) -> tuple[int, int]:
         """Smaller runs first and is preempted last."""
         return (self.priority, self.ticket)
+
+    def new_harvest(self) -> Harvest | None:
+        """Where a sequence that computes the prompt gathers what is wanted of its rows."""
+        if not self.pooling and self.params.prompt_logprobs is None:
+            return None
+        return Harvest(self.prompt, self.params.prompt_logprobs, self.pooling)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +71,7 @@ class TokenSequence:
     names: list[bytes] = field(default_factory=list)  # one per full block of `tokens`, as needed
     named: int = 0  # leading blocks whose names were offered to the pool
     running: bool = False
+    harvest: Harvest | None = None  # wants every row of the prompt: no cached prefix will do
 
     @property
     def generated(self) -> int:

@@ -9,7 +9,7 @@ scheduler, no paging, no promise about bits. It is written for speed, not as a s
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.models.llama import unpair_rows
+from engine.models.rope import unpair_rows
 from engine.text.artifact import ModelConfig
 
 

@@ -30,7 +30,7 @@ class PrefillControl(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., cancel: _Optional[_Union[PrefillCancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "name_seed", "deadline_remaining_ns", "traceparent", "lease_ms", "skip_blocks", "expected_incarnation", "decode_incarnation", "decode_worker_id", "generation", "probe", "router_id")
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "name_seed", "deadline_remaining_ns", "traceparent", "lease_ms", "skip_blocks", "expected_incarnation", "decode_incarnation", "decode_worker_id", "generation", "probe", "router_id", "adapter", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class PrefillStart(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     ticket: int
@@ -67,7 +69,9 @@ class PrefillStart(_message.Message):
     generation: int
     probe: bool
     router_id: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., name_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., traceparent: _Optional[str] = ..., lease_ms: _Optional[int] = ..., skip_blocks: _Optional[int] = ..., expected_incarnation: _Optional[bytes] = ..., decode_incarnation: _Optional[bytes] = ..., decode_worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., probe: _Optional[bool] = ..., router_id: _Optional[str] = ...) -> None: ...
+    adapter: _common_pb2.Adapter
+    pooling: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., name_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., traceparent: _Optional[str] = ..., lease_ms: _Optional[int] = ..., skip_blocks: _Optional[int] = ..., expected_incarnation: _Optional[bytes] = ..., decode_incarnation: _Optional[bytes] = ..., decode_worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., probe: _Optional[bool] = ..., router_id: _Optional[str] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("sequence",)
@@ -136,16 +140,20 @@ class FirstToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ..., has_logprob: _Optional[bool] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("choices", "cached_tokens", "queue_ns", "prefill_ns")
+    __slots__ = ("choices", "cached_tokens", "queue_ns", "prefill_ns", "prompt_logprobs", "embedding")
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     choices: _containers.RepeatedCompositeFieldContainer[FirstToken]
     cached_tokens: int
     queue_ns: int
     prefill_ns: int
-    def __init__(self, choices: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.PromptLogprobs
+    embedding: bytes
+    def __init__(self, choices: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class CommitRecord(_message.Message):
     __slots__ = ("rectangles", "payload_bytes", "valid_tokens", "manifest_digest")

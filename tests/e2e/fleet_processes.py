@@ -87,6 +87,7 @@ class Fleet:
                 "kv_blocks": 400,
                 "max_context_tokens": 4096,
                 "canary_s": 0.0,
+                "check_every_step": True,
                 **changes,
             }
             settings = msgspec.json.encode(WorkerSettings(**fields)).decode()

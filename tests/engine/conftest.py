@@ -11,7 +11,7 @@ import torch
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.loading import load_model
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.runner import TorchRunner, attention_layout, geometry_of
 from engine.text.artifact import ModelArtifact, resolve_model
 
@@ -33,9 +33,9 @@ def artifact() -> ModelArtifact:
 
 
 @pytest.fixture(scope="session")
-def load(artifact: ModelArtifact) -> Callable[[str, str], Llama]:
+def load(artifact: ModelArtifact) -> Callable[[str, str], Decoder]:
     @functools.cache
-    def cached(dtype: str, numerics: Any) -> Llama:
+    def cached(dtype: str, numerics: Any) -> Decoder:
         with torch.inference_mode():
             return load_model(artifact, dtype, numerics)
 
@@ -44,7 +44,7 @@ def load(artifact: ModelArtifact) -> Callable[[str, str], Llama]:
 
 @pytest.fixture(scope="session")
 def make_driver(
-    artifact: ModelArtifact, load: Callable[[str, str], Llama]
+    artifact: ModelArtifact, load: Callable[[str, str], Decoder]
 ) -> Callable[..., "Driver"]:
     @functools.cache
     def layout(dtype: str, numerics: Any) -> Any:

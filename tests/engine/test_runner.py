@@ -9,7 +9,7 @@ import torch
 from engine.core.errors import NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.numerics import NumericsSetupError, same_bits
 from engine.runner import numerics_id, verify_exact
 from engine.selftest import fast_layout
@@ -200,7 +200,7 @@ def test_infinite_logits_are_a_typed_error(
 
 
 def test_the_thread_count_shows_in_the_bits_only_if_it_shows_in_the_numerics_id(
-    make_driver: Make, load: Callable[[str, str], Llama]
+    make_driver: Make, load: Callable[[str, str], Decoder]
 ) -> None:
     driver = make_driver()
     prompt = prompt_of(90)
@@ -227,7 +227,7 @@ def test_stale_values_beyond_the_end_never_leak(make_driver: Make) -> None:
 
 
 def test_the_self_test_fails_loudly_when_the_machine_does_not_keep_the_promise(
-    make_driver: Make, load: Callable[[str, str], Llama]
+    make_driver: Make, load: Callable[[str, str], Decoder]
 ) -> None:
     broken = fast_layout(3)  # lengths by the block, few rows: not invariant
     with torch.inference_mode(), pytest.raises(NumericsSetupError, match="differs in a chunk"):
@@ -235,7 +235,7 @@ def test_the_self_test_fails_loudly_when_the_machine_does_not_keep_the_promise(
 
 
 def test_the_numerics_id_tells_modes_apart_and_is_stable(
-    make_driver: Make, load: Callable[[str, str], Llama]
+    make_driver: Make, load: Callable[[str, str], Decoder]
 ) -> None:
     layout = make_driver().runner._attention.layout
     model = load("bf16", "exact")

@@ -58,6 +58,7 @@ class Script:
     lose_end: bool = False  # never confirm the end
     lose_ack: bool = False  # a submission on a call of its own arrives, and its answer is lost
     decode_step_s: float = 0.02
+    scores_slice: int = 0  # prompt tokens whose scores come in one run; 0 = all
 
 
 @dataclass
@@ -268,9 +269,44 @@ class EmulatedWorker(DecodeServicer):
         if prefill:
             self.transfer_count += 1
         self._push(pb.WorkerFrame(routes=[route]))
-        await self._generate(job)
+        if submission.pooling:
+            self._embed(submission)
+        else:
+            self._score(submission)
+            await self._generate(job)
         if not script.lose_end:
             self._end(submission)
+
+    def _embed(self, submission) -> None:
+        """(3, 4, length of the prompt, 0): a vector whose direction tells the prompt."""
+        vector = struct.pack("<4f", 3, 4, len(submission.prompt_tokens) // 4, 0)
+        self._push_run(submission, embedding=vector, finish_reason="stop")
+
+    def _score(self, submission) -> None:
+        """-i / 8 for token i; alternatives are the token itself and those behind it."""
+        wide = submission.sampling.prompt_logprobs - 1
+        if wide < 0:
+            return
+        count = len(submission.prompt_tokens) // 4
+        ids = struct.unpack(f"<{count}I", submission.prompt_tokens)
+        slice_rows = self.script.scores_slice or count
+        for begin in range(0, max(count - 1, 1), slice_rows):
+            rows = range(begin + 1, min(begin + 1 + slice_rows, count))
+            top = [ids[i] + k for i in rows for k in range(wide)]
+            values = [-i / 8 - k for i in rows for k in range(wide)]
+            part = common.PromptLogprobs(
+                begin=begin,
+                alternatives=wide,
+                logprobs=struct.pack(f"<{len(rows)}f", *(-i / 8 for i in rows)),
+                ranks=struct.pack(f"<{len(rows)}I", *(1 for _ in rows)),
+                top_ids=struct.pack(f"<{len(top)}I", *top),
+                top_logprobs=struct.pack(f"<{len(values)}f", *values),
+            )
+            self._push_run(submission, prompt_logprobs=part)
+
+    def _push_run(self, submission, **fields) -> None:
+        run = pb.TokenRun(request_id=submission.request_id, attempt=submission.attempt, **fields)
+        self._push(pb.WorkerFrame(tokens=[run]))
 
     async def _generate(self, job: Job) -> None:
         script, sampling = self.script, job.submission.sampling

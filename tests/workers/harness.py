@@ -11,6 +11,7 @@ import msgspec
 from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
+from engine.core.harvest import ScoresIntake
 from fleet.registry_types import WorkerRecord
 from fleet.worker import WorkerSettings
 from kvtransfer import grpc_transport, wire
@@ -39,6 +40,7 @@ class WorkerProcess:
             "fleet_token": TOKEN,
             "kv_blocks": 128,
             "canary_s": 0.0,
+            "check_every_step": True,
             **changes,
         }
         settings = msgspec.json.encode(WorkerSettings(**fields)).decode()
@@ -89,6 +91,9 @@ class MiniRouter:
         self.worker = worker
         self.router_id = router_id
         self.tokens: dict[str, dict[int, list[int]]] = {}
+        self.scores: dict[str, ScoresIntake] = {}
+        self.vectors: dict[str, bytes] = {}
+        self.largest_frame = 0
         self.repeats = 0
         self.routes: dict[str, pb.RequestRoute] = {}
         self.ends: dict[str, pb.RequestEnd] = {}
@@ -117,7 +122,12 @@ class MiniRouter:
             await self.call.write(pb.RouterFrame(**frame))
 
     async def submit(
-        self, name: str, prompt: list[int], prefill: WorkerProcess | None = None, **fields
+        self,
+        name: str,
+        prompt: list[int],
+        prefill: WorkerProcess | None = None,
+        adapter: common_pb2.Adapter | None = None,
+        **fields,
     ) -> None:
         sampling = {"max_tokens": 8, "n": 1, "top_p": 1, "repetition_penalty": 1, "logprobs": -1}
         sampling |= fields.pop("sampling", {})
@@ -132,9 +142,12 @@ class MiniRouter:
             lease_ms=1500,
             prefill=prefill.target if prefill else None,
         )
+        if adapter is not None:
+            submission.adapter.CopyFrom(adapter)
         for key, value in fields.items():
             setattr(submission, key, value)
         self.tokens[name] = {}
+        self.scores[name] = ScoresIntake(len(prompt) - 1)
         await self.send(submit=submission)
 
     async def ended(self, name: str, timeout_s: float = 20.0) -> pb.RequestEnd:
@@ -184,7 +197,18 @@ class MiniRouter:
             self._changed.set()
 
     def _take(self, frame: pb.WorkerFrame) -> None:
+        self.largest_frame = max(self.largest_frame, frame.ByteSize())
         for run in frame.tokens:
+            if run.HasField("prompt_logprobs"):
+                assert not self.tokens.get(run.request_id), "scores come before tokens"
+                part = run.prompt_logprobs
+                intake = self.scores[run.request_id]
+                assert intake.put(part.begin, wire.scores_from_wire(part))
+                continue
+            if run.embedding:
+                assert run.request_id not in self.vectors
+                self.vectors[run.request_id] = run.embedding
+                continue
             answer = self.tokens.setdefault(run.request_id, {}).setdefault(run.choice, [])
             fresh = wire.unpack_tokens(run.token_ids)
             self.repeats += max(0, len(answer) - run.index)

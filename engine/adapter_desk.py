@@ -1,0 +1,127 @@
+"""Where requests of the step loop wait for their adapter; loading never delays a step."""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from engine import ipc
+from engine.core import events as ev
+from engine.core.adapters import AdapterRef, AdapterRoom
+from engine.core.errors import AdapterLoadError, BatonError, CancelledError_
+from engine.core.plan import AdapterStore
+
+
+class AdapterDesk:
+    """Moves ``AdapterRoom``'s actions to the runner and to a thread that reads files.
+
+    ``select`` wakes when a load has ended. All methods are for the step loop's thread.
+
+    Args:
+        max_loaded: How many adapters are held at once; 0 refuses them all.
+    """
+
+    def __init__(self, max_loaded: int) -> None:
+        self._room: AdapterRoom[ipc.Submit] = AdapterRoom(max_loaded)
+        self._events: list[ipc.Report] = []
+        self._orders: queue.SimpleQueue[AdapterRef] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[AdapterRef, Any, BatonError | None, float]] = (
+            queue.SimpleQueue()
+        )
+        self._names: dict[str, str] = {}
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+
+    def open(self, store: AdapterStore) -> None:
+        """The runner is there."""
+        self._store = store
+
+    def fileno(self) -> int:
+        """Readable when ``advance`` has news."""
+        return self._bell
+
+    def want(self, command: ipc.Submit) -> None:
+        """A request asks for an adapter."""
+        ref = command.adapter
+        if ref is None or not self._room.max_loaded:
+            error = AdapterLoadError("this worker serves no adapters (adapters.max_loaded is 0)")
+            self._end(command.request_id, error)
+        else:
+            self._room.want(command.request_id, ref, command)
+
+    def cancel(self, command: ipc.Cancel) -> bool:
+        """End a request that still waits for its adapter; False when none does."""
+        if not self._room.drop(command.request_id):
+            return False
+        self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
+        return True
+
+    def note(self, reports: Sequence[ipc.Report]) -> None:
+        """See which requests have ended."""
+        for report in reports:
+            if isinstance(report, ev.Ended):
+                self._room.ended(report.request_id)
+
+    def advance(self) -> list[ipc.Submit]:
+        """Take in what was loaded, begin what can begin; returns requests that may go on."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        while not self._done.empty():
+            self._take(*self._done.get())
+        evicted, wanted, ready = self._room.advance()
+        for digest in evicted:
+            self._store.remove(digest)
+            self._changed(AdapterRef(self._names.pop(digest), digest, ""), "evicted")
+        for ref in wanted:
+            self._order(ref)
+        return ready
+
+    def take_events(self) -> list[ipc.Report]:
+        """What has happened since the last call."""
+        taken, self._events = self._events, []
+        return taken
+
+    # ---------------------------------------------------------------- inside
+
+    def _take(
+        self, ref: AdapterRef, prepared: Any, error: BatonError | None, load_s: float
+    ) -> None:
+        if error is None:
+            self._store.add(ref, prepared)
+            self._room.loaded(ref.digest)
+            self._names[ref.digest] = ref.name
+            self._changed(ref, "loaded", load_s)
+            return
+        for request_id in self._room.failed(ref.digest):
+            self._end(request_id, error)
+        self._changed(ref, "failed", load_s)
+
+    def _changed(self, ref: AdapterRef, what: str, load_s: float = 0.0) -> None:
+        held = self._room.held
+        self._events.append(ev.AdapterChanged(ref.name, ref.digest, what, held, load_s))
+
+    def _end(self, request_id: str, error: BatonError) -> None:
+        self._events.append(ev.Ended(request_id, error.code, error.message))
+
+    def _order(self, ref: AdapterRef) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._load_forever, daemon=True)
+            self._thread.start()
+        self._orders.put(ref)
+
+    def _load_forever(self) -> None:
+        while True:
+            ref = self._orders.get()
+            began_s = time.monotonic()
+            prepared, error = None, None
+            try:
+                prepared = self._store.prepare(ref)
+            except BatonError as known:
+                error = known
+            except Exception as fault:  # noqa: BLE001 - whatever it is, it is this adapter's fault
+                error = AdapterLoadError(f"adapter {ref.name}: {type(fault).__name__}: {fault}")
+            self._done.put((ref, prepared, error, time.monotonic() - began_s))
+            os.eventfd_write(self._bell, 1)

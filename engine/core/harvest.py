@@ -1,0 +1,158 @@
+"""What a request wants of its prompt's rows beside their KV: scores of its tokens, or one vector.
+
+    plan row ──rows of the prompt──▶ Harvest (of the sequence) ──prompt done──▶ event Harvested
+
+A harvest grows with the prompt's chunks and is thrown away when its sequence is preempted, so each
+row is in it once and in order. Every row's part depends on that row alone, and sums run row by row
+in fp64 in the order of positions: chunks and neighbours cannot show in the result.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+MEAN, LAST = "mean", "last"
+POOLINGS = (MEAN, LAST)
+SCORED_TOKEN_COST = 2
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.uint32]
+Scores = tuple[Floats, Ids, Ids, Floats]
+"""Of some tokens: log-probability ``[T]``, rank ``[T]``, alternatives ``[T, k]`` and theirs."""
+
+
+class PromptScores(msgspec.Struct, frozen=True):
+    """Log-probabilities of prompt tokens, packed little-endian; row 0 is the second token.
+
+    The first token follows nothing and has none.
+    """
+
+    alternatives: int  # per token: the most likely ones at its place, best first
+    logprobs: bytes  # float32 per token
+    ranks: bytes  # uint32 per token: 1 is the likeliest
+    top_ids: bytes  # uint32, `alternatives` per token
+    top_logprobs: bytes  # float32, `alternatives` per token
+
+    @property
+    def rows(self) -> int:
+        """Tokens that have a score."""
+        return len(self.logprobs) // 4
+
+    def cut(self, begin: int, end: int) -> "PromptScores":
+        """Rows ``begin`` to ``end``."""
+        one, many = slice(4 * begin, 4 * end), 4 * self.alternatives
+        wide = slice(many * begin, many * end)
+        return PromptScores(
+            self.alternatives,
+            self.logprobs[one],
+            self.ranks[one],
+            self.top_ids[wide],
+            self.top_logprobs[wide],
+        )
+
+    def slices(self, max_bytes: int) -> Iterator[tuple[int, "PromptScores"]]:
+        """(first row, part), each part about ``max_bytes`` at most: a message is never too large.
+
+        Without any row there is one empty part, so that the end can be told from "not yet".
+        """
+        step = max(max_bytes // bytes_per_row(self.alternatives), 1)
+        for begin in range(0, max(self.rows, 1), step):
+            yield begin, self.cut(begin, begin + step)
+
+
+def bytes_per_row(alternatives: int) -> int:
+    """What one scored token takes on the wire."""
+    return 8 + 8 * alternatives
+
+
+class ScoresIntake:
+    """Puts the slices of one prompt's scores together; slices that come again change nothing.
+
+    Args:
+        rows: How many there will be.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._parts: list[PromptScores] = []
+        self._filled = 0
+
+    def put(self, begin: int, part: PromptScores) -> bool:
+        """Take a slice. False: rows before it are missing."""
+        if begin > self._filled:
+            return False
+        if begin == self._filled:
+            self._parts.append(part)
+            self._filled += part.rows
+        return True
+
+    @property
+    def complete(self) -> PromptScores | None:
+        """All of them, once they are here."""
+        if not self._parts or self._filled < self._rows:
+            return None
+        if len(self._parts) > 1:
+            joined = (
+                b"".join(getattr(part, name) for part in self._parts)
+                for name in ("logprobs", "ranks", "top_ids", "top_logprobs")
+            )
+            self._parts = [PromptScores(self._parts[0].alternatives, *joined)]
+        return self._parts[0]
+
+
+class Harvest:
+    """What was gathered so far from one sequence's prompt.
+
+    Args:
+        prompt: The whole prompt.
+        alternatives: Score the prompt's tokens, each with so many alternatives; None = do not.
+        pooling: Pool the hidden rows to one vector: ``"mean"``, ``"last"``, or ``""`` for none.
+    """
+
+    def __init__(self, prompt: Sequence[int], alternatives: int | None, pooling: str) -> None:
+        self.prompt = prompt
+        self.alternatives = alternatives
+        self.pooling = pooling
+        self._sum: npt.NDArray[np.float64] | None = None
+        self._pooled = 0  # rows
+        self._scored: list[Scores] = []
+
+    @property
+    def token_cost(self) -> int:
+        """What one token costs beside one that is only computed: scores need all its logits."""
+        return 1 if self.alternatives is None else SCORED_TOKEN_COST
+
+    def targets(self, start: int, count: int) -> list[int]:
+        """The tokens that follow positions ``start ...``; the prompt's last one has none."""
+        return list(self.prompt[start + 1 : start + 1 + count])
+
+    def take(self, scores: Sequence[Scores], rows: Floats) -> None:
+        """Add the next tokens' scores, and the next hidden rows ``[T, E]`` to pool."""
+        self._scored += scores
+        if self.pooling:
+            self._pool(rows)
+
+    def _pool(self, rows: Floats) -> None:
+        if self.pooling == LAST:
+            self._sum, self._pooled = rows[-1].astype(np.float64), 1
+            return
+        total = np.zeros(rows.shape[1]) if self._sum is None else self._sum
+        # Along the outer axis numpy adds row after row: any chunking gives the same bits.
+        self._sum = np.add.reduce(np.concatenate([total[None], rows], dtype=np.float64), axis=0)
+        self._pooled += len(rows)
+
+    def scores(self) -> PromptScores | None:
+        """The scores of the whole prompt, or None if they are not wanted."""
+        if self.alternatives is None:
+            return None
+        columns = zip(*self._scored, strict=True) if self._scored else [()] * 4
+        packed = (b"".join(part.tobytes() for part in column) for column in columns)
+        return PromptScores(self.alternatives, *packed)
+
+    def vector(self) -> bytes:
+        """The pooled vector as float32, not normalised; empty if it is not wanted."""
+        if self._sum is None:
+            return b""
+        return (self._sum / self._pooled).astype("<f4").tobytes()

@@ -1,0 +1,311 @@
+"""The decoder: building blocks and forward pass of every family that is served.
+
+    T rows of a step, E hidden size, H query heads, K KV heads, D head dim, F feed-forward size,
+    L layers, V vocabulary
+
+Which blocks a layer has follows from the weights of its family (``engine/models/family.py``). RoPE
+pairs are adjacent here and in the pool, wherever the weights came from (``engine/models/rope.py``).
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from engine.linear import ANY_ROWS, Linear, RowCounts
+from engine.models.experts import Experts
+from engine.models.families import FAMILIES
+from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from engine.parallel import Shard
+from engine.sampling import Logits
+from engine.text.artifact import ModelConfig
+
+REFINED = 32  # logits of each row that are computed in fp32
+
+RowCountsOf = Callable[[int, int], RowCounts]
+"""The permitted row counts of a weight of (outputs, inputs)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer; what a family has not is ``None``."""
+
+    attn_norm: torch.Tensor
+    qkv: Linear
+    qkv_bias: torch.Tensor | None
+    head_norm: torch.Tensor | None  # [H + K, D], for Q and K
+    o: Linear
+    attn_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    mlp: "_Dense | Experts"
+    mlp_post_norm: torch.Tensor | None
+    frequencies: int  # which of the model's
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """The gated feed-forward part."""
+
+    gate_up: Linear
+    down: Linear
+
+
+AttentionFn = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(layer, q [T, H, D], kv [2, T, K, D]) -> [T, H * D]``; writes K and V first."""
+
+
+class Deltas(Protocol):
+    """What is added to the layers' products."""
+
+    def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
+        """Change ``y_TN``, the product ``name`` of a layer for the inputs ``x_TE``."""
+
+
+class Decoder:
+    """A loaded model: packed weights and the forward pass.
+
+    Args:
+        config: The model's numbers.
+        weights: By canonical name (``families.weight_table``); Q and K with adjacent pairs.
+            Emptied while packing, so that the peak stays near one copy.
+        dtype: ``bf16`` or ``fp32``, of weights and activations.
+        row_counts: At which numbers of rows a product may be taken.
+        shard: This rank's part of a tensor-parallel model; ``weights`` are cut to it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, torch.Tensor],
+        dtype: torch.dtype,
+        row_counts: RowCountsOf = lambda *_: ANY_ROWS,
+        shard: Shard | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.shard = shard
+        self.local = config if shard is None else shard.local(config)
+        self.deltas: Deltas | None = None  # of the step that runs: LoRA
+        self._family = FAMILIES[config.family]
+        self._split = (
+            self.local.num_heads * config.head_dim,
+            (self.local.num_heads + self.local.num_kv_heads) * config.head_dim,
+        )
+        local = local_frequencies(config)
+        factors = weights.pop("rope_factors", None)
+        self._frequencies = [rope_frequencies(config, factors)]
+        self._magnitudes = [rope_magnitude(config)]
+        if local is not None:
+            self._frequencies.append(local)
+            self._magnitudes.append(1.0)
+        self._embed = weights.pop("embed")
+        self._embed_scale = math.sqrt(config.hidden_size) if self._family.scale_embedding else 1.0
+        self._final_norm = weights.pop("final_norm").float()
+        self._head_rows = weights.pop("head", self._embed)
+        head = self._head_rows if shard is None else shard.head_part(self._head_rows)
+        self._head = Linear(head, row_counts(*head.shape))
+        self._layers = [self._layer(i, weights, row_counts) for i in range(config.num_layers)]
+
+    def _layer(
+        self, index: int, weights: dict[str, torch.Tensor], row_counts: RowCountsOf
+    ) -> _Layer:
+        """Take the weights of one layer and pack them."""
+        c = self.config
+
+        def take(name: str) -> torch.Tensor | None:
+            return weights.pop(f"layers.{index}.{name}", None)
+
+        def norm(name: str) -> torch.Tensor | None:
+            weight = take(name)
+            return None if weight is None else weight.float()
+
+        def linear(*names: str) -> Linear:
+            parts = [weights.pop(f"layers.{index}.{name}") for name in names]
+            weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+            parts.clear()
+            return Linear(weight, row_counts(*weight.shape))
+
+        attn_norm, mlp_norm = norm("attn_norm"), norm("mlp_norm")
+        if attn_norm is None or mlp_norm is None:
+            raise KeyError(f"layers.{index}: every family norms its inputs")
+        biases = [take(f"{name}_bias") for name in "qkv"]
+        mlp: _Dense | Experts
+        if c.num_experts:
+            each = range(c.num_experts)
+            mlp = Experts(
+                router=linear("router"),
+                gate_up=[linear(f"experts.{j}.gate", f"experts.{j}.up") for j in each],
+                down=[linear(f"experts.{j}.down") for j in each],
+                chosen=c.experts_per_token,
+                normalise=c.normalise_experts,
+            )
+        else:
+            mlp = _Dense(linear("gate", "up"), linear("down"))
+        is_local = bool(c.layer_windows) and c.layer_windows[index] is not None
+        return _Layer(
+            attn_norm=attn_norm,
+            qkv=linear("q", "k", "v"),
+            qkv_bias=_joined(biases),
+            head_norm=self._head_norm(norm("q_norm"), norm("k_norm")),
+            o=linear("o"),
+            attn_post_norm=norm("attn_post_norm"),
+            mlp_norm=mlp_norm,
+            mlp=mlp,
+            mlp_post_norm=norm("mlp_post_norm"),
+            frequencies=int(is_local and len(self._frequencies) > 1),
+        )
+
+    def _head_norm(
+        self, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """``[H + K, D]``: a row for each head. A query scale of the model's own goes in here."""
+        c = self.local
+        if q_norm is None or k_norm is None:
+            return None
+        if c.query_scale is not None:
+            q_norm = q_norm * (c.query_scale * math.sqrt(c.head_dim))
+        return torch.cat((q_norm.expand(c.num_heads, -1), k_norm.expand(c.num_kv_heads, -1)))
+
+    def linears(self) -> Mapping[str, Linear]:
+        """One linear layer of each kind, for the self-test."""
+        first = self._layers[0]
+        found = {"head": self._head, "qkv": first.qkv, "o": first.o}
+        if isinstance(first.mlp, Experts):
+            mlp = first.mlp
+            return {**found, "router": mlp.router, "gate_up": mlp.gate_up[0], "down": mlp.down[0]}
+        return {**found, "gate_up": first.mlp.gate_up, "down": first.mlp.down}
+
+    def rotations(self, positions_T: torch.Tensor) -> list[torch.Tensor]:
+        """What RoPE multiplies the pairs with: ``[T, 1, D / 2]`` complex for each base."""
+        found = []
+        for frequencies, magnitude in zip(self._frequencies, self._magnitudes, strict=True):
+            angles = positions_T.to(torch.float32).view(-1, 1, 1) * frequencies
+            found.append(torch.polar(torch.full_like(angles, magnitude), angles))
+        return found
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionFn,
+        on_layers_done: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """``[T, E]`` hidden rows after the last layer, before the final norm; always fp32.
+
+        The sum over the layers is kept in fp32: that halves the error of bf16 at hardly any cost.
+
+        Args:
+            tokens_T: Token ids.
+            positions_T: Their positions.
+            attention: Writes K and V, and attends.
+            on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is written.
+        """
+        x_TE = self._embedding(tokens_T).float()
+        if self._embed_scale != 1.0:
+            x_TE *= self._embed_scale
+        rotations = self.rotations(positions_T)
+        for index, layer in enumerate(self._layers):
+            h_TE = self._norm(x_TE, layer.attn_norm).to(self.dtype)
+            q, kv = self._heads(layer, index, h_TE, rotations[layer.frequencies])
+            a_TE = attention(index, q, kv)
+            if on_layers_done is not None:
+                on_layers_done(index + 1)
+            o_TE = self._project(layer.o, index, "o", a_TE)
+            x_TE += o_TE if layer.attn_post_norm is None else self._norm(o_TE, layer.attn_post_norm)
+            h_TE = self._norm(x_TE, layer.mlp_norm).to(self.dtype)
+            m_TE = self._mlp(layer, index, h_TE)
+            x_TE += m_TE if layer.mlp_post_norm is None else self._norm(m_TE, layer.mlp_post_norm)
+        return x_TE
+
+    def _norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
+        """RMS norm in fp32."""
+        return F.rms_norm(x_TE.float(), weight_E.shape, weight_E, self.config.rms_norm_eps)
+
+    def _heads(
+        self, layer: _Layer, index: int, h_TE: torch.Tensor, rotation: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Q ``[T, H, D]`` and K with V ``[2, T, K, D]``: biased, normed and rotated."""
+        c, rows, dim = self.local, h_TE.shape[0], self.config.head_dim
+        q_end, k_end = self._split
+        qkv = self._project(layer.qkv, index, "qkv", h_TE)
+        heads = qkv[:, :k_end].float()
+        if layer.qkv_bias is not None:
+            heads += layer.qkv_bias[:k_end]
+            qkv[:, k_end:] += layer.qkv_bias[k_end:]
+        heads = heads.view(rows, -1, dim)
+        if layer.head_norm is not None:
+            heads = F.rms_norm(heads, (dim,), None, c.rms_norm_eps).mul_(layer.head_norm)
+        pairs = torch.view_as_complex(heads.view(rows, -1, dim // 2, 2))
+        rotated = torch.view_as_real(pairs * rotation).view(rows, k_end)
+        qkv[:, :k_end] = rotated  # rounds to the model's dtype in the same pass
+        kv = qkv[:, q_end:].view(rows, 2, c.num_kv_heads, dim).transpose(0, 1)
+        return qkv[:, :q_end].view(rows, c.num_heads, dim), kv
+
+    def _mlp(self, layer: _Layer, index: int, h_TE: torch.Tensor) -> torch.Tensor:
+        """``[T, E] -> [T, E]``: the feed-forward part, without norms."""
+        mlp = layer.mlp
+        if isinstance(mlp, Experts):
+            return mlp(
+                h_TE, self._gate, lambda linear, name, x: self._project(linear, index, name, x)
+            )
+        act_TF = self._gate(self._project(mlp.gate_up, index, "gate_up", h_TE))
+        return self._project(mlp.down, index, "down", act_TF)
+
+    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``[T, 2 F] -> [T, F]``."""
+        f = gate_up.shape[1] // 2
+        if self._family.activation == "silu":
+            return F.silu(gate_up[:, :f]).mul_(gate_up[:, f:])
+        return F.gelu(gate_up[:, :f], approximate="tanh").mul_(gate_up[:, f:])
+
+    def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
+        """One linear layer of layer ``index``; every product of the layers goes through here."""
+
+        def product(x_TE: torch.Tensor) -> torch.Tensor:
+            y_TN = linear(x_TE)
+            if self.deltas is not None:
+                self.deltas.apply(index, name, x_TE, y_TN)
+            return y_TN
+
+        return product(x_TE) if self.shard is None else self.shard.project(product, name, x_TE)
+
+    def _embedding(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        if self.shard is None:
+            return F.embedding(tokens_T, self._embed)
+        return self.shard.embedding(tokens_T, self._embed)
+
+    def _head_product(self, h_SE: torch.Tensor) -> torch.Tensor:
+        return self._head(h_SE) if self.shard is None else self.shard.logits(self._head, h_SE)
+
+    def follow_logits(self, rows: int) -> None:
+        """This rank's part of ``logits`` that the leader computes for so many rows."""
+        self._head_product(torch.empty(rows, self.config.hidden_size, dtype=self.dtype))
+
+    def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        """``[S, E]`` fp32: rows of ``forward``'s result behind the final norm."""
+        return self._norm(x_SE, self._final_norm)
+
+    def logits(self, x_SE: torch.Tensor) -> Logits:
+        """Logits of some rows of ``forward``'s result.
+
+        A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common; so the best
+        are computed again in fp32, row by row.
+        """
+        h_SE = self.normed(x_SE)
+        raw_SV = self._head_product(h_SE.to(self.dtype))
+        if self.dtype == torch.float32:
+            return Logits(raw_SV)
+        ids_SC = raw_SV.topk(min(REFINED, raw_SV.shape[1]), dim=-1).indices
+        rows = zip(F.embedding(ids_SC, self._head_rows).float(), h_SE, strict=True)
+        return Logits(raw_SV, ids_SC, torch.stack([torch.mv(w_CE, h_E) for w_CE, h_E in rows]))
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """One fp32 row of all parts, or ``None`` without them."""
+    there = [part.float() for part in parts if part is not None]
+    return torch.cat(there) if there else None

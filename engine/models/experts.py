@@ -1,0 +1,63 @@
+"""A mixture of experts: each token is computed by the few experts that its router chose.
+
+In ``exact`` a token's result must not depend on who shares its batch, though an expert sees just
+those rows of the batch that chose it. Three things make it so: an expert's products are cut into
+the row counts that were probed for its shape, like any other (``engine/linear.py``); the choice is
+a function of the token's row alone; and a token's results are added in the order of the experts.
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.linear import Linear
+
+Project = Callable[[Linear, str, torch.Tensor], torch.Tensor]
+"""``(linear, name within the layer, rows) -> rows``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of one layer.
+
+    Attributes:
+        router: ``[N, E]``: a score for each expert.
+        gate_up: One per expert.
+        down: One per expert.
+        chosen: How many experts compute a token.
+        normalise: Whether the weights of the chosen add up to one.
+    """
+
+    router: Linear
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
+    chosen: int
+    normalise: bool
+
+    def __call__(
+        self,
+        h_TE: torch.Tensor,
+        gate: Callable[[torch.Tensor], torch.Tensor],
+        project: Project,
+    ) -> torch.Tensor:
+        """``[T, E] -> [T, E]``, fp32.
+
+        Args:
+            h_TE: Normed rows.
+            gate: The activation, ``[T, 2 F] -> [T, F]``.
+            project: Computes a product; an expert's has the rows that chose it, in their order.
+        """
+        scores_TN = project(self.router, "router", h_TE).float()
+        weights_TC, ids_TC = scores_TN.softmax(-1).topk(self.chosen, dim=-1)
+        if self.normalise:
+            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+        out_TE = torch.zeros(h_TE.shape, dtype=torch.float32)
+        for expert in sorted(set(ids_TC.flatten().tolist())):
+            rows, place = torch.where(ids_TC == expert)
+            act = gate(project(self.gate_up[expert], f"experts.{expert}.gate_up", h_TE[rows]))
+            part = project(self.down[expert], f"experts.{expert}.down", act)
+            out_TE[rows] += part.float() * weights_TC[rows, place, None]
+        return out_TE

@@ -1,0 +1,22 @@
+"""All families, by the name that ``ModelConfig.family`` has."""
+
+from collections.abc import Mapping
+
+from engine.models import gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
+from engine.models.family import Family, WeightName, weights_of
+from engine.text.model_config import ModelConfig
+
+FAMILIES: Mapping[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (llama, mistral, qwen2, qwen3, gemma3, qwen3_moe)
+}
+
+
+def weight_table(config: ModelConfig, file_format: str) -> list[WeightName]:
+    """Every weight that the model needs, in the order of loading.
+
+    Args:
+        config: The model's numbers.
+        file_format: ``gguf`` or ``safetensors``: whose names and conventions.
+    """
+    return weights_of(FAMILIES[config.family], config, file_format)

@@ -1,0 +1,143 @@
+"""What distinguishes one family of decoders from another, and the list of its weights.
+
+A family is data: the names of its weights in GGUF and Hugging Face files, and a few switches. The
+forward pass (``engine/models/decoder.py``) follows from which weights there are: a family with
+``q_bias`` in its table has biases, one with ``router`` is a mixture of experts.
+
+    canonical name      what it is
+    attn_norm, mlp_norm             RMS norms before attention and before the feed-forward part
+    attn_post_norm, mlp_post_norm   the same behind them, before the residual sum (Gemma 3)
+    q, k, v, o, *_bias              projections of attention
+    q_norm, k_norm                  RMS norms of each head, before RoPE (Qwen3, Gemma 3)
+    gate, up, down                  the gated feed-forward part
+    router, experts.J.gate ...      the same, J = 0 ... N - 1 times, and who chooses among them
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.text.model_config import ModelConfig
+
+Names = Mapping[str, tuple[str, str]]
+"""Canonical name -> (GGUF name, Hugging Face name); ``{i}`` is the layer, ``{j}`` the expert."""
+
+GLOBAL_NAMES: Names = {
+    "embed": ("token_embd.weight", "model.embed_tokens.weight"),
+    "final_norm": ("output_norm.weight", "model.norm.weight"),
+    "head": ("output.weight", "lm_head.weight"),
+}
+IGNORED = ("rotary_emb.inv_freq",)
+ROPE_FACTORS = "rope_freqs.weight"  # GGUF's form of llama3 scaling: one divisor per pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family.
+
+    Attributes:
+        name: As ``ModelConfig.family`` has it.
+        layer_names: The weights of each layer.
+        gguf_pairs: How GGUF stores the RoPE pairs of Q and K: llama.cpp's converter puts those of
+            the Llama family side by side, and leaves the others in halves, as Hugging Face does.
+        activation: Of the gate.
+        unit_norms: Safetensors hold ``w`` where the norm multiplies with ``1 + w``; GGUF holds
+            ``1 + w`` itself.
+        scale_embedding: Embeddings are multiplied with the square root of their width.
+    """
+
+    name: str
+    layer_names: Names
+    gguf_pairs: Literal["adjacent", "halves"] = "halves"
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    unit_norms: bool = False
+    scale_embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightName:
+    """One weight: its own name, its name in the artifact, and its shape there.
+
+    Attributes:
+        part: Which row of the artifact's first dimension it is; GGUF keeps all experts in one.
+        pairs: Rows are in halves and have to be put side by side (``engine.models.rope``).
+        add_one: The artifact holds ``w``, the model wants ``1 + w``.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    part: int | None = None
+    pairs: bool = False
+    add_one: bool = False
+
+
+def weights_of(family: Family, config: ModelConfig, file_format: str) -> list[WeightName]:
+    """Every weight that a model needs, in the order of loading."""
+    column = 0 if file_format == "gguf" else 1
+    halves = file_format != "gguf" or family.gguf_pairs == "halves"
+    shapes = _shapes(config)
+
+    def entry(name: str, kind: str, source: str, part: int | None = None) -> WeightName:
+        shape = shapes[kind]
+        return WeightName(
+            name,
+            source,
+            shape if part is None else (config.num_experts, *shape),
+            part,
+            pairs=halves and kind in _PAIRED,
+            add_one=family.unit_norms and file_format != "gguf" and kind.endswith("norm"),
+        )
+
+    table = [
+        entry(name, name, names[column])
+        for name, names in GLOBAL_NAMES.items()
+        if not (name == "head" and config.tie_word_embeddings)
+    ]
+    for i in range(config.num_layers):
+        for name, names in family.layer_names.items():
+            for own, source, part in _instances(name, names[column], i, config.num_experts):
+                table.append(entry(own, name.split(".")[-1], source, part))
+    return table
+
+
+def _instances(
+    name: str, pattern: str, layer: int, experts: int
+) -> Iterator[tuple[str, str, int | None]]:
+    """``(canonical name, source, part)`` of one row of a table; several for experts."""
+    if "{j}" not in name:
+        yield f"layers.{layer}.{name}", pattern.format(i=layer), None
+        return
+    for j in range(experts):
+        part = None if "{j}" in pattern else j
+        yield f"layers.{layer}.{name.format(j=j)}", pattern.format(i=layer, j=j), part
+
+
+_PAIRED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
+
+
+def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    e, f = c.hidden_size, c.intermediate_size
+    return {
+        "embed": (c.vocab_size, e),
+        "final_norm": (e,),
+        "head": (c.vocab_size, e),
+        "attn_norm": (e,),
+        "q": (q, e),
+        "k": (kv, e),
+        "v": (kv, e),
+        "q_bias": (q,),
+        "k_bias": (kv,),
+        "v_bias": (kv,),
+        "q_norm": (c.head_dim,),
+        "k_norm": (c.head_dim,),
+        "o": (e, q),
+        "attn_post_norm": (e,),
+        "mlp_norm": (e,),
+        "router": (c.num_experts, e),
+        "gate": (f, e),
+        "up": (f, e),
+        "down": (e, f),
+        "mlp_post_norm": (e,),
+    }

@@ -1,0 +1,32 @@
+"""Qwen3-MoE: Qwen3's attention, and a mixture of experts in every layer.
+
+A router gives each token a probability per expert; the best few compute it, and their results are
+summed by these probabilities, which ``norm_topk_prob`` makes add up to one. Hugging Face files
+have a weight for each expert, GGUF one tensor for all. Models that mix in dense layers
+(``mlp_only_layers``, ``decoder_sparse_step``) are refused.
+"""
+
+from engine.models import llama, qwen3
+from engine.models.family import Family, Names
+
+EXPERT_NAMES: Names = {
+    "mlp_norm": llama.MLP_NAMES["mlp_norm"],
+    "router": ("blk.{i}.ffn_gate_inp.weight", "model.layers.{i}.mlp.gate.weight"),
+    "experts.{j}.gate": (
+        "blk.{i}.ffn_gate_exps.weight",
+        "model.layers.{i}.mlp.experts.{j}.gate_proj.weight",
+    ),
+    "experts.{j}.up": (
+        "blk.{i}.ffn_up_exps.weight",
+        "model.layers.{i}.mlp.experts.{j}.up_proj.weight",
+    ),
+    "experts.{j}.down": (
+        "blk.{i}.ffn_down_exps.weight",
+        "model.layers.{i}.mlp.experts.{j}.down_proj.weight",
+    ),
+}
+
+FAMILY = Family(
+    name="qwen3_moe",
+    layer_names={**llama.ATTENTION_NAMES, **qwen3.HEAD_NORM_NAMES, **EXPERT_NAMES},
+)

@@ -1,0 +1,310 @@
+"""A LoRA adapter on disk: what it changes and whether it fits, found without torch.
+
+An adapter is a directory as PEFT writes it: ``adapter_config.json`` and
+``adapter_model.safetensors``. For a projection ``W`` it holds ``A`` (rank x inputs) and ``B``
+(outputs x rank), and the model computes ``W x + scale * B (A x)``.
+
+Whatever would make that formula wrong is refused by name. No file says which weights an adapter
+was trained on, so what must fit is the shape of every matrix.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine.text.artifact import ModelConfig, ModelError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+DIGEST_BYTES = 16
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+_DTYPES = ("BF16", "F16", "F32")
+_MAX_CONFIG_BYTES = 1 << 20
+_NAME = re.compile(
+    r"(?:[a-z_]+\.)*layers\.(\d{1,5})\.(?:self_attn|mlp)\.([a-z]+_proj)\.lora_([AB])"
+    r"(?:\.default)?\.weight"
+)
+_PATTERN_KEY = re.compile(r"[A-Za-z0-9_.]{1,200}")
+# Initialisations after which PEFT has changed the base weights too.
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Keys that do not change what is computed at inference, or that are read below.
+_HARMLESS = frozenset(
+    (
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
+        *("ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode"),
+        *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config"),
+        *("lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type"),
+        *("peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
+        *("target_modules", "task_type", "use_rslora"),
+    )
+)
+
+
+class AdapterError(ModelError):
+    """The adapter cannot be used with this model; the message says what and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One projection of one layer that the adapter changes.
+
+    Attributes:
+        layer: Its number.
+        target: One of ``TARGETS``.
+        rank: Rows of ``A``.
+        scale: Factor of ``B A``.
+        a_name: Name of ``A`` in the weights file, ``[rank, inputs]``.
+        b_name: Name of ``B``, ``[outputs, rank]``.
+    """
+
+    layer: int
+    target: str
+    rank: int
+    scale: float
+    a_name: str
+    b_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterArtifact:
+    """An adapter that fits a model.
+
+    Attributes:
+        path: The directory.
+        digest: 16 bytes over the config and every byte of the weights.
+        rank: The largest one.
+        weights: Every projection that it changes, by layer.
+    """
+
+    path: Path
+    digest: bytes
+    rank: int
+    weights: tuple[LowRank, ...]
+
+    @property
+    def weights_file(self) -> Path:
+        """The safetensors file."""
+        return self.path / WEIGHTS_FILE
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the projections that are changed in some layer."""
+        found = {part.target for part in self.weights}
+        return tuple(target for target in TARGETS if target in found)
+
+
+def target_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """``(outputs, inputs)`` of each projection that an adapter may change.
+
+    In a mixture of experts these are the ones of attention.
+    """
+    c = config
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    e, f = c.hidden_size, c.intermediate_size
+    shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
+    every = dict(zip(TARGETS, shapes, strict=True))
+    return {name: every[name] for name in TARGETS[:4]} if c.num_experts else every
+
+
+def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:
+    """Check an adapter against a model. Reads every byte once, for the digest.
+
+    Args:
+        path: The directory.
+        config: Of the base model.
+        max_rank: The largest rank that is served.
+
+    Raises:
+        AdapterError: It is missing something, does not fit, or is of a kind that is not supported.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise AdapterError(f"{folder}: not a directory (an adapter is one, with {CONFIG_FILE})")
+    raw = _read_config(folder / CONFIG_FILE)
+    settings = _parse_config(folder / CONFIG_FILE, raw)
+    file = folder / WEIGHTS_FILE
+    weights = _match(file, _header(file), settings, target_shapes(config), config.num_layers)
+    rank = max(part.rank for part in weights)
+    if rank > max_rank:
+        raise AdapterError(f"{folder}: rank {rank} is above adapters.max_rank = {max_rank}")
+    digest = hashlib.blake2b(raw, digest_size=DIGEST_BYTES)
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return AdapterArtifact(folder, digest.digest(), rank, weights)
+
+
+# --- the config --------------------------------------------------------------------------------
+
+
+def _read_config(file: Path) -> bytes:
+    if file.exists() and not file.is_file():  # reading a pipe might never end
+        raise AdapterError(f"{file}: not a regular file")
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(_MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise AdapterError(f"{file}: cannot be read ({error.strerror})") from error
+    if len(raw) > _MAX_CONFIG_BYTES:
+        raise AdapterError(f"{file}: larger than {_MAX_CONFIG_BYTES} bytes")
+    return raw
+
+
+def _parse_config(file: Path, raw: bytes) -> Mapping[str, Any]:
+    try:
+        settings = json.loads(raw)
+    except ValueError as error:
+        raise AdapterError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise AdapterError(f"{file}: must hold a JSON object")
+    for problem in _problems(settings):
+        raise AdapterError(f"{file}: {problem}")
+    return settings
+
+
+def _problems(settings: Mapping[str, Any]) -> "list[str]":
+    """What of a config is not supported, in words."""
+    found = []
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        found.append(f"peft_type is {kind!r}; only LORA is supported")
+    if settings.get("task_type") not in (None, "CAUSAL_LM"):
+        found.append(f"task_type {settings['task_type']!r} is not supported (only CAUSAL_LM)")
+    if settings.get("bias", "none") != "none":
+        found.append(f"bias is {settings['bias']!r}; only 'none' is supported")
+    if not _is_count(settings.get("r")):
+        found.append(f"r is {settings.get('r')!r}; it must be a positive whole number")
+    if not _is_number(settings.get("lora_alpha")):
+        found.append(f"lora_alpha is {settings.get('lora_alpha')!r}; it must be a number")
+    start = str(settings.get("init_lora_weights", True)).lower()
+    if start.startswith(_CHANGED_BASE):
+        found.append(f"init_lora_weights {start!r} changes the base weights: not supported")
+    found += _pattern_problems(settings)
+    targets = settings.get("target_modules")
+    if isinstance(targets, list):
+        unknown = [name for name in targets if str(name).rsplit(".", 1)[-1] not in TARGETS]
+        if unknown:
+            found.append(f"target_modules {unknown[:4]} cannot be changed (only {list(TARGETS)})")
+    elif targets is not None and not isinstance(targets, str):
+        found.append(f"target_modules is {targets!r}; it must be a list or a string")
+    for key, value in settings.items():
+        if key not in _HARMLESS and value not in (None, False, [], {}, ""):
+            found.append(f"{str(key)[:80]!r} = {str(value)[:80]} is not supported")
+    return found
+
+
+def _pattern_problems(settings: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, fits in (("rank_pattern", _is_count), ("alpha_pattern", _is_number)):
+        patterns = settings.get(key) or {}
+        if not isinstance(patterns, dict):
+            found.append(f"{key} must be an object")
+            continue
+        for name, value in patterns.items():
+            if not _PATTERN_KEY.fullmatch(name):  # a regular expression from outside is never run
+                found.append(f"{key}: {name[:80]!r} is not a plain module name: not supported")
+            elif not fits(value):
+                found.append(f"{key}: {name!r} is {value!r}")
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _by_module(settings: Mapping[str, Any], key: str, default: str, module: str) -> Any:
+    """The value of ``default`` for one module, as its pattern says."""
+    for name, value in (settings.get(key) or {}).items():
+        if module == name or module.endswith(f".{name}"):
+            return value
+    return settings[default]
+
+
+# --- the weights -------------------------------------------------------------------------------
+
+
+def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor in the file."""
+    if not file.is_file():
+        hint = ""
+        if file.with_suffix(".bin").exists():
+            hint = "; adapter_model.bin is a pickle, which is never read: save as safetensors"
+        raise AdapterError(f"{file}: is missing{hint}")
+    try:
+        with safe_open(file, framework="np") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: (tuple(p.get_shape()), p.get_dtype()) for name, p in parts.items()}
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{file}: cannot be read as safetensors ({error})") from error
+
+
+def _match(
+    file: Path,
+    header: Mapping[str, tuple[tuple[int, ...], str]],
+    settings: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, int]],
+    num_layers: int,
+) -> tuple[LowRank, ...]:
+    """Pair the matrices and check them; the weights decide what is changed."""
+    pairs: dict[tuple[int, str], dict[str, str]] = {}
+    problems = []
+    for name, (_, dtype) in header.items():
+        match = _NAME.fullmatch(name)
+        if match is None or match[2] not in shapes:
+            problems.append(
+                f"{name[:160]} is not a LoRA matrix of a projection that can be changed"
+            )
+        elif int(match[1]) >= num_layers:
+            problems.append(f"{name} is of layer {match[1]}; the model has {num_layers} layers")
+        elif dtype not in _DTYPES:
+            problems.append(f"{name} has dtype {dtype}, not supported (only {', '.join(_DTYPES)})")
+        else:
+            pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = name
+    weights = []
+    for (layer, target), names in sorted(pairs.items()):
+        if set(names) != {"A", "B"}:
+            problems.append(f"layer {layer} {target} has only one of lora_A and lora_B")
+            continue
+        part = _low_rank(settings, layer, target, names)
+        outputs, inputs = shapes[target]
+        for name, wanted in (
+            (part.a_name, (part.rank, inputs)),
+            (part.b_name, (outputs, part.rank)),
+        ):
+            if header[name][0] != wanted:
+                problems.append(f"{name} is {list(header[name][0])}, not {list(wanted)}")
+        weights.append(part)
+    targets = settings.get("target_modules")
+    problems += [
+        f"target_modules names {target!r}, and there are no weights for it"
+        for target in (targets if isinstance(targets, list) else ())
+        if not any(part.target == str(target).rsplit(".", 1)[-1] for part in weights)
+    ]
+    if not weights and not problems:
+        problems.append("it holds no weights")
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise AdapterError(f"{file}: {'; '.join(problems[:3])}{more}")
+    return tuple(weights)
+
+
+def _low_rank(
+    settings: Mapping[str, Any], layer: int, target: str, names: Mapping[str, str]
+) -> LowRank:
+    module = names["A"].partition(".lora_")[0].removeprefix("base_model.model.")
+    rank = int(_by_module(settings, "rank_pattern", "r", module))
+    alpha = float(_by_module(settings, "alpha_pattern", "lora_alpha", module))
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return LowRank(layer, target, rank, scale, names["A"], names["B"])

@@ -1,0 +1,170 @@
+"""The metadata of a GGUF file, as a ``ModelConfig``. Names and defaults are llama.cpp's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.text.model_config import (
+    GGUF_FAMILIES,
+    ModelConfig,
+    ModelError,
+    refuse_family,
+    refuse_rope,
+    windows,
+)
+
+_GEMMA_LOCAL_THETA = 10_000.0
+_GEMMA_PATTERN = 6  # each sixth layer sees everything
+_YARN = {  # llama.cpp's key -> Hugging Face's
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+_HARMLESS_ROPE = {  # fine tuning that no family of ours uses, and the values that change nothing
+    "attn_factor": (1.0,),
+    "yarn_attn_factor": (1.0,),
+    "yarn_ext_factor": (1.0, -1.0),
+    "yarn_log_multiplier": (0.0,),
+}
+
+
+def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -> None:
+    """Raise if the engine does not compute what the metadata asks for.
+
+    Raises:
+        ModelError: It names the key and its value.
+    """
+    where = f"{path}: architecture {architecture}"
+    refuse_family(where, architecture, GGUF_FAMILIES)
+    if int(meta.get("split.count", 0)) > 1:
+        raise ModelError(f"{where}: split GGUF files are not supported (merge: llama-gguf-split)")
+    experts = int(meta.get(f"{architecture}.expert_count", 0))
+    if experts and GGUF_FAMILIES[architecture] != "qwen3_moe":
+        raise ModelError(f"{where}: mixture of experts is not supported")
+    refuse_rope(where, _rope_type(architecture, meta))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if value := meta.get(f"{architecture}.{key}"):
+            raise ModelError(f"{where}: {key} = {value} is not supported")
+    for key in ("attention.head_count_kv", "feed_forward_length", "attention.head_count"):
+        if isinstance(meta.get(f"{architecture}.{key}"), list):
+            raise ModelError(f"{where}: {key} that differs between layers is not supported")
+    for key, harmless in _HARMLESS_ROPE.items():
+        value = meta.get(f"{architecture}.rope.scaling.{key}", harmless[0])
+        if value not in harmless:
+            raise ModelError(f"{where}: rope.scaling.{key} = {value} is not supported")
+    _refuse_dimensions(where, architecture, meta)
+
+
+def _refuse_dimensions(where: str, architecture: str, meta: Mapping[str, Any]) -> None:
+    def value(key: str, default: Any) -> int:
+        return int(meta.get(f"{architecture}.{key}", default))
+
+    heads = value("attention.head_count", 1)
+    dim = value("attention.key_length", value("embedding_length", 0) // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (other := value(key, dim)) != dim:
+            raise ModelError(f"{where}: {key} = {other} is not supported (heads are {dim} wide)")
+
+
+def _rope_type(architecture: str, meta: Mapping[str, Any]) -> str:
+    factor = float(meta.get(f"{architecture}.rope.scaling.factor", 0.0))
+    default = "linear" if factor else "none"  # llama.cpp: a factor alone is linear scaling
+    kind = str(meta.get(f"{architecture}.rope.scaling.type", default))
+    return "default" if kind == "none" else kind
+
+
+def read_config(
+    path: Path,
+    architecture: str,
+    meta: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> ModelConfig:
+    """The numbers of a model.
+
+    Args:
+        path: For messages.
+        architecture: ``general.architecture``; anything unknown is read like Llama.
+        meta: All metadata.
+        shapes: Of the tensors, in GGUF's order (innermost first).
+
+    Raises:
+        ModelError: A key is missing.
+    """
+
+    def value(key: str, default: Any = None) -> Any:
+        found = meta.get(f"{architecture}.{key}", default)
+        if found is None:
+            raise ModelError(f"{path}: metadata {architecture}.{key} is missing")
+        return found
+
+    if "token_embd.weight" not in shapes:
+        raise ModelError(f"{path}: tensor token_embd.weight is missing")
+    family = GGUF_FAMILIES.get(architecture, "llama")
+    heads, layers = int(value("attention.head_count")), int(value("block_count"))
+    head_dim = int(value("attention.key_length", int(value("embedding_length")) // heads))
+    mixture, gemma = family == "qwen3_moe", family == "gemma3"
+    scaling = _rope_scaling(architecture, meta)
+    stops = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    bos = meta.get("tokenizer.ggml.bos_token_id")
+    return ModelConfig(
+        family=family,
+        hidden_size=int(value("embedding_length")),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(value("attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        intermediate_size=int(
+            value("expert_feed_forward_length" if mixture else "feed_forward_length")
+        ),
+        vocab_size=shapes["token_embd.weight"][-1],
+        rope_theta=float(value("rope.freq_base", 10_000.0)),
+        rope_scaling=scaling,
+        local_rope_theta=float(value("rope.freq_base_swa", _GEMMA_LOCAL_THETA)) if gemma else None,
+        layer_windows=_layer_windows(architecture, meta, layers) if gemma else (),
+        query_scale=_gemma_27b_scale(layers, heads, int(value("embedding_length")))
+        if gemma
+        else None,
+        # kept as written: float32(1e-5), which is 9.999999747378752e-06 in a double
+        rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
+        num_experts=int(value("expert_count")) if mixture else 0,
+        experts_per_token=int(value("expert_used_count")) if mixture else 0,
+        normalise_experts=mixture and bool(value("expert_weights_norm", True)),
+        max_context_tokens=int(value("context_length")),
+        tie_word_embeddings="output.weight" not in shapes,
+        bos_token_id=None if bos is None else int(bos),
+        eos_token_ids=tuple(dict.fromkeys(int(stop) for stop in stops if stop is not None)),
+    )
+
+
+def _gemma_27b_scale(layers: int, heads: int, hidden: int) -> float | None:
+    """GGUF does not say the query scale; llama.cpp, too, knows the 27B by its number of layers."""
+    return (hidden / heads) ** -0.5 if layers == 62 else None
+
+
+def _layer_windows(
+    architecture: str, meta: Mapping[str, Any], layers: int
+) -> tuple[int | None, ...]:
+    window = int(meta.get(f"{architecture}.attention.sliding_window", 0)) or None
+    pattern = meta.get(f"{architecture}.attention.sliding_window_pattern", _GEMMA_PATTERN)
+    if isinstance(pattern, list):
+        return windows(window, [bool(local) for local in pattern])
+    return windows(window, [bool((i + 1) % int(pattern)) for i in range(layers)])
+
+
+def _rope_scaling(architecture: str, meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Hugging Face's names for what the metadata says; llama3 scaling comes as a tensor."""
+    kind = _rope_type(architecture, meta)
+    if kind not in ("linear", "yarn"):
+        return None
+    found = {
+        key.removeprefix(f"{architecture}.rope.scaling."): value
+        for key, value in meta.items()
+        if key.startswith(f"{architecture}.rope.scaling.")
+    }
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(found.get("factor", 1.0))}
+    if kind == "linear":
+        return scaling
+    trained = meta.get(f"{architecture}.context_length", 0)
+    scaling["original_max_position_embeddings"] = int(found.get("original_context_length", trained))
+    scaling |= {ours: float(found[key]) for key, ours in _YARN.items() if key in found}
+    return scaling

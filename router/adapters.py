@@ -1,0 +1,263 @@
+"""The LoRA adapters that clients may name: those of the fleet file, and those loaded at run time.
+
+Routers share the latter through Redis. Each change carries its time and the newest wins, also over
+an emptied Redis or one that came back old; a name that was taken away is kept as such for a day. So
+any router may be asked, the others follow within a second, and a file carries the table over a
+restart while Redis is away.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from engine.core.adapters import AdapterRef
+from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
+from engine.text.adapter_artifact import AdapterError, read_adapter
+from engine.text.artifact import ModelConfig
+from fleet.registry import RegistryUnavailableError
+
+_LOG = logging.getLogger(__name__)
+
+POLL_S = 0.5
+MAX_NAMES = 1024
+MAX_NAME_LENGTH = 200
+_REMEMBER_GONE_MS = 24 * 3600 * 1000
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One name. ``gone`` says that it was unloaded at ``changed_ms``."""
+
+    name: str
+    digest: str = ""  # hexadecimal
+    path: str = ""
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    changed_ms: int = 0
+    gone: bool = False
+
+    def ref(self) -> AdapterRef:
+        """What workers are told."""
+        return AdapterRef(self.name, self.digest, self.path)
+
+
+class AdapterShelf(Protocol):
+    """Where routers share their table; ``fleet.registry.Registry`` is one."""
+
+    async def adapters(self) -> Mapping[str, bytes]:
+        """All entries by name, encoded."""
+
+    async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
+        """Write entries, over those of the same name."""
+
+
+class AdapterTable:
+    """See the module.
+
+    Args:
+        config: Of the base model: what adapters must fit.
+        reserved: Names of the model itself.
+        load: Adapters of the fleet file, name to directory. Reads them.
+        max_loaded: What one worker holds; 0 refuses every adapter.
+        max_rank: The largest rank that is served.
+
+    Raises:
+        ValueError: One of ``load`` cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reserved: Iterable[str] = (),
+        load: Mapping[str, str] | None = None,
+        max_loaded: int = 8,
+        max_rank: int = 64,
+    ) -> None:
+        self._config = config
+        self._reserved = frozenset(reserved)
+        self._max_loaded = max_loaded
+        self._max_rank = max_rank
+        self._fixed = {name: self._read(name, path, 0) for name, path in (load or {}).items()}
+        self._shared: dict[str, AdapterEntry] = {}
+        self._shelf: AdapterShelf | None = None
+        self._file: Path | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def find(self, name: str) -> AdapterEntry | None:
+        """The adapter of that name."""
+        entry = self._fixed.get(name) or self._shared.get(name)
+        return None if entry is None or entry.gone else entry
+
+    def served(self) -> list[AdapterEntry]:
+        """Every adapter that may be named."""
+        names = sorted(self._fixed.keys() | self._shared.keys())
+        return [entry for name in names if (entry := self.find(name)) is not None]
+
+    async def load(self, name: str, path: str) -> AdapterEntry:
+        """Serve an adapter under a name, from now on.
+
+        Raises:
+            InvalidRequestError: The adapter or the name cannot be used; says why.
+            AdapterExistsError: The name is taken.
+        """
+        self._check_free(name)
+        served = len(self.served())
+        if served >= MAX_NAMES:
+            raise InvalidRequestError(f"{served} adapters are loaded, no more are taken")
+        try:
+            entry = await asyncio.to_thread(self._read, name, path, self._next_ms(name))
+        except AdapterError as error:
+            raise InvalidRequestError(f"lora_path: {error}", param="lora_path") from error
+        self._check_free(name)  # another call may have been faster
+        await self._change(entry)
+        return entry
+
+    async def unload(self, name: str) -> None:
+        """Take a name away. Requests that run with it finish; workers drop it when they need room.
+
+        Raises:
+            ModelNotFoundError: There is no adapter of that name.
+            InvalidRequestError: It stands in the fleet file.
+        """
+        if name in self._fixed:
+            raise InvalidRequestError(
+                f"lora_name: {name!r} stands in the fleet file (adapters.load); take it out there",
+                param="lora_name",
+            )
+        if self.find(name) is None:
+            raise ModelNotFoundError(f"no adapter {name[:200]!r} is loaded", param="lora_name")
+        await self._change(AdapterEntry(name=name, changed_ms=self._next_ms(name), gone=True))
+
+    # ---------------------------------------------------------------- sharing
+
+    def start(self, shelf: AdapterShelf | None, file: Path | None = None) -> None:
+        """Begin to share. Needs a running event loop.
+
+        Args:
+            shelf: Where other routers look, or None.
+            file: JSON file that outlives this process, or None.
+        """
+        self._shelf, self._file = shelf, file
+        if file is not None and file.exists():
+            self._adopt(_decode_file(file))
+        if shelf is not None:
+            self._task = asyncio.create_task(self._follow(shelf), name="adapters")
+
+    async def close(self) -> None:
+        """Stop sharing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def exchange(self, shelf: AdapterShelf) -> None:
+        """Take over what is newer there, and write what is newer here.
+
+        Raises:
+            RegistryUnavailableError: Redis does not answer.
+        """
+        found = [_decode(raw) for raw in (await shelf.adapters()).values()]
+        theirs = {entry.name: entry for entry in found if entry is not None}
+        self._adopt(theirs.values())
+        newer = {
+            entry.name: msgspec.json.encode(entry)
+            for entry in self._shared.values()
+            if entry.name not in theirs or theirs[entry.name].changed_ms < entry.changed_ms
+        }
+        if newer:
+            await shelf.put_adapters(newer)
+
+    async def _follow(self, shelf: AdapterShelf) -> None:
+        while True:
+            try:
+                await self.exchange(shelf)
+            except RegistryUnavailableError:
+                _LOG.debug("registry away, going on with the adapters that are known")
+            await asyncio.sleep(POLL_S)
+
+    async def _change(self, entry: AdapterEntry) -> None:
+        self._adopt([entry])
+        if self._shelf is not None:
+            try:
+                await self.exchange(self._shelf)
+            except RegistryUnavailableError as error:
+                _LOG.warning("other routers hear of adapter %s later: %s", entry.name, error)
+
+    def _adopt(self, entries: Iterable[AdapterEntry]) -> None:
+        oldest_ms = _now_ms() - _REMEMBER_GONE_MS
+        changed = False
+        for entry in entries:
+            known = self._shared.get(entry.name)
+            if known is None or known.changed_ms < entry.changed_ms:
+                self._shared[entry.name] = entry
+                changed = True
+        for entry in list(self._shared.values()):
+            if entry.gone and entry.changed_ms < oldest_ms:
+                del self._shared[entry.name]
+        if changed:
+            self._save()
+
+    def _save(self) -> None:
+        if self._file is None:
+            return
+        scratch = self._file.with_suffix(".new")
+        try:
+            scratch.write_bytes(msgspec.json.encode(list(self._shared.values())))
+            scratch.replace(self._file)
+        except OSError as error:
+            _LOG.warning("cannot keep the adapters in %s: %s", self._file, error)
+
+    # ---------------------------------------------------------------- inside
+
+    def _read(self, name: str, path: str, changed_ms: int) -> AdapterEntry:
+        if not self._max_loaded:
+            raise AdapterError("this fleet serves no adapters (adapters.max_loaded is 0)")
+        artifact = read_adapter(Path(path).expanduser(), self._config, self._max_rank)
+        return AdapterEntry(
+            name=name,
+            digest=artifact.digest.hex(),
+            path=str(artifact.path.resolve()),
+            rank=artifact.rank,
+            targets=artifact.targets,
+            changed_ms=changed_ms,
+        )
+
+    def _check_free(self, name: str) -> None:
+        if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise InvalidRequestError(
+                f"lora_name: must be 1 to {MAX_NAME_LENGTH} printable characters", param="lora_name"
+            )
+        if name in self._reserved:
+            raise AdapterExistsError(
+                f"lora_name: {name!r} is a name of the model itself", param="lora_name"
+            )
+        if self.find(name) is not None:
+            raise AdapterExistsError(
+                f"lora_name: an adapter {name!r} is loaded; unload it first", param="lora_name"
+            )
+
+    def _next_ms(self, name: str) -> int:
+        known = self._shared.get(name)
+        return max(_now_ms(), known.changed_ms + 1 if known else 0)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _decode(raw: bytes) -> AdapterEntry | None:
+    try:
+        return msgspec.json.decode(raw, type=AdapterEntry)
+    except msgspec.DecodeError:
+        return None  # from another version
+
+
+def _decode_file(file: Path) -> list[AdapterEntry]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[AdapterEntry])
+    except (OSError, msgspec.DecodeError) as error:
+        _LOG.warning("cannot read the adapters in %s: %s", file, error)
+        return []

@@ -1,0 +1,101 @@
+"""Answers of ``POST /v1/embeddings``: from pooled hidden states to OpenAI's response."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.core.errors import QueueFullError
+from router.answer import AnswerContext, Exchange
+from router.flight import Flight
+from router.formats import usage
+from router.gateway import Gateway
+from router.request import GenerationRequest
+from router.schema import EmbeddingBody
+
+
+class EmbeddingAnswer(Exchange):
+    """The answer to one embeddings call; of many inputs only some run at a time.
+
+    Args:
+        context: Shared parts.
+        requests: One for each input.
+        body: Says how vectors are cut, scaled and written.
+        at_once: Inputs that wait or run together, so that one call leaves room in the queue.
+    """
+
+    def __init__(
+        self,
+        context: AnswerContext,
+        requests: Sequence[GenerationRequest],
+        body: EmbeddingBody,
+        *,
+        at_once: int,
+    ) -> None:
+        super().__init__(context, requests)
+        self._body = body
+        self._at_once = at_once
+
+    async def _submit_all(self, gateway: Gateway) -> bool:
+        """Begin the next input whenever one has ended, until all have."""
+        for request in self._requests:
+            if not await self._wait(lambda: self._failed or self._open < self._at_once):
+                return False
+            if self._failed:
+                return True
+            try:
+                self._flights.append(gateway.submit(request, self._bell))
+            except QueueFullError:
+                if not self._open:
+                    raise
+                # Others wait as well: come back when all that this call has there is done.
+                if not await self._wait(lambda: not self._open):
+                    return False
+                self._flights.append(gateway.submit(request, self._bell))
+        return await self._wait(self._may_start)
+
+    @property
+    def _failed(self) -> bool:
+        return any(flight.record.error is not None for flight in self._flights)
+
+    @property
+    def _open(self) -> int:
+        return sum(not flight.record.ended for flight in self._flights)
+
+    def _whole(self) -> dict[str, Any]:
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": written(flight.record.embedding, self._body),
+            }
+            for index, flight in enumerate(self._flights)
+        ]
+        return {
+            "object": "list",
+            "data": data,
+            "model": self._body.model,
+            "usage": _usage(self._flights),
+        }
+
+
+def written(embedding: bytes, body: EmbeddingBody) -> list[float] | str:
+    """A pooled vector, cut, scaled and written as the call wants it.
+
+    Args:
+        embedding: float32, little-endian, as the engine pooled it.
+        body: What was asked.
+    """
+    vector = np.frombuffer(embedding, "<f4")[: body.dimensions].astype(np.float64)
+    if body.normalize:
+        vector /= max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
+    if body.encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.astype(np.float32).tolist()
+    return numbers
+
+
+def _usage(flights: Sequence[Flight]) -> dict[str, int]:
+    tokens = usage(flights)["prompt_tokens"]
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

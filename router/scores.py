@@ -1,0 +1,85 @@
+"""Prompt tokens' log-probabilities in the shapes of two APIs: OpenAI's ``echo`` and vLLM's own."""
+
+from typing import Any
+
+import numpy as np
+
+from engine.core.harvest import PromptScores
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import TextTokenizer
+from router.flight import Flight
+
+
+class PromptView:
+    """One prompt with its scores, as clients see it.
+
+    Args:
+        prompt: Token ids.
+        scores: Of all but the first.
+        tokenizer: For tokens as text.
+    """
+
+    def __init__(
+        self, prompt: tuple[int, ...], scores: PromptScores, tokenizer: TextTokenizer
+    ) -> None:
+        self._prompt = prompt
+        self._spell = tokenizer.token_text
+        self._tokenizer = tokenizer
+        shape = (scores.rows, scores.alternatives)
+        self._own: list[float] = np.frombuffer(scores.logprobs, "<f4").tolist()
+        self._ranks: list[int] = np.frombuffer(scores.ranks, "<u4").tolist()
+        ids = np.frombuffer(scores.top_ids, "<u4").reshape(shape).tolist()
+        values = np.frombuffer(scores.top_logprobs, "<f4").reshape(shape).tolist()
+        self._top: list[list[tuple[int, float]]] = [
+            list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)
+        ]
+
+    @classmethod
+    def of(cls, flight: Flight, tokenizer: TextTokenizer) -> "PromptView | None":
+        """The view of a flight's prompt; None where no scores were asked for."""
+        scores = flight.record.scores
+        return cls(flight.request.prompt, scores, tokenizer) if scores is not None else None
+
+    def openai(self, alternatives: int) -> dict[str, list[Any]]:
+        """The ``logprobs`` of an echoed prompt; the first token has null in place of numbers.
+
+        Where two alternatives are spelled alike, the likelier one stands.
+        """
+        spell = self._spell
+        top = [
+            {spell(token): value for token, value in reversed(found[:alternatives])}
+            for found in self._top
+        ]
+        return {
+            "tokens": [spell(token) for token in self._prompt],
+            "token_logprobs": [None, *self._own],
+            "top_logprobs": [None, *top],
+            "text_offset": self._offsets(),
+        }
+
+    def _offsets(self) -> list[int]:
+        """Where each token's text begins in the echoed text."""
+        detokenizer = Detokenizer(self._tokenizer)
+        offsets = []
+        cut = 0  # a first space that stands for no character of the text
+        for index, token in enumerate(self._prompt):
+            offsets.append(max(detokenizer.text_length - cut, 0))
+            shown = detokenizer.push(token)
+            if index == 0 and self._tokenizer.strip_first_space and shown.startswith(" "):
+                cut = 1
+        return offsets
+
+    def vllm(self, alternatives: int) -> list[dict[str, Any] | None]:
+        """``prompt_logprobs`` as in vLLM: by token id, the token itself always among them."""
+        found: list[dict[str, Any] | None] = [None]
+        for token, own, rank, top in zip(
+            self._prompt[1:], self._own, self._ranks, self._top, strict=True
+        ):
+            entry = {str(token): self._entry(token, own, rank)}
+            for place, (other, value) in enumerate(top[:alternatives], start=1):
+                entry.setdefault(str(other), self._entry(other, value, place))
+            found.append(entry)
+        return found
+
+    def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": self._spell(token)}

@@ -1,0 +1,212 @@
+"""Adapters by model name: loaded and unloaded at run time, validated first, shared by routers."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.core.adapters import AdapterRef
+from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
+from fleet.redis_server import EmbeddedRedis
+from fleet.registry import Registry, RegistryUnavailableError
+from router.adapters import AdapterEntry, AdapterTable
+from router.model import ServedModel
+from router.wire import NameCache
+from tests.engine.lora_files import write_adapter
+from tests.router.conftest import MODEL, events_of
+
+
+@pytest.fixture
+def served(artifact, model):
+    """The session's model with an empty table of its own."""
+    made = object.__new__(ServedModel)
+    made.__dict__.update(model.__dict__)
+    made.adapters = AdapterTable(artifact.config, model.names)
+    return made
+
+
+@pytest.fixture(scope="module")
+def path(artifact, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora") / "pirate"
+    return write_adapter(folder, artifact.config, rank=4, layers=(0, 29), dtype=torch.bfloat16)
+
+
+async def load(fleet, name: str, path: object, headers: dict | None = None):
+    body = {"lora_name": name, "lora_path": str(path)}
+    return await fleet.http.post("/v1/load_lora_adapter", json=body, headers=headers or {})
+
+
+async def unload(fleet, name: str):
+    return await fleet.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+async def test_a_loaded_adapter_is_a_model_until_it_is_unloaded(make_fleet, served, path):
+    fleet = await make_fleet({"decode-0": None}, served)
+    assert (await fleet.chat(model="pirate")).status_code == 404
+    answer = await load(fleet, "pirate", path)
+    assert (answer.status_code, answer.text) == (
+        200,
+        "Success: LoRA adapter 'pirate' added successfully.",
+    )
+    told = await fleet.chat(model="pirate")
+    assert told.status_code == 200
+    assert told.json()["model"] == "pirate"
+    assert events_of((await fleet.chat(model="pirate", stream=True)).text)[-1] == "[DONE]"
+    plain, *_ = [await fleet.chat(), await fleet.complete(model="pirate")]
+    assert plain.status_code == 200
+    with_it = fleet.workers["decode-0"].submissions
+    assert [s.adapter.name for s in with_it] == ["pirate", "pirate", "", "pirate"]
+    assert with_it[0].adapter.path == str(path)
+    assert with_it[0].adapter.digest == bytes.fromhex(served.adapters.find("pirate").digest)
+    assert with_it[0].name_seed == with_it[1].name_seed != with_it[2].name_seed
+    assert not with_it[2].HasField("adapter")
+    explained = await fleet.http.get(f"/fleet/requests/{told.json()['id']}")
+    assert explained.json()["adapter"] == "pirate"
+
+    assert (await unload(fleet, "pirate")).status_code == 200
+    gone = await fleet.chat(model="pirate")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await unload(fleet, "pirate")).status_code == 404
+    assert (await load(fleet, "pirate", path)).status_code == 200, "it may come back"
+
+
+async def test_models_lists_the_adapter_with_its_parent(make_fleet, served, path):
+    fleet = await make_fleet({"decode-0": None}, served)
+    await load(fleet, "org/pirate", path)
+    listed = (await fleet.http.get("/v1/models")).json()["data"]
+    assert [item["id"] for item in listed] == [*served.names, "org/pirate"]
+    found = (await fleet.http.get("/v1/models/org/pirate")).json()
+    assert (found["parent"], found["root"], found["rank"]) == (MODEL, str(path), 4)
+    assert found["adapter_digest"] == served.adapters.find("org/pirate").digest
+    page = (await fleet.http.get("/metrics")).text
+    assert "baton_adapters_served 1.0" in page
+
+
+async def test_requests_are_counted_by_adapter(make_fleet, served, path):
+    fleet = await make_fleet({"decode-0": None}, served)
+    await load(fleet, "pirate", path)
+    for _ in range(2):
+        await fleet.chat(model="pirate", max_tokens=3)
+    await fleet.chat()
+    value = fleet.router.metrics.value
+    await asyncio.sleep(0.05)
+    assert value("baton_adapter_requests", adapter="pirate") == 2
+    assert value("baton_adapter_generation_tokens", adapter="pirate") == 6
+    assert value("baton_adapter_prompt_tokens", adapter="pirate") > 10
+
+
+async def test_a_request_in_flight_outlives_its_adapter(make_fleet, served, path):
+    fleet = await make_fleet({"decode-0": None}, served)
+    await load(fleet, "pirate", path)
+    running = asyncio.create_task(fleet.chat(model="pirate", max_tokens=40))
+    while not fleet.workers["decode-0"].submissions:
+        await asyncio.sleep(0.01)
+    assert (await unload(fleet, "pirate")).status_code == 200
+    answer = await running
+    assert answer.json()["usage"]["completion_tokens"] == 40
+
+
+async def test_what_cannot_be_loaded_is_refused_and_named(make_fleet, served, path, tmp_path):
+    fleet = await make_fleet({"decode-0": None}, served)
+    wrong = write_adapter(tmp_path / "wrong", SimpleNamespace(
+        num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=64, intermediate_size=96, num_layers=1
+    ))  # fmt: skip
+    large = write_adapter(tmp_path / "large", served.artifact.config, rank=65, layers=(0,))
+    cases = [
+        ("a", tmp_path / "nowhere", 400, "not a directory"),
+        ("a", wrong, 400, "is [8, 64], not [8, 576]"),
+        ("a", large, 400, "rank 65 is above adapters.max_rank = 64"),
+        ("x" * 201, path, 400, "must be 1 to 200 printable characters"),
+        ("a\nb", path, 400, "must be 1 to 200 printable characters"),
+        (MODEL, path, 409, "is a name of the model itself"),
+    ]
+    for name, where, status, said in cases:
+        answer = await load(fleet, name, where)
+        assert answer.status_code == status, answer.text
+        assert said in answer.json()["error"]["message"]
+    assert (await load(fleet, "a", path)).status_code == 200
+    twice = await load(fleet, "a", path)
+    assert (twice.status_code, twice.json()["error"]["code"]) == (409, "adapter_exists")
+    for body in ({"lora_name": "b"}, {"lora_name": "", "lora_path": "x"}, {"lora_path": 3}):
+        answer = await fleet.http.post("/v1/load_lora_adapter", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] in {"lora_name", "lora_path"}
+
+
+async def test_where_there_are_keys_a_key_is_needed(make_fleet, served, path):
+    fleet = await make_fleet({"decode-0": None}, served, api_keys={"secret-key": "team"})
+    assert (await load(fleet, "pirate", path)).status_code == 401
+    assert (await unload(fleet, "pirate")).status_code == 401
+    with_key = {"authorization": "Bearer secret-key"}
+    assert (await load(fleet, "pirate", path, with_key)).status_code == 200
+
+
+def test_names_of_blocks_differ_by_adapter(artifact, served):
+    cache = NameCache()
+    link = SimpleNamespace(weights_digest=b"w" * 16, kv_groups=[], numerics_id="exact/x")
+    seeds = {
+        cache.seed(SimpleNamespace(adapter=adapter, cache_scope="team\0"), link)
+        for adapter in (None, AdapterRef("a", "01" * 16, "/a"), AdapterRef("a", "02" * 16, "/a"))
+    }
+    assert len(seeds) == 3
+
+
+async def test_adapters_of_the_fleet_file_are_there_at_once_and_stay(artifact, path, tmp_path):
+    table = AdapterTable(artifact.config, ("base",), {"pirate": str(path)})
+    assert [entry.name for entry in table.served()] == ["pirate"]
+    with pytest.raises(InvalidRequestError, match="stands in the fleet file"):
+        await table.unload("pirate")
+    with pytest.raises(AdapterExistsError, match="unload it first"):
+        await table.load("pirate", str(path))
+    with pytest.raises(ValueError, match="not a directory"):
+        AdapterTable(artifact.config, ("base",), {"pirate": str(tmp_path / "nowhere")})
+    off = AdapterTable(artifact.config, ("base",), max_loaded=0)
+    with pytest.raises(InvalidRequestError, match="max_loaded is 0"):
+        await off.load("pirate", str(path))
+
+
+async def test_routers_share_the_table_and_heal_an_emptied_redis(artifact, path, tmp_path):
+    server = EmbeddedRedis()
+    server.start()
+    registry = Registry(server.url, "test")
+    one, two = (AdapterTable(artifact.config) for _ in range(2))
+    one.start(None, tmp_path / "adapters.json")
+    try:
+        await one.load("pirate", str(path))
+        await one.exchange(registry)
+        await two.exchange(registry)
+        assert two.served() == one.served() != []
+        await registry._send(("FLUSHALL",))
+        await two.exchange(registry)
+        assert list(await registry.adapters()) == ["pirate"]
+        await two.unload("pirate")
+        await two.exchange(registry)
+        await one.exchange(registry)
+        assert one.served() == []
+        await one.load("pirate", str(path))
+        await one.exchange(registry)
+        await two.exchange(registry)
+        assert [entry.name for entry in two.served()] == ["pirate"], "the newest change wins"
+    finally:
+        await registry.close()
+        server.stop()
+    with pytest.raises(RegistryUnavailableError):
+        await one.exchange(registry)
+    again = AdapterTable(artifact.config)
+    again.start(None, tmp_path / "adapters.json")
+    assert again.served() == one.served(), "a restart while Redis is away"
+
+
+async def test_a_name_that_was_taken_away_is_forgotten_after_a_day(artifact, tmp_path):
+    old = AdapterEntry(name="old", changed_ms=1, gone=True)
+    (tmp_path / "adapters.json").write_text(
+        json.dumps([{"name": "old", "changed_ms": 1, "gone": True}])
+    )
+    table = AdapterTable(artifact.config)
+    table.start(None, tmp_path / "adapters.json")
+    assert old.name not in table._shared
+    with pytest.raises(ModelNotFoundError):
+        await table.unload("old")
