@@ -83,14 +83,6 @@ def test_two_requests_that_look_alike_do_not_mix(grammars, tokenizer):
         assert grammars.allowed(spec(LIST, right))[EOS]
 
 
-def test_drafts_are_cut_where_the_grammar_ends_them(grammars, tokenizer):
-    start = spec(LIST, tokenizer.encode("[1"))
-    draft = tokenizer.encode(", 2] and so on")
-    fits = grammars.admissible(start, draft)
-    assert tokenizer.decode(draft[:fits]) == ", 2]"
-    assert grammars.admissible(start, draft) == fits, "asking changes nothing"
-
-
 def test_an_answer_off_the_grammar_ends_only_its_own_row(grammars, tokenizer):
     good, bad = spec(YES_NO, []), spec(YES_NO, tokenizer.encode("perhaps"), seed=9)
     free = SampleSpec(0, SamplingParams(max_tokens=9), [1, 2], 1)
