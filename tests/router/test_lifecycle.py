@@ -218,7 +218,7 @@ CALL = 'Wait. <tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>'
     ],
 )
 def test_calls_are_apart_from_text_and_the_end_tells_of_whole_ones(model, text, end, reason):
-    record = RequestRecord(replace(request(), reads_calls=True), model.tokenizer, 1)
+    record = RequestRecord(replace(request(), reads_calls=True), model.tokenizer)
     record.next_attempt()
     ids = model.tokenizer.encode(text)
     deltas = []
