@@ -136,13 +136,6 @@ class Grammars:
         mask[: len(bits)] = bits[: self._vocab_size]
         return mask
 
-    def admissible(self, spec: SampleSpec, draft: Sequence[int]) -> int:
-        """How many of the tokens of ``draft``, in order, may follow the history.
-
-        Speculation cuts its drafts here, so that it only asks for masks that exist.
-        """
-        return self._state(spec).matcher.validate_tokens(list(draft))
-
     def _state(self, spec: SampleSpec) -> _State:
         p, prompt = spec.params, spec.prompt_tokens
         # The key only finds a state that is likely near; whether it fits, its tokens decide.
