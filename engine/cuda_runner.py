@@ -86,6 +86,10 @@ class CudaRunner:
         """None, ever."""
         return ()
 
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """All of them: no grammar comes here."""
+        return len(guesses)
+
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
