@@ -90,7 +90,7 @@ class AdapterDesk:
         self, ref: AdapterRef, prepared: Any, error: BatonError | None, load_s: float
     ) -> None:
         if error is None:
-            self._store.add(ref.digest, prepared)
+            self._store.add(ref, prepared)
             self._room.loaded(ref.digest)
             self._names[ref.digest] = ref.name
             self._changed(ref, "loaded", load_s)

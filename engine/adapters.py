@@ -26,6 +26,7 @@ from engine.core.errors import AdapterLoadError
 from engine.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from engine.models.rope import pair_rows
 from engine.numerics import Numerics
+from engine.parallel import Shard
 from engine.text.adapter_artifact import (
     AdapterArtifact,
     AdapterError,
@@ -75,8 +76,12 @@ class StepDeltas:
         """Add to ``y_TN`` what the adapters make of ``x_TE``."""
         for rows, adapter in self._groups:
             delta = adapter.get((layer, name))
-            if delta is not None:
-                y_TN[rows] += delta(x_TE[rows])
+            if delta is None:
+                continue
+            if isinstance(rows, slice):
+                y_TN[rows].add_(delta(x_TE[rows]))
+            else:
+                y_TN.index_add_(0, rows, delta(x_TE.index_select(0, rows)))
 
 
 def _rows(numbers: Sequence[int]) -> slice | torch.Tensor:
@@ -94,6 +99,7 @@ class AdapterSet:
         dtype: Of its activations.
         numerics: ``exact`` finds the permitted row counts of each new shape.
         max_rank: The largest rank that is served.
+        shard: This rank's part of a tensor-parallel model: its rows of every ``B``.
     """
 
     def __init__(
@@ -102,23 +108,29 @@ class AdapterSet:
         dtype: torch.dtype,
         numerics: Numerics = "exact",
         max_rank: int = 64,
+        shard: Shard | None = None,
     ) -> None:
         self._config = config
         self._dtype = dtype
         self._numerics = numerics
         self._max_rank = max_rank
+        self._shard = shard
         self._row_counts: dict[tuple[int, int], RowCounts] = {}
         self._held: dict[str, Adapter] = {}
 
     def __getitem__(self, digest: str) -> Adapter:
         return self._held[digest]
 
-    def add(self, digest: str, prepared: Adapter) -> None:
+    def add(self, ref: AdapterRef, prepared: Adapter) -> None:
         """See ``AdapterStore``."""
-        self._held[digest] = prepared
+        if self._shard is not None:
+            self._shard.adapt(ref)
+        self._held[ref.digest] = prepared
 
     def remove(self, digest: str) -> None:
         """See ``AdapterStore``."""
+        if self._shard is not None:
+            self._shard.drop(digest)
         del self._held[digest]
 
     @torch.inference_mode()
@@ -183,7 +195,18 @@ class AdapterSet:
                 b_NR[row : row + height, column : column + part.rank] = b
                 column += part.rank
             row += height
-        return Delta(self._linear(a_RK), self._linear(b_NR))
+        return Delta(self._linear(a_RK), self._linear(self._own_rows(b_NR, targets, outputs)))
+
+    def _own_rows(
+        self, b_NR: torch.Tensor, targets: Sequence[str], outputs: Sequence[int]
+    ) -> torch.Tensor:
+        """What a rank computes of a product: the same rows as of the layer's own weight."""
+        if self._shard is None:
+            return b_NR
+        parts = torch.split(b_NR, list(outputs))
+        names = [target.removesuffix("_proj") for target in targets]
+        own = [part[self._shard.rows(name)] for part, name in zip(parts, names, strict=True)]
+        return torch.cat(own)
 
     def _linear(self, weight_NK: torch.Tensor) -> Linear:
         weight = weight_NK.to(self._dtype)

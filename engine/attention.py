@@ -134,6 +134,7 @@ class PagedAttention:
         num_heads: Query heads.
         layout: How calls are cut.
         windows: Keys that a query sees, its own included, for each layer; ``None`` is all of them.
+        kv_heads: The KV heads that are read here, if not all (``num_heads`` are their queries).
         codec: How K and V are stored, if not as they are.
     """
 
@@ -144,12 +145,13 @@ class PagedAttention:
         num_heads: int,
         layout: Layout,
         windows: Sequence[int | None] = (),
+        kv_heads: range | None = None,
         codec: KvCodec | None = None,
     ) -> None:
         self.layout = layout
         self._heads = num_heads
-        self._kv_heads = geometry.num_kv_heads
-        self._group = num_heads // geometry.num_kv_heads
+        self._kv_heads = geometry.num_kv_heads if kv_heads is None else len(kv_heads)
+        self._group = num_heads // self._kv_heads
         self._dim = geometry.head_dim
         self._block_tokens = geometry.block_tokens
         self._num_blocks = geometry.num_blocks
@@ -164,6 +166,10 @@ class PagedAttention:
         self._blocks = list(
             pool.view(geometry.num_layers, 2, geometry.num_blocks, geometry.block_tokens * width)
         )
+        if kv_heads is not None:
+            mine = slice(kv_heads.start, kv_heads.stop)
+            self.tokens = [tokens[:, :, mine] for tokens in self.tokens]
+            self._blocks = [layer[..., mine, :] for layer in pool]
         self._dtype = pool.dtype if codec is None else codec.dtype
         self._scale = geometry.head_dim**-0.5
         self._isolated = False

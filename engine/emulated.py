@@ -32,9 +32,9 @@ class EmulatedAdapters:
         if not Path(ref.path).is_dir():
             raise AdapterLoadError(f"adapter {ref.name}: {ref.path} is not a directory")
 
-    def add(self, digest: str, prepared: None) -> None:
+    def add(self, ref: AdapterRef, prepared: None) -> None:
         """See ``AdapterStore``."""
-        self._held.add(digest)
+        self._held.add(ref.digest)
 
     def remove(self, digest: str) -> None:
         """See ``AdapterStore``."""
@@ -160,8 +160,9 @@ class EmulatedRunner:
 
     def _draw(self, row: PlanRow) -> list[SampledToken]:
         drawn = []
-        for sample in row.samples:
-            digest = self.digest(row.block_ids, row.start + len(row.tokens))
+        end = row.start + len(row.tokens)
+        for back, sample in ((back, s) for back, samples in row.draws() for s in samples):
+            digest = self.digest(row.block_ids, end - back)
             noise = f"{digest} {sample.choice if sample.params.temperature else 0}"
             if sample.params.temperature:
                 noise += f" {sample.params.seed}"

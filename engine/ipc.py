@@ -14,6 +14,7 @@ from engine.core import events as ev
 from engine.core.adapters import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
 
 LENGTH = struct.Struct("<I")
 M = TypeVar("M")
@@ -36,6 +37,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_adapters: int = 0  # held at once; 0: none are served
     max_adapter_rank: int = 64
     check_every_step: bool = False  # tests: recount all blocks after each step
+    speculation: SpeculationSettings = SpeculationSettings()
+    tensor_parallel: int = 1  # ranks of this replica
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
@@ -124,6 +127,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_context_tokens: int
     threads: int
     load_s: float
+    ranks: tuple[int, ...] = ()  # pids of a tensor-parallel replica, the leader's first
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -28,6 +28,7 @@ from engine.core.names import name_seed
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import Speculation
 from engine.loading import load_model
 from engine.numerics import DTYPES, Numerics
 from engine.runner import (
@@ -78,6 +79,7 @@ class LLM:
         threads: Threads of torch, for the whole process; ``None`` leaves them alone.
         max_batch_requests: Sequences that run together.
         max_step_tokens: Tokens computed in one step.
+        speculation: Guesses the next tokens of answers.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -96,6 +98,7 @@ class LLM:
         threads: int | None = None,
         max_batch_requests: int = 32,
         max_step_tokens: int = 512,
+        speculation: Speculation | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -115,7 +118,8 @@ class LLM:
         self.runner = TorchRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
         identity = numerics_id(model, layout, dtype, numerics, kv_dtype)
         self._identity = (self.artifact.weights_digest, kv_dtype or dtype, identity)
-        self.core = EngineCore(self.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
+        limits = SchedulerConfig(max_batch_requests, max_step_tokens)
+        self.core = EngineCore(self.runner, limits, speculation=speculation)
         self._tickets = itertools.count()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Output:
@@ -142,7 +146,7 @@ class LLM:
         """
         artifact = read_adapter(path, self.artifact.config, max_rank)
         ref = AdapterRef(artifact.path.name, artifact.digest.hex(), str(path))
-        self.runner.adapters.add(ref.digest, self.runner.adapters.prepare(ref))
+        self.runner.adapters.add(ref, self.runner.adapters.prepare(ref))
         return ref.digest
 
     def generate(

@@ -25,6 +25,7 @@ from engine.models.families import weight_table
 from engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
 from engine.models.rope import pair_rows
 from engine.numerics import DTYPES, Numerics
+from engine.parallel import Shard
 from engine.quantised import packer
 from engine.text.artifact import ModelArtifact, ModelError
 from engine.text.gguf_file import open_gguf
@@ -32,12 +33,19 @@ from engine.text.gguf_file import open_gguf
 Progress = Callable[[str, int, int], None]
 """``(stage, done, total)``; the stages are "convert", "read", "pack"."""
 
+Rows = Callable[[str], slice]
+"""Canonical name of a weight -> the rows of it that are wanted."""
+
 CACHE_FORMAT = 2
 _SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def _silent(stage: str, done: int, total: int) -> None:
     """No progress wanted."""
+
+
+def _all_rows(name: str) -> slice:
+    return slice(None)
 
 
 def load_model(
@@ -48,6 +56,7 @@ def load_model(
     quantisation: str = "none",
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    shard: Shard | None = None,
 ) -> Decoder:
     """Load, convert and pack a model.
 
@@ -58,13 +67,17 @@ def load_model(
         quantisation: ``none``, ``int8`` or ``int4``: how the layers' weights are kept.
         progress: Called as weights go by.
         cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
+        shard: Load this rank's part only; the leader's lets the other ranks load theirs.
 
     Raises:
         ModelError: Something is missing or not supported; nothing was loaded then.
     """
     report = progress or _silent
     quantised = packer(quantisation, dtype)
-    weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir)
+    rows = _all_rows if shard is None else shard.rows
+    weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir, rows=rows)
+    if shard is not None:
+        shard.load()  # what had to be converted is in the cache now
     probed: dict[tuple[int, int], RowCounts] = {}
 
     def row_counts(outputs: int, inputs: int) -> RowCounts:
@@ -81,7 +94,7 @@ def load_model(
         return layer or Linear(weight, row_counts(*weight.shape))
 
     label = "" if quantisation == "none" else quantisation
-    return Decoder(artifact.config, weights, DTYPES[dtype], pack, label)
+    return Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)
 
 
 def load_weights(
@@ -90,8 +103,16 @@ def load_weights(
     *,
     progress: Progress = _silent,
     cache_dir: Path | None = None,
+    rows: Rows = _all_rows,
 ) -> dict[str, torch.Tensor]:
     """Weights by canonical name (``families.weight_table``), contiguous, in ``dtype``.
+
+    Args:
+        artifact: From ``resolve_model``.
+        dtype: ``bf16`` or ``fp32``.
+        progress: Called as weights go by.
+        cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
+        rows: Gives the rows of each weight that are wanted.
 
     Raises:
         ModelError: Something is missing or not supported.
@@ -99,12 +120,14 @@ def load_weights(
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
     if artifact.format == "safetensors":
-        return _read_safetensors(artifact, DTYPES[dtype], progress)
+        return _read_safetensors(artifact, DTYPES[dtype], progress, rows)
     cached = _cache_path(artifact, dtype, cache_dir)
-    weights = _read_cache(cached)
+    weights = _read_cache(cached, rows)
     if weights is None:
         weights = _read_gguf(artifact, DTYPES[dtype], progress)
         _write_cache(cached, weights)
+        for name in weights if rows is not _all_rows else ():
+            weights[name] = weights[name][rows(name)].clone()
     return weights
 
 
@@ -112,7 +135,7 @@ def load_weights(
 
 
 def _read_safetensors(
-    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
+    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows
 ) -> dict[str, torch.Tensor]:
     table = weight_table(artifact.config, "safetensors")
     weights: dict[str, torch.Tensor] = {}
@@ -135,8 +158,7 @@ def _read_safetensors(
             problems.append(f"{entry.source} is {part.get_shape()}, not {list(entry.shape)}")
     _refuse(artifact, problems, _unknown(handles, table))
     for done, entry in enumerate(table):
-        # a rank of a tensor-parallel group will take its rows here
-        weight = handles[entry.source].get_slice(entry.source)[:]
+        weight = handles[entry.source].get_slice(entry.source)[rows(entry.name)]
         weights[entry.name] = _finished(entry, weight, dtype, artifact.config.head_dim)
         progress("read", done + 1, len(table))
     return weights
@@ -237,18 +259,19 @@ def _checksum(weights: dict[str, torch.Tensor]) -> str:
     return str(whole.hexdigest())
 
 
-def _read_cache(path: Path) -> dict[str, torch.Tensor] | None:
+def _read_cache(path: Path, rows: Rows) -> dict[str, torch.Tensor] | None:
     """The cached weights, or ``None`` when there are none or they are damaged."""
     if not path.exists():
         return None
     try:
         with safe_open(path, framework="pt") as file:
+            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if (file.metadata() or {}).get("checksum") != _checksum(mapped):
+                return None
             # cloned: a view would keep the file mapped, and change with it
-            weights = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            expected = (file.metadata() or {}).get("checksum")
+            return {name: weight[rows(name)].clone() for name, weight in mapped.items()}
     except (SafetensorError, OSError):
         return None
-    return weights if expected == _checksum(weights) else None
 
 
 def _write_cache(path: Path, weights: dict[str, torch.Tensor]) -> None:

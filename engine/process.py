@@ -29,7 +29,9 @@ from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import NgramProposer, Speculation
 from engine.grammars import CompileDesk
+from engine.ranks import RankProcesses
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
@@ -70,6 +72,7 @@ class EngineProcess:
         self._control = control
         self._pool_fd = pool_fd
         self._reader = ipc.command_reader()
+        self._ranks: RankProcesses | None = None
         self._stopping = False
         self._adapters = AdapterDesk(settings.max_adapters)
         self._desk: CompileDesk[ipc.Submit] | None = None
@@ -81,8 +84,12 @@ class EngineProcess:
         began_ns = time.monotonic_ns()
         runner, info = self._build()
         limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        check = self._settings.check_every_step
-        self._core = EngineCore(runner, limits, check_every_step=check)
+        self._core = EngineCore(
+            runner,
+            limits,
+            speculation=self._speculation(),
+            check_every_step=self._settings.check_every_step,
+        )
         self._adapters.open(runner.adapters)
         ready = ipc.Ready(
             os.getpid(),
@@ -91,18 +98,22 @@ class EngineProcess:
             info.weights_digest,
             runner.eos_token_ids,
             info.max_context_tokens,
-            self._settings.threads,
+            self._settings.threads * self._settings.tensor_parallel,
             (time.monotonic_ns() - began_ns) / 1e9,
+            (os.getpid(), *self._ranks.pids) if self._ranks else (),
         )
         self._send([ready])
         while not self._stopping:
             had_commands = self._receive()
             self._submit_prepared()
-            plan = self._core.plan(time.monotonic_ns())
+            began_ns = time.monotonic_ns()
+            plan = self._core.plan(began_ns)
             if plan.rows:
-                self._step(plan)
+                self._step(plan, began_ns)
             elif had_commands or self._core.scheduler.events:
                 self._send(self._core.take_events())
+            else:
+                self._core.check_when_idle()
 
     def _build(self) -> tuple[ModelRunner, ModelInfo]:
         settings = self._settings
@@ -110,14 +121,27 @@ class EngineProcess:
             return self._build_emulated()
         from engine.runner import open_runner  # torch is loaded here and nowhere else
 
+        if settings.tensor_parallel > 1:
+            self._ranks = RankProcesses(settings, self._pool_fd)
         runner, info = open_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([ipc.Progress(what)]),
+            self._ranks,
         )
         if runner.grammars is not None:
             self._desk = CompileDesk(runner.grammars)
         return runner, info
+
+    def _speculation(self) -> Speculation | None:
+        settings = self._settings.speculation
+        if settings.mode == "off":
+            return None
+        if settings.mode == "ngram":
+            return Speculation(NgramProposer(), settings.tokens)
+        from engine.draft import open_draft
+
+        return open_draft(self._settings, lambda what: self._send([ipc.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner
@@ -143,9 +167,11 @@ class EngineProcess:
         """Apply what has arrived; wait for something when there is nothing to compute."""
         busy = self._core.scheduler.has_running()
         got = False
-        wakers = (self._control, self._adapters)
+        watched = [self._control, self._adapters, *(self._ranks.sockets if self._ranks else ())]
         idle_s = _COMPILING_S if self._desk else _IDLE_S
-        while ready := select.select(wakers, [], [], 0 if busy or got else idle_s)[0]:
+        while ready := select.select(watched, [], [], 0 if busy or got else idle_s)[0]:
+            if self._ranks is not None:
+                self._ranks.check()  # ends the process when a rank has ended
             if self._control not in ready:
                 return got  # an adapter is loaded
             data = self._control.recv(1 << 20)
@@ -243,7 +269,7 @@ class EngineProcess:
     def _end(self, request_id: str, error: BatonError) -> None:
         self._send([ev.Ended(request_id, error.code, error.message)])
 
-    def _step(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan, began_ns: int) -> None:
         admissions = self._core.take_admissions()
         if admissions:  # before the first Published of this step
             self._send(admissions)
@@ -255,7 +281,6 @@ class EngineProcess:
             if any(found):
                 self._send([published for published in found if published])
 
-        began_ns = time.monotonic_ns()
         try:
             results = self._core.runner.execute(plan, publish if publications else None)
         except NumericsError as error:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine import sampling, scoring, selftest
+from engine import sampling, scoring, selftest, verifying
 from engine.adapters import AdapterSet, StepDeltas
 from engine.attention import Layout, PagedAttention, Span
 from engine.core.errors import BatonError, GrammarError, NumericsError
@@ -34,7 +34,10 @@ from engine.loading import load_model
 from engine.models.decoder import Decoder
 from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
+from engine.parallel import lead
 from engine.process import ModelInfo
+from engine.ranks import RankProcesses
+from engine.splitcheck import prepare_ranks
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.grammar import vocabulary_of
 from engine.text.tokenizer import load_tokenizer
@@ -60,6 +63,7 @@ class _Batch:
     chunks: list[Span]
     last_rows: list[int]  # by plan row
     deltas: StepDeltas | None
+    rows: Sequence[PlanRow]
 
 
 class TorchRunner:
@@ -73,6 +77,7 @@ class TorchRunner:
         eos_token_ids: Tokens that end an answer.
         adapters: What rows may name; by default an empty set in ``exact``.
         grammars: For requests with a grammar.
+        shared_pool: Whether the other ranks of a tensor-parallel replica map this very memory.
     """
 
     def __init__(
@@ -84,11 +89,15 @@ class TorchRunner:
         eos_token_ids: tuple[int, ...] = (),
         adapters: AdapterSet | None = None,
         grammars: Grammars | None = None,
+        *,
+        shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
         self._refused: dict[int, GrammarError] = {}
+        self._mask_ns = 0
         self._model = model
         self.adapters = adapters or AdapterSet(model.config, model.dtype)
+        self._shard = model.shard
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
@@ -97,9 +106,13 @@ class TorchRunner:
         dtype = torch.uint8 if self._codec else DTYPES[geometry.dtype]
         flat = torch.frombuffer(pool_buffer, dtype=dtype, count=count)
         self._pool = flat.view(geometry.shape)
-        c = model.config
+        kv_heads = None
+        if self._shard is not None:
+            layout = self._shard.open(geometry, layout, shared=shared_pool)
+            kv_heads = self._shard.split.kv_heads
+        c = model.local
         self._attention = PagedAttention(
-            self._pool, geometry, c.num_heads, layout, c.layer_windows, self._codec
+            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads, self._codec
         )
 
     @property
@@ -120,7 +133,7 @@ class TorchRunner:
     @property
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
-        return self.grammars.mask_ns if self.grammars is not None else 0
+        return self._mask_ns
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -134,34 +147,33 @@ class TorchRunner:
         """See ``engine.core.plan.ModelRunner``."""
         for source, target in plan.copies:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
-        self._refused = {}
+        self._refused, self._mask_ns = {}, 0
         if not plan.rows:
             return []
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, on_layers_done)
-        sampled = [index for index, row in enumerate(plan.rows) if row.samples]
-        results: list[list[SampledToken]] = [[] for _ in plan.rows]
+        wanted = [
+            (index, batch.last_rows[index] - back)
+            for index, row in enumerate(plan.rows)
+            for back, _ in row.draws()
+        ]
         broken = self._broken_rows(plan, batch, hidden_TE)
         self._rewritten = tuple(sorted(broken))
         if broken:
             broken = self._retry_isolated(plan, batch, hidden_TE, broken)
-        if sampled:
-            logits = self._model.logits(hidden_TE[[batch.last_rows[i] for i in sampled]])
-            pairs = zip(sampled, logits.finite(), strict=True)
-            broken |= {index for index, ok in pairs if not ok}
+        if wanted:
+            logits = self._model.logits(hidden_TE[[flat for _, flat in wanted]])
+            pairs = zip(wanted, logits.finite(), strict=True)
+            broken |= {index for (index, _), ok in pairs if not ok}
         reaped, unscored = self._reap(plan, batch, hidden_TE, broken)
         broken |= unscored
         if broken:
             self._fail(plan, broken)
         for harvest, scores, rows_TE in reaped:
             harvest.take(scores, rows_TE)
-        if sampled:
-            specs = [plan.rows[index].samples for index in sampled]
-            masks = self._masks(specs, sampled)
-            drawn = sampling.sample(logits, specs, self._eos_token_ids, masks)
-            for index, tokens in zip(sampled, drawn, strict=True):
-                results[index] = tokens
-        return results
+        if not wanted:
+            return [[] for _ in plan.rows]
+        return verifying.draw(logits, plan.rows, self._eos_token_ids, self._masks)
 
     def _masks(
         self, specs: Sequence[Sequence[SampleSpec]], rows: Sequence[int]
@@ -170,7 +182,8 @@ class TorchRunner:
         if self.grammars is None:
             return None
         masks, refused = self.grammars.masks(specs)
-        self._refused = {rows[index]: error for index, error in refused.items()}
+        self._mask_ns += self.grammars.mask_ns
+        self._refused |= {rows[index]: error for index, error in refused.items()}
         return masks
 
     @torch.inference_mode()
@@ -182,6 +195,11 @@ class TorchRunner:
         pairs = zip(ends, plan.rows, strict=True)
         return [hidden_TE[end - len(row.tokens) : end] for end, row in pairs]
 
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
+        """This rank's part of a pass that the leader makes."""
+        self._forward(self._flatten(rows), None, isolated=isolated)
+
     def _forward(
         self,
         batch: _Batch,
@@ -189,7 +207,9 @@ class TorchRunner:
         *,
         isolated: bool = False,
     ) -> torch.Tensor:
-        attention = self._attention
+        attention, shard = self._attention, self._shard
+        if shard is not None:
+            shard.forward(batch.rows, isolated=isolated)
         calls = attention.plan(batch.decodes, batch.chunks, isolated=isolated)
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -202,7 +222,8 @@ class TorchRunner:
                 else:
                     count = write.rows.stop - write.rows.start
                     tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
-            return attention.run(layer, calls, q_THD)
+            out_TE = attention.run(layer, calls, q_THD)
+            return out_TE if shard is None else shard.heads(out_TE)
 
         self._model.deltas = batch.deltas
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
@@ -242,6 +263,7 @@ class TorchRunner:
             chunks,
             last_rows,
             deltas,
+            rows,
         )
 
     def _deltas(self, rows: Sequence[PlanRow], last_rows: Sequence[int]) -> StepDeltas | None:
@@ -438,6 +460,7 @@ def open_runner(
     settings: EngineSettings,
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
+    ranks: RankProcesses | None = None,
 ) -> tuple[TorchRunner, ModelInfo]:
     """Everything that an engine process needs: load, prove, and wrap.
 
@@ -445,9 +468,11 @@ def open_runner(
         settings: The model's reference, dtype, numerics, number of blocks and threads.
         map_pool: Gives the pool's memory, zeroed.
         progress: Called with one line of text at a time.
+        ranks: The other ranks of a tensor-parallel replica.
 
     Raises:
         ModelError: The model cannot be loaded.
+        RankError: A rank died or hangs.
         NumericsSetupError: ``exact`` cannot be kept on this machine.
     """
     torch.set_num_threads(settings.threads)
@@ -470,23 +495,32 @@ def open_runner(
             shown[stage] = tenth
             progress(f"{stage} weights: {10 * tenth} %")
 
+    if ranks is not None and settings.weight_quantisation == "int4":
+        raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
     with torch.inference_mode():
+        shard = None if ranks is None else lead(artifact.config, ranks)
         model = load_model(
             artifact,
             settings.dtype,
             numerics,
             quantisation=settings.weight_quantisation,
             progress=report,
+            shard=shard,
         )
         layout = attention_layout(artifact, settings.dtype, numerics)
+        if shard is not None:
+            progress(f"checking the split over {settings.tensor_parallel} ranks")
+            prepare_ranks(shard, layout, settings.dtype, numerics)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype, settings.kv_dtype)
     adapters = AdapterSet(
-        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank
+        artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
     )
-    stops = artifact.config.eos_token_ids
-    runner = TorchRunner(model, map_pool(geometry), geometry, layout, stops, adapters, grammars)
     identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
+    stops = artifact.config.eos_token_ids
+    runner = TorchRunner(
+        model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
+    )
     give_back_memory()
     return runner, ModelInfo(identity, artifact.weights_digest, context)

@@ -42,6 +42,13 @@ class Logits:
     ids_SC: torch.Tensor | None = None
     refined_SC: torch.Tensor | None = None
 
+    def rows(self, indexes: Sequence[int]) -> "Logits":
+        """Some of the rows."""
+        wanted = list(indexes)
+        if self.ids_SC is None or self.refined_SC is None:
+            return Logits(self.raw_SV[wanted])
+        return Logits(self.raw_SV[wanted], self.ids_SC[wanted], self.refined_SC[wanted])
+
     def finite(self) -> list[bool]:
         """For each row, whether it is free of NaN and Inf: else their sum in fp32 is not finite."""
         result: list[bool] = torch.isfinite(self.raw_SV.sum(dim=-1, dtype=torch.float32)).tolist()

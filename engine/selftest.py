@@ -68,7 +68,7 @@ def attention_fault(
     """What differs between prefill, odd chunks, single and batched decode; ``None`` if nothing."""
     windows = (None,) if window is None else (None, min(window, _WINDOW))
     for noise in (True, False):
-        q, keys, values = _probe_data(num_heads, num_kv_heads, head_dim, dtype, noise=noise)
+        q, keys, values = probe_data(num_heads, num_kv_heads, head_dim, dtype, noise=noise)
         blocks = _POSITIONS // BLOCK_TOKENS
         geometry = KvGeometry(
             num_layers=1,
@@ -91,7 +91,7 @@ def attention_fault(
     return None
 
 
-def _probe_data(
+def probe_data(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, *, noise: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q ``[T, H, D]``, K and V ``[T * Hkv, D]``; with ``noise`` everything sums to its rounding."""

@@ -75,7 +75,7 @@ def notes(config: FleetConfig) -> list[str]:
     found = []
     if config.threads_total > cores:
         found.append(
-            f"threads_per_rank x workers = {config.threads_total} threads on {cores} cores: steps "
+            f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: steps "
             "will wait for each other; lower threads_per_rank or pools"
         )
     needed = config.max_context_tokens or 0
@@ -111,9 +111,12 @@ def describe_model(config: FleetConfig) -> str:
     Raises:
         ValueError: It cannot be found or is not supported.
     """
+    from engine.ranks import splits_of
     from engine.text.artifact import resolve_model
 
     artifact = resolve_model(config.model)
+    for width in sorted(set(config.pools.ranks)):
+        splits_of(artifact.config, width)
     limit = artifact.config.max_context_tokens
     if config.max_context_tokens is not None and config.max_context_tokens > limit:
         raise ValueError(

@@ -36,6 +36,15 @@ class ConfigError(ValueError):
     """The fleet file cannot be used; the message is complete and meant for the user."""
 
 
+class TensorParallelConfig(BaseModel):
+    """Ranks of one replica, for each pool. In YAML also one number for both."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    prefill: Annotated[int, Field(ge=1, le=64)] = 1
+    decode: Annotated[int, Field(ge=1, le=64)] = 1
+
+
 class PoolsConfig(BaseModel):
     """How many replicas each pool has. A fleet of one pool only is the colocated mode."""
 
@@ -43,6 +52,24 @@ class PoolsConfig(BaseModel):
 
     prefill: Annotated[int, Field(ge=0, le=512)] = 1
     decode: Annotated[int, Field(ge=0, le=512)] = 1
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+
+    @field_validator("tensor_parallel", mode="before")
+    @classmethod
+    def _one_number_is_for_both(cls, value: object) -> object:
+        one = isinstance(value, int) and not isinstance(value, bool)
+        return {"prefill": value, "decode": value} if one else value
+
+    def width(self, role: Literal["prefill", "decode"]) -> int:
+        """Ranks of one replica of that pool."""
+        ranks = self.tensor_parallel
+        return ranks.prefill if role == "prefill" else ranks.decode
+
+    @property
+    def ranks(self) -> list[int]:
+        """The width of every replica."""
+        prefill, decode = self.width("prefill"), self.width("decode")
+        return [prefill] * self.prefill + [decode] * self.decode
 
     @property
     def total(self) -> int:
@@ -69,6 +96,37 @@ class AdaptersConfig(BaseModel):
     max_rank: Annotated[int, Field(ge=1, le=512)] = 64
 
 
+class SpeculationConfig(BaseModel):
+    """Guessing tokens ahead: `off`, `ngram`, or a mapping with `ngram: true` or `draft: MODEL`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    ngram: bool = False
+    draft: Annotated[str, StringConstraints(min_length=1)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=16)] = 4  # most guesses per step and sequence
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_word_is_a_mapping(cls, value: object) -> object:
+        words: dict[object, dict[str, object]] = {"ngram": {"ngram": True}, "off": {}, False: {}}
+        if isinstance(value, str | bool):  # YAML reads a bare `off` as false
+            if value not in words:
+                raise ValueError("must be `ngram`, `off`, or a mapping with `ngram` or `draft`")
+            return words[value]
+        return value
+
+    @model_validator(mode="after")
+    def _one_source_of_guesses(self) -> "SpeculationConfig":
+        if self.ngram and self.draft:
+            raise ValueError("`ngram` and `draft` exclude each other")
+        return self
+
+    def settings(self) -> dict[str, object]:
+        """The fields of ``engine.core.speculation.SpeculationSettings``."""
+        mode = "draft" if self.draft else "ngram" if self.ngram else "off"
+        return {"mode": mode, "draft": self.draft or "", "tokens": self.tokens}
+
+
 class FleetConfig(BaseModel):
     """Everything that an operator chooses. Commented examples: ``deploy/*.yaml``."""
 
@@ -81,6 +139,7 @@ class FleetConfig(BaseModel):
     max_context_tokens: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
     numerics: Literal["exact", "fast"] = "exact"
     dtype: Literal["bf16", "fp32"] = "bf16"
+    speculation: SpeculationConfig = SpeculationConfig()
     quantisation: QuantisationConfig = QuantisationConfig()
 
     adapters: AdaptersConfig = AdaptersConfig()
@@ -175,12 +234,12 @@ class FleetConfig(BaseModel):
     @property
     def cpus_total(self) -> float:
         """What the placement groups of all replicas ask of Ray."""
-        return self.cpus_per_rank * self.pools.total
+        return self.cpus_per_rank * sum(self.pools.ranks)
 
     @property
     def threads_total(self) -> int:
-        """Compute threads of all workers together."""
-        return self.threads_per_rank * self.pools.total
+        """Compute threads of all ranks together."""
+        return self.threads_per_rank * sum(self.pools.ranks)
 
 
 class _Origin(NamedTuple):
@@ -309,12 +368,15 @@ def _problem(item: Any) -> str:
 
 
 def _suggestion(where: tuple[str | int, ...]) -> str:
-    nested: dict[str | int, type[BaseModel]] = {
+    inner: dict[str | int, type[BaseModel]] = {
         "pools": PoolsConfig,
+        "tensor_parallel": TensorParallelConfig,
         "adapters": AdaptersConfig,
+        "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
     }
-    keys = nested.get(where[0], FleetConfig).model_fields
+    parent = where[-2] if len(where) > 1 else ""
+    keys = inner.get(parent, FleetConfig).model_fields
     near = difflib.get_close_matches(str(where[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"

@@ -123,6 +123,15 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_kv_allocation_failures": _count("Allocations that found no block."),
     "baton_kv_evictions": _count("Named blocks given up for new ones."),
     "baton_preemptions": _count("Requests preempted and recomputed.", vllm="num_preemptions"),
+    "baton_spec_drafts": _count(
+        "Rows that were computed with guesses behind them.", vllm="spec_decode_num_drafts"
+    ),
+    "baton_spec_draft_tokens": _count(
+        "Tokens guessed by speculation.", vllm="spec_decode_num_draft_tokens"
+    ),
+    "baton_spec_accepted_tokens": _count(
+        "Guesses that turned out to be right.", vllm="spec_decode_num_accepted_tokens"
+    ),
     "baton_running_requests": _gauge("Requests in the batch.", vllm="num_requests_running"),
     "baton_waiting_requests": _gauge("Requests waiting.", vllm="num_requests_waiting"),
     "baton_step_seconds": _seconds("Engine steps: decode, prefill, mixed.", "kind"),

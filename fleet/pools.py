@@ -9,7 +9,6 @@ from typing import Any
 from fleet.config import FleetConfig
 from fleet.registry_types import Role
 
-RANKS_PER_REPLICA = 1  # tensor parallelism is a later step; the placement is ready for it
 NAMESPACE = "baton"
 
 
@@ -17,9 +16,12 @@ class CapacityError(RuntimeError):
     """The cluster cannot hold the fleet; the message has the numbers."""
 
 
-def bundles(config: FleetConfig) -> list[dict[str, float]]:
-    """The placement group of one replica: one bundle per rank."""
-    return [{"CPU": config.cpus_per_rank} for _ in range(RANKS_PER_REPLICA)]
+def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
+    """The placement group of one replica: one bundle per rank, all on one node.
+
+    The ranks are children of the leader's engine process, which runs in the first bundle.
+    """
+    return [{"CPU": config.cpus_per_rank} for _ in range(config.pools.width(role))]
 
 
 def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
@@ -30,7 +32,7 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
         node_cpus: CPUs of each node of the cluster.
 
     Raises:
-        CapacityError: A bundle fits on no node, or not all replicas fit together.
+        CapacityError: A replica fits on no node, or not all replicas fit together.
     """
     asked = config.cpus_per_rank
     largest = max(node_cpus, default=0.0)
@@ -40,14 +42,31 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
             "lower cpus_per_rank or add a larger node"
         )
     # The small allowance is for fractions such as 0.1, which do not add up exactly.
-    places = sum(math.floor(cpus / asked + 1e-9) for cpus in node_cpus)
-    wanted = config.pools.total * RANKS_PER_REPLICA
-    if wanted > places:
+    free = [math.floor(cpus / asked + 1e-9) for cpus in node_cpus]
+    places, widths = sum(free), sorted(config.pools.ranks, reverse=True)
+    if widths[0] > max(free):
         raise CapacityError(
-            f"pools need {wanted} ranks of {asked:g} CPUs, the cluster has room for {places} "
+            f"pools.tensor_parallel = {widths[0]} ranks of {asked:g} CPUs fit on no node: the "
+            f"largest has {largest:g} CPUs, and a replica stays on one node; lower "
+            "pools.tensor_parallel or cpus_per_rank"
+        )
+    if not _all_fit(widths, free):
+        raise CapacityError(
+            f"pools need {sum(widths)} ranks of {asked:g} CPUs, the cluster has room for {places} "
             f"({len(node_cpus)} nodes, {sum(node_cpus):g} CPUs): lower pools.prefill, pools.decode "
             "or cpus_per_rank"
         )
+
+
+def _all_fit(widths: Sequence[int], free: Sequence[int]) -> bool:
+    """Whether replicas, widest first, each find a node with so many free places."""
+    left = list(free)
+    for width in widths:
+        node = next((n for n, places in enumerate(left) if places >= width), None)
+        if node is None:
+            return False
+        left[node] -= width
+    return True
 
 
 def local_cpus(config: FleetConfig, cores: int) -> int:
@@ -97,6 +116,7 @@ def worker_settings(
         "kv_blocks": 0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
         "workers_on_host": _workers_on_a_host(config),
         "threads": config.threads_per_rank,
+        "tensor_parallel": config.pools.width(role),
         "redis_url": redis_url,
         "fleet_token": fleet_token,
         "host": host,
@@ -104,6 +124,7 @@ def worker_settings(
         "max_step_tokens": config.max_step_tokens,
         "max_adapters": config.adapters.max_loaded,
         "max_adapter_rank": config.adapters.max_rank,
+        "speculation": config.speculation.settings(),
         "log_dir": log_dir,
     }
 

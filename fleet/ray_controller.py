@@ -44,6 +44,7 @@ from fleet.pools import (
 )
 from fleet.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
 from fleet.registry import Registry, RegistryUnavailableError, WorkerRecord
+from fleet.registry_types import Role
 
 _LOG = logging.getLogger("fleet.controller")
 
@@ -174,7 +175,7 @@ class ControllerActor:
         """From the start of a life to its end."""
         worker_id, epoch = launch.worker_id, launch.epoch
         try:
-            group = await self._group(worker_id)
+            group = await self._group(worker_id, launch.role)
             actor = self._start_actor(launch, group)
         except (RayError, RuntimeError, ValueError) as error:
             self._apply(self._machine.ended(worker_id, epoch, f"cannot place: {error}", _now_ns()))
@@ -247,12 +248,12 @@ class ControllerActor:
 
     # ---- placement and adoption -----------------------------------------------------------------
 
-    async def _group(self, worker_id: str) -> PlacementGroup:
+    async def _group(self, worker_id: str, role: Role) -> PlacementGroup:
         group = self._groups.get(worker_id)
         if group is None:
             group = self._groups[worker_id] = placement_group(
-                bundles(self._config),
-                strategy="PACK",
+                bundles(self._config, role),
+                strategy="STRICT_PACK",  # ranks share one memory file
                 name=f"baton-{self._config.fleet}-{worker_id}",
                 lifetime="detached",
             )
@@ -261,7 +262,8 @@ class ControllerActor:
                 await group.ready()
         except TimeoutError as error:
             raise RuntimeError(
-                f"no node had {self._config.cpus_per_rank:g} free CPUs (cpus_per_rank) for "
+                f"no node had {self._config.cpus_per_rank:g} free CPUs (cpus_per_rank) for each of "
+                f"{self._config.pools.width(role)} ranks for "
                 f"{_PLACEMENT_LIMIT_S:g} s"
             ) from error
         return group
@@ -292,7 +294,7 @@ class ControllerActor:
             role=news.role,
             state=news.state,
             epoch=news.epoch,
-            threads=self._config.threads_per_rank,
+            threads=self._config.threads_per_rank * self._config.pools.width(news.role),
             reason=news.reason,
         )
         with contextlib.suppress(RegistryUnavailableError):

@@ -33,7 +33,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     address: str = ""  # host:port of its gRPC server
     metrics_address: str = ""  # host:port of its Prometheus page
-    threads: int = 0
+    threads: int = 0  # of all its ranks together
+    ranks: tuple[int, ...] = ()  # processes of a tensor-parallel replica, the leader's first
     reason: str = ""  # why it is dead or draining
     heartbeat_ms: int = 0
 

@@ -25,6 +25,7 @@ from engine import ipc
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
 from engine.hub import EngineHub
 from engine.process import die_with_parent
 from fleet.registry import KvEventPublisher, Presence, Registry, WorkerRecord
@@ -65,11 +66,13 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
     kv_blocks: int = 1024  # 0 = sized from the memory that is free
     workers_on_host: int = 1  # that share it
-    threads: int = 1
+    threads: int = 1  # of each rank
+    tensor_parallel: int = 1  # ranks
     max_batch_requests: int = 32
     max_step_tokens: int = 512
     max_adapters: int = 8  # LoRA adapters in memory at once
     max_adapter_rank: int = 64
+    speculation: SpeculationSettings = SpeculationSettings()
     log_dir: str = ""
     drill: str = ""  # damage frames on purpose, see kvtransfer.drill
     poison_token: int = -1  # drill: the engine dies of a prompt that holds it
@@ -148,12 +151,14 @@ class Worker:
             kv_blocks=settings.kv_blocks,
             workers_on_host=settings.workers_on_host,
             threads=settings.threads,
+            tensor_parallel=settings.tensor_parallel,
             max_context_tokens=settings.max_context_tokens,
             max_batch_requests=settings.max_batch_requests,
             max_step_tokens=settings.max_step_tokens,
             max_adapters=settings.max_adapters,
             max_adapter_rank=settings.max_adapter_rank,
             check_every_step=settings.check_every_step,
+            speculation=settings.speculation,
             emulated_token_s=settings.emulated_token_s,
             emulated_nan_after_steps=settings.emulated_nan_after_steps,
             poison_token=settings.poison_token,
@@ -220,6 +225,7 @@ class Worker:
             address=address,
             metrics_address=self._metrics_server.address,
             threads=ready.threads,
+            ranks=ready.ranks,
         )
 
     # ---------------------------------------------------------------- life
@@ -369,6 +375,9 @@ class Worker:
         metrics.set("baton_waiting_requests", step.waiting)
         self._count_up("baton_kv_evictions", step.evictions)
         self._count_up("baton_preemptions", step.preemptions)
+        self._count_up("baton_spec_drafts", step.drafts)
+        self._count_up("baton_spec_draft_tokens", step.draft_tokens)
+        self._count_up("baton_spec_accepted_tokens", step.accepted_tokens)
         if not step.duration_ns:
             return
         kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}

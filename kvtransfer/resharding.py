@@ -1,10 +1,12 @@
 """Which rank sends which KV heads to which rank, for any two tensor-parallel widths.
 
-Rank r of T owns heads ``floor(r*H/T)`` up to ``max(floor(r*H/T) + 1, floor((r+1)*H/T))``: uneven
-splits work, and with more ranks than heads neighbours hold the same head.
+``engine/core/split.py`` says who owns what: uneven splits work, and with more ranks than heads
+neighbours hold the same head.
 """
 
 from dataclasses import dataclass
+
+from engine.core.split import owned_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +17,6 @@ class Edge:
     receiver: int
     head_begin: int
     head_count: int
-
-
-def owned_heads(rank: int, ranks: int, heads: int) -> range:
-    """KV heads that a rank holds."""
-    begin = rank * heads // ranks
-    return range(begin, max(begin + 1, (rank + 1) * heads // ranks))
 
 
 def edges(senders: int, receivers: int, heads: int) -> list[Edge]:

@@ -1,24 +1,18 @@
-"""The queue before placement: bounded, ordered by (priority, ticket), honest. Sans-IO."""
+"""The queue before placement: bounded, fair, honest. Sans-IO.
 
-import heapq
-from collections import deque
-from dataclasses import dataclass, field
+Priorities are strict: lower numbers run first. Among equals tenants take turns
+(``router/fairness.py``). A full queue belongs to all as well: who has fewer requests in it than
+others takes the newest place of the tenant that has most.
+"""
+
+from collections import Counter, deque
 from math import ceil
 
 from engine.core.errors import QueueFullError
+from router.fairness import FairQueue, Waiting
 
 _RATE_WINDOW_NS = 30_000_000_000
 _MAX_RETRY_AFTER_S = 600.0
-
-
-@dataclass(order=True, frozen=True, slots=True)
-class Waiting:
-    """A place in the queue. ``weight`` is how many sequences the request runs."""
-
-    priority: int
-    ticket: int
-    request_id: str = field(compare=False)
-    weight: int = field(compare=False, default=1)
 
 
 class Admission:
@@ -31,18 +25,21 @@ class Admission:
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self.running = 0  # sequences
-        self._heap: list[Waiting] = []
-        self._gone: set[str] = set()
+        self._levels: dict[int, FairQueue] = {}  # by priority; none is empty
+        self._places: dict[str, Waiting] = {}  # by request
+        self._of_tenant: Counter[str] = Counter()
         self._last_ticket = 0
         self._ends_ns: deque[int] = deque(maxlen=256)
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._heap) - len(self._gone)
+        return len(self._places)
 
     def draw_ticket(self, now_us: int) -> int:
         """The next ticket number: rises always, and fairly beside the tickets of other routers.
+
+        It is drawn when a request leaves the queue, so that the workers keep the queue's order.
 
         Args:
             now_us: Wall clock in microseconds; all that routers have in common.
@@ -50,7 +47,7 @@ class Admission:
         self._last_ticket = max(self._last_ticket + 1, now_us)
         return self._last_ticket
 
-    def offer(self, entry: Waiting, now_ns: int, *, expected_s: float) -> None:
+    def offer(self, entry: Waiting, now_ns: int, *, expected_s: float) -> Waiting | None:
         """Queue up.
 
         Args:
@@ -58,22 +55,50 @@ class Admission:
             now_ns: Monotonic clock.
             expected_s: How long one request is expected to take; used until ends were seen.
 
-        Raises:
-            QueueFullError: The queue is full.
-        """
-        if self.waiting >= self.max_waiting:
-            raise QueueFullError(
-                f"{self.waiting} requests are waiting, which is the limit (max_queued_requests)",
-                retry_after_s=self.retry_after_s(now_ns, expected_s=expected_s),
-            )
-        heapq.heappush(self._heap, entry)
+        Returns:
+            Who has lost its place to ``entry``: it is to be told what ``refusal`` says.
 
-    def retry_after_s(self, now_ns: int, *, expected_s: float) -> float:
-        """When a place is expected: the time in which the queue drains at its present rate."""
+        Raises:
+            QueueFullError: The queue is full, and no tenant has more in it than its share.
+        """
+        loser = None
+        if self.waiting >= self.max_waiting:
+            loser = self._loser(entry.tenant)
+            if loser is None:
+                raise self.refusal(entry.tenant, now_ns, expected_s=expected_s)
+            self.leave(loser.request_id)
+        self._levels.setdefault(entry.priority, FairQueue()).push(entry)
+        self._places[entry.request_id] = entry
+        self._of_tenant[entry.tenant] += 1
+        return loser
+
+    def _loser(self, newcomer: str) -> Waiting | None:
+        """The newest place of the tenant with most, if ``newcomer`` stays below it even then."""
+        ranked = self._of_tenant.most_common(1)
+        if not ranked or ranked[0][1] <= self._of_tenant[newcomer] + 1:
+            return None
+        lines = (self._levels[level].newest_of(ranked[0][0]) for level in sorted(self._levels))
+        return [place for place in lines if place is not None][-1]
+
+    def refusal(self, tenant: str, now_ns: int, *, expected_s: float) -> QueueFullError:
+        """What a tenant without a place is told."""
+        own = self._of_tenant[tenant]
+        return QueueFullError(
+            f"{self.waiting} requests are waiting, {own} of them this tenant's; the limit is "
+            f"{self.max_waiting} (max_queued_requests)",
+            retry_after_s=self.retry_after_s(tenant, now_ns, expected_s=expected_s),
+        )
+
+    def retry_after_s(self, tenant: str, now_ns: int, *, expected_s: float) -> float:
+        """When a place is expected: the time in which the tenant's part drains at its present rate.
+
+        Tenants that wait share the rate.
+        """
         rate = self.drain_per_s(now_ns)
         if rate <= 0:
             rate = max(self.running, 1) / max(expected_s, 1e-3)
-        return float(min(max(ceil(self.waiting / rate), 1), _MAX_RETRY_AFTER_S))
+        ahead = min(self._of_tenant[tenant] * len(self._of_tenant), self.waiting)
+        return float(min(max(ceil(ahead / rate), 1), _MAX_RETRY_AFTER_S))
 
     def drain_per_s(self, now_ns: int) -> float:
         """Requests that ended per second lately; 0 when too few did to tell."""
@@ -89,23 +114,37 @@ class Admission:
         Args:
             window: Sequences that may run at once. A request wider than the window runs alone.
         """
-        while self._heap and self._heap[0].request_id in self._gone:
-            self._gone.discard(heapq.heappop(self._heap).request_id)
-        if not self._heap:
+        if not self._levels:
             return None
-        weight = self._heap[0].weight
-        if self.running and self.running + weight > window:
+        priority = min(self._levels)
+        level = self._levels[priority]
+        if self.running and self.running + level.head().weight > window:
             return None
-        self.running += weight
-        return heapq.heappop(self._heap)
+        entry = level.pop()
+        self.running += entry.weight
+        self._forget(entry)
+        return entry
+
+    def charge(self, entry: Waiting, cost_tokens: float) -> None:
+        """A request was placed, and what it costs is known better now."""
+        level = self._levels.get(entry.priority)
+        if level is not None:
+            level.charge(entry.tenant, cost_tokens - entry.cost_tokens)
 
     def leave(self, request_id: str) -> None:
-        """A waiting request goes away (cancelled, or its deadline passed)."""
-        self._gone.add(request_id)
-        if len(self._gone) * 2 > len(self._heap):  # keep the dead from piling up
-            self._heap = [entry for entry in self._heap if entry.request_id not in self._gone]
-            heapq.heapify(self._heap)
-            self._gone.clear()
+        """A waiting request goes away (cancelled, or its deadline passed); others are ignored."""
+        entry = self._places.get(request_id)
+        if entry is not None:
+            self._levels[entry.priority].remove(entry)
+            self._forget(entry)
+
+    def _forget(self, entry: Waiting) -> None:
+        del self._places[entry.request_id]
+        self._of_tenant[entry.tenant] -= 1
+        if not self._of_tenant[entry.tenant]:
+            del self._of_tenant[entry.tenant]
+        if not self._levels[entry.priority]:
+            del self._levels[entry.priority]
 
     def release(self, weight: int, now_ns: int) -> None:
         """A running request ended."""

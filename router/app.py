@@ -34,7 +34,9 @@ from router.schema import (
     DetokenizeBody,
     EmbeddingBody,
     GenerationBody,
+    LoadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
     parse,
 )
 from router.settings import RouterSettings
@@ -103,7 +105,7 @@ class Router:
         problems.install(app)
         self._add_generation(app)
         self._add_models(app)
-        add_adapter_calls(app, self.model.adapters, self.settings, self._body)
+        add_adapter_calls(app, self.model.adapters, self.settings, self._body, _documented)
         self._add_text(app)
         self._add_operations(app)
         _describe_bodies(app)
@@ -419,7 +421,8 @@ def _describe_bodies(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatBody, CompletionBody, EmbeddingBody, TokenizeBody, DetokenizeBody):
+        kinds = (ChatBody, CompletionBody, EmbeddingBody, TokenizeBody, DetokenizeBody)
+        for kind in (*kinds, LoadAdapterBody, UnloadAdapterBody):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema

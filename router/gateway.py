@@ -36,7 +36,7 @@ from engine.core.errors import (
     from_code,
 )
 from engine.text.tokenizer import TextTokenizer
-from router.admission import Admission, Waiting
+from router.admission import Admission
 from router.directory import WorkerDirectory
 from router.flight import Flight
 from router.handoff import HandoffRepairs
@@ -123,23 +123,37 @@ class Gateway:
             QueueFullError: Too many wait already.
             UnavailableError: No worker can serve it in the mode asked for.
         """
-        self._check_served(request)
-        ticket = self.admission.draw_ticket(time_ns() // 1000)
-        flight = Flight(RequestRecord(request, self._tokenizer, ticket), bell)
+        if self._closing:
+            raise UnavailableError("the router is shutting down")
+        self._placer.check_served(request)
+        flight = Flight(RequestRecord(request, self._tokenizer), bell)
         flight.submitted_ns = now_ns = monotonic_ns()
+        loser = None
         if not request.probe:
-            entry = Waiting(request.priority, ticket, flight.id, request.sampling.n)
-            self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
+            entry = self._placer.waiting(request)
+            loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
             self._keep(flight)
         self._flights[flight.id] = flight
         loop = asyncio.get_running_loop()
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
         flight.timer = loop.call_later(delay_s, self._expire, flight)
         if request.probe:
+            self._draw_ticket(flight)
             self._place(flight)
         else:
+            if loser is not None:
+                self._push_out(self._flights[loser.request_id])
             self._pump()
         return flight
+
+    def _push_out(self, flight: Flight) -> None:
+        """Another tenant, that has fewer requests in the full queue, takes its place."""
+        request, now_ns = flight.request, monotonic_ns()
+        error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
+        self._finish(flight, error)
+
+    def _draw_ticket(self, flight: Flight) -> None:
+        flight.record.ticket = self.admission.draw_ticket(time_ns() // 1000)
 
     def cancel(self, flight: Flight) -> None:
         """The client went away."""
@@ -169,21 +183,6 @@ class Gateway:
         while len(self._kept) > self.settings.kept_records:
             self._kept.popitem(last=False)
 
-    def _check_served(self, request: GenerationRequest) -> None:
-        if self._closing:
-            raise UnavailableError("the router is shutting down")
-        usable = self.workers.usable
-        if not usable:
-            states = sorted(f"{slot.worker_id} is {slot.state}" for slot in self.workers)
-            raise UnavailableError(f"no worker is ready ({', '.join(states[:8]) or 'none known'})")
-        if request.mode != "disaggregated":
-            return
-        for role in ("prefill", "decode"):
-            if all(slot.role != role for slot in usable):
-                raise UnavailableError(
-                    f"x-baton-mode is disaggregated, and no {role} worker is ready"
-                )
-
     def _window(self) -> int:
         return len(self.workers.usable) * self.settings.window_requests
 
@@ -196,7 +195,12 @@ class Gateway:
             while (entry := self.admission.pop(self._window())) is not None:
                 flight = self._flights[entry.request_id]  # who leaves the queue is taken out of it
                 flight.admitted = True
+                self._draw_ticket(flight)
                 self._place(flight)
+                if flight.chosen is not None:  # by now it is known what is cached
+                    uncached_tokens = flight.chosen.uncached_tokens
+                    cost_tokens = self._placer.cost_tokens(flight.request, uncached_tokens)
+                    self.admission.charge(entry, cost_tokens)
         finally:
             self._pumping = False
         self._observer.queue(self.admission.waiting, self.admission.max_waiting)

@@ -124,13 +124,12 @@ class RequestRecord:
     Args:
         request: What was asked.
         tokenizer: For the text of the answers.
-        ticket: Its number; order everywhere is (priority, ticket).
     """
 
-    def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer, ticket: int) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.request = request
         self.prompt_tokens = len(request.prompt)
-        self.ticket = ticket
+        self.ticket = 0  # drawn when it leaves the queue; order at workers is (priority, ticket)
         self.attempt = 0
         self.error: BatonError | None = None
         self.route: RequestRoute | None = None

@@ -8,6 +8,7 @@ from batonpb.decode_pb2 import Submission
 from engine.core.errors import BatonError, UnavailableError
 from router import wire
 from router.cost import candidates, choose
+from router.fairness import Waiting
 from router.flight import EXPLAINED_CANDIDATES, Flight
 from router.load import LoadBook
 from router.mirror import Mirror
@@ -57,6 +58,41 @@ class Placer:
         """How long one answer is expected to take, roughly."""
         return self._answer_tokens * _STEP_S
 
+    def check_served(self, request: GenerationRequest) -> None:
+        """Refuse what no worker that is ready could serve.
+
+        Raises:
+            UnavailableError: Says which workers there are, or what role is missing.
+        """
+        usable = self._workers.usable
+        if not usable:
+            states = sorted(f"{slot.worker_id} is {slot.state}" for slot in self._workers)
+            raise UnavailableError(f"no worker is ready ({', '.join(states[:8]) or 'none known'})")
+        if request.mode != "disaggregated":
+            return
+        for role in ("prefill", "decode"):
+            if all(slot.role != role for slot in usable):
+                raise UnavailableError(
+                    f"x-baton-mode is disaggregated, and no {role} worker is ready"
+                )
+
+    def waiting(self, request: GenerationRequest) -> Waiting:
+        """The request's place in the queue; what of it is cached is not known yet."""
+        return Waiting(
+            request.priority,
+            request.request_id,
+            request.sampling.n,
+            request.tenant,
+            self.cost_tokens(request, len(request.prompt)),
+        )
+
+    def cost_tokens(self, request: GenerationRequest, uncached_tokens: int) -> float:
+        """What a request takes of the fleet: prompt tokens to compute, answer tokens expected."""
+        return uncached_tokens + request.sampling.n * self._expected_tokens(request)
+
+    def _expected_tokens(self, request: GenerationRequest) -> int:
+        return min(request.sampling.max_tokens, round(self._answer_tokens))
+
     def learn(self, flight: Flight) -> None:
         """An answer is complete: its length is news."""
         if flight.request.pooling or flight.request.score_only:
@@ -88,7 +124,7 @@ class Placer:
             self._workers.loads(usable, reusable, self._mirror, self._book, now_ns),
             mode=request.mode,
             prompt_tokens=len(request.prompt),
-            expected_tokens=min(request.sampling.max_tokens, round(self._answer_tokens)),
+            expected_tokens=self._expected_tokens(request),
             choices=request.sampling.n,
         )
         if not found:

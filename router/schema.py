@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_core import from_json
 
 from engine.core.errors import InvalidRequestError
+from router.beams import without_beams
 
 _NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -183,7 +184,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    neutral = {"best_of": _only(None, 1), "suffix": _only(None, "")}
+    neutral = {"suffix": _only(None, "")}
 
     @property
     def prompt_alternatives(self) -> int | None:
@@ -271,6 +272,8 @@ def parse(kind: type[_Body], raw: bytes) -> _Body:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
+    if issubclass(kind, GenerationBody):
+        data = without_beams(data)
     data = _without_neutral(kind, data, "")
     if isinstance(data.get("messages"), list):
         data["messages"] = [

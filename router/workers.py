@@ -92,6 +92,7 @@ class Slot:
             "state": state,
             "incarnation": (incarnation or record.incarnation).hex(),
             "epoch": self.epoch,
+            "ranks": [] if state == "dead" else list(record.ranks) or [identity.pid or record.pid],
             "pid": 0 if state == "dead" else identity.pid or record.pid,
             "host": identity.host or record.host,
             "address": identity.address or record.address,

@@ -7,6 +7,7 @@ from engine.core.params import SampledToken
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Kind
+from engine.core.speculation import Speculation
 
 CHUNK_TIME_NS = 250_000_000  # a step with decodes in it takes no longer
 LONE_CHUNK_TIME_NS = 1_000_000_000  # nobody waits but the client who may cancel
@@ -21,6 +22,7 @@ class EngineCore:
         config: Limits.
         group_layers_bytes: KV of a PREFILL request is published in groups of layers of about this
             many bytes.
+        speculation: Guesses the next tokens of answers; None for no guesses.
         check_every_step: Recount all blocks after every step and every failure (tests).
     """
 
@@ -30,6 +32,7 @@ class EngineCore:
         config: SchedulerConfig,
         group_layers_bytes: int = 1 << 20,
         *,
+        speculation: Speculation | None = None,
         check_every_step: bool = False,
     ) -> None:
         self.runner = runner
@@ -38,15 +41,23 @@ class EngineCore:
         self.scheduler = Scheduler(self.pool, config, runner.eos_token_ids)
         self.steps = 0
         self.numerics_failures = 0
+        self.speculation = speculation
         self._group_layers_bytes = group_layers_bytes
         self._check_every_step = check_every_step
+        self._checked_at = 0  # the step after which the blocks were recounted
         self._token_ns = 0.0  # one prompt token, fitted
         self._decode_ns = 0.0  # one step of the running decodes, fitted
 
     def plan(self, now_ns: int) -> StepPlan:
         """The next step; no rows means that there is nothing to do."""
         self.scheduler.max_step_tokens = self._token_budget()
-        return self.scheduler.plan(now_ns)
+        plan = self.scheduler.plan(now_ns)
+        if self.speculation is None:
+            return plan
+        scheduler = self.scheduler
+        return self.speculation.extend(
+            plan, scheduler.running(), scheduler.spare.lend, scheduler.max_step_tokens
+        )
 
     def publications(self, plan: StepPlan) -> list["Publication"]:
         """What the PREFILL rows of a plan will let others read, layer group by layer group."""
@@ -76,20 +87,31 @@ class EngineCore:
     def apply(
         self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int, duration_ns: int
     ) -> list[ev.Event]:
-        """Record a finished step; returns all events since the last call."""
+        """Record a finished step; returns all events since the last call.
+
+        ``duration_ns`` counts from before ``plan``, where a draft model computes.
+        """
         self._withdraw(plan)
         self._end_refused(plan)
+        if self.speculation is not None:
+            self.speculation.observe(plan, results, duration_ns)
         self.scheduler.apply(plan, results, now_ns)
         self.steps += 1
         self._fit_times(plan, duration_ns)
         return self.take_events(plan, duration_ns)
 
     def fail(self, plan: StepPlan, error: NumericsError) -> list[ev.Event]:
-        """A step found NaN or Inf: end the requests at fault, leave the others as they were."""
+        """A step found NaN or Inf: end the requests at fault, leave the others as they were.
+
+        A row with guesses is not judged by them: it comes again without.
+        """
         self.numerics_failures += 1
         running = self.scheduler.running()
         rows = getattr(error, "rows", ()) or range(len(plan.rows))
-        ids = [plan.rows[i].sequence_id for i in rows]
+        ids = [plan.rows[i].sequence_id for i in rows if not plan.rows[i].guesses]
+        for row in (plan.rows[i] for i in rows if plan.rows[i].guesses):
+            if self.speculation is not None:
+                self.speculation.ban(row.sequence_id)
         for request_id in {running[i].request.request_id for i in ids if i in running}:
             self.scheduler.fail(request_id, error)
         self._withdraw(plan)
@@ -107,6 +129,16 @@ class EngineCore:
             if sequence is not None and sequence.request.kind is Kind.PREFILL:
                 error = TransferError("KV that was announced had to be computed again")
                 self.scheduler.fail(sequence.request.request_id, error)
+
+    def check_when_idle(self) -> None:
+        """Recount all blocks, once after each time of work: a leak is noticed in production too.
+
+        Raises:
+            RuntimeError: See ``Scheduler.check_integrity``.
+        """
+        if self._checked_at != self.steps and not self.scheduler.has_work():
+            self._checked_at = self.steps
+            self.scheduler.check_integrity()
 
     def _end_refused(self, plan: StepPlan) -> None:
         """End the requests whose grammar failed; the others of the step are untouched."""
@@ -133,8 +165,9 @@ class EngineCore:
 
     def _load(self, plan: StepPlan | None, duration_ns: int) -> ev.StepDone:
         rows = plan.rows if plan else ()
-        decode_rows = sum(len(row.tokens) == 1 and bool(row.samples) for row in rows)
-        prompt_tokens = sum(len(row.tokens) for row in rows) - decode_rows
+        decode_rows = sum(row.decodes for row in rows)
+        prompt_tokens = sum(len(row.tokens) for row in rows if not row.decodes)
+        speculation = self.speculation
         running, waiting, queued = self.scheduler.load()
         counts = self.pool.counts()
         return ev.StepDone(
@@ -153,6 +186,9 @@ class EngineCore:
             self.pool.evictions,
             self.scheduler.preemptions,
             self.runner.mask_ns if rows else 0,
+            speculation.drafts if speculation else 0,
+            speculation.draft_tokens if speculation else 0,
+            speculation.accepted_tokens if speculation else 0,
         )
 
     def _token_budget(self) -> int:
@@ -169,8 +205,8 @@ class EngineCore:
         """Learn from a step what prompt tokens and decodes cost."""
         if any(row.cost_tokens > len(row.tokens) for row in plan.rows):
             return  # scores are no measure of what prompts cost
-        decodes = sum(len(row.tokens) == 1 and bool(row.samples) for row in plan.rows)
-        prompt_tokens = sum(len(row.tokens) for row in plan.rows) - decodes
+        decodes = sum(row.decodes for row in plan.rows)
+        prompt_tokens = sum(len(row.tokens) for row in plan.rows if not row.decodes)
         if not prompt_tokens:
             self._decode_ns = _average(self._decode_ns, duration_ns)
         elif prompt_tokens >= _MIN_CHUNK_TOKENS:

@@ -134,6 +134,9 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     evictions: int
     preemptions: int
     mask_ns: int = 0  # of the step's duration, what grammars took
+    drafts: int = 0  # speculation, since the start: rows with guesses, guesses, guesses accepted
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 Event = (

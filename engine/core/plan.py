@@ -13,7 +13,7 @@ from engine.core.params import SampledToken, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Draw one token from the last row's logits.
+    """Draw one token from a row's logits: the last one's, or one that verifies a guess.
 
     ``history`` is the whole token list so far (prompt, then answer); penalties know by
     ``prompt_tokens`` where the prompt ends. The token drawn will stand at index ``len(history)``,
@@ -31,8 +31,13 @@ class PlanRow:
     """One sequence's part of a step: compute ``tokens`` at positions ``start ...``.
 
     ``block_ids`` covers positions 0 to ``start + len(tokens) - 1``; the KV of positions below
-    ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished. A
-    ``harvest`` takes these rows' part when the step has succeeded, and not before.
+    ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished, and else
+    holds one entry per choice, all drawn from the last row. A ``harvest`` takes these rows' part
+    when the step has succeeded, and not before.
+
+    The last ``guesses`` tokens may be guesses (speculation). Then ``samples`` has one entry for
+    each of the last ``1 + guesses`` rows, in order, with a history that takes the guesses before it
+    for granted; what is drawn counts as far as the guesses before it were right.
     """
 
     sequence_id: int
@@ -42,11 +47,23 @@ class PlanRow:
     samples: tuple[SampleSpec, ...] = ()
     adapter: str = ""  # digest of the LoRA adapter that shapes this row
     harvest: Harvest | None = None
+    guesses: int = 0
 
     @property
     def cost_tokens(self) -> int:
         """The row's share of a step's token budget."""
         return len(self.tokens) * (self.harvest.token_cost if self.harvest else 1)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the row continues an answer (or draws behind a prompt's last token alone)."""
+        return bool(self.samples) and len(self.tokens) == 1 + self.guesses
+
+    def draws(self) -> list[tuple[int, tuple[SampleSpec, ...]]]:
+        """(how many rows before the last, what is drawn there), in order."""
+        if not self.guesses:
+            return [(0, self.samples)] if self.samples else []
+        return [(self.guesses - i, (sample,)) for i, sample in enumerate(self.samples)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +84,7 @@ class AdapterStore(Protocol):
             AdapterLoadError: It cannot be loaded, or is not the one that ``digest`` names.
         """
 
-    def add(self, digest: str, prepared: Any) -> None:
+    def add(self, ref: AdapterRef, prepared: Any) -> None:
         """Hold what ``prepare`` returned; between steps only."""
 
     def remove(self, digest: str) -> None:
@@ -112,7 +129,8 @@ class ModelRunner(Protocol):
                 proceeds (this is what streams KV out while later layers still compute).
 
         Returns:
-            For each row of the plan, one token per entry of ``samples``.
+            For each row of the plan, one token per entry of ``samples``, in order. Behind a wrong
+            guess there may be fewer.
 
         Raises:
             NumericsError: A row's logits hold NaN or Inf. ``rows`` names the rows at fault.

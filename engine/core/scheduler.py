@@ -23,6 +23,7 @@ from engine.core.harvest import Harvest
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import EngineRequest, Kind, TokenSequence, blocks_for
+from engine.core.verification import SpareBlocks, accepted_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Scheduler:
         self.config = config
         self.max_step_tokens = config.max_step_tokens  # lowered when steps would take too long
         self.claims = Claims(pool)
+        self.spare = SpareBlocks(pool, self.claims)
         self.events = self.claims.events
         self.preemptions = 0
         self._eos = frozenset(eos_token_ids)
@@ -174,6 +176,7 @@ class Scheduler:
         """Choose the rows of the next step (possibly none); blocks for them are taken."""
         rows: list[PlanRow] = []
         copies: list[tuple[int, int]] = []
+        self.spare.take_back()
         self._running.sort(key=lambda sequence: sequence.request.order)
         for sequence in list(self._running):
             if not sequence.running or not self._decodes(sequence):
@@ -197,6 +200,9 @@ class Scheduler:
             sequence = by_id.get(row.sequence_id)
             if sequence is None:
                 continue  # its request ended within this step
+            if row.guesses:
+                self._take_run(sequence, row, drawn)
+                continue
             sequence.computed = row.start + len(row.tokens)
             self._name_blocks(sequence)
             if row.harvest is not None and sequence.computed == len(sequence.tokens):
@@ -217,8 +223,9 @@ class Scheduler:
                 branches.append(branch)
             sequence.tokens.append(drawn[0].token)
             for branch, token in zip(branches, drawn, strict=True):
-                self._emit(branch, token)
+                self._emit(branch, [token])
             self._end_if_done(request)
+        self.spare.take_back()
 
     # ---------------------------------------------------------------- reading
 
@@ -505,11 +512,21 @@ class Scheduler:
             )
         )
 
-    def _emit(self, sequence: TokenSequence, token: SampledToken) -> None:
-        request = sequence.request
-        index = sequence.generated - 1
-        reason, stop = finish_reason(request.params, self._eos, token.token, index + 1)
-        tokens = () if stop is not None else (token,)
+    def _take_run(self, sequence: TokenSequence, row: PlanRow, drawn: list[SampledToken]) -> None:
+        """Tokens drawn behind right guesses, and the one that shows the first wrong guess."""
+        run = accepted_run(sequence, row, drawn, self._eos)
+        sequence.tokens += [sampled.token for sampled in run]
+        sequence.computed = row.start + len(run)
+        self._name_blocks(sequence)
+        self._emit(sequence, run)
+        self._end_if_done(sequence.request)
+
+    def _emit(self, sequence: TokenSequence, run: list[SampledToken]) -> None:
+        """Announce the sequence's newest tokens, of which only the last may be its end."""
+        request, generated = sequence.request, sequence.generated
+        index = generated - len(run)
+        reason, stop = finish_reason(request.params, self._eos, run[-1].token, generated)
+        tokens = tuple(run if stop is None else run[:-1])
         self.events.append(
             ev.Tokens(request.request_id, sequence.choice, index, tokens, reason, stop)
         )

@@ -21,6 +21,7 @@ from engine.linear import Linear, PackFn, plain
 from engine.models.experts import Experts
 from engine.models.families import FAMILIES
 from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from engine.parallel import Shard
 from engine.sampling import Logits
 from engine.text.artifact import ModelConfig
 
@@ -72,6 +73,7 @@ class Decoder:
         dtype: ``bf16`` or ``fp32``, of weights and activations.
         pack: Makes a linear layer of a weight; it is told which one it is.
         quantisation: What ``pack`` does to the weights, by name; part of the numerics id.
+        shard: This rank's part of a tensor-parallel model; ``weights`` are cut to it.
     """
 
     def __init__(
@@ -81,15 +83,18 @@ class Decoder:
         dtype: torch.dtype,
         pack: PackFn = plain,
         quantisation: str = "",
+        shard: Shard | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.shard = shard
+        self.local = config if shard is None else shard.local(config)
         self.quantisation = quantisation
         self.deltas: Deltas | None = None  # of the step that runs: LoRA
         self._family = FAMILIES[config.family]
         self._split = (
-            config.num_heads * config.head_dim,
-            (config.num_heads + config.num_kv_heads) * config.head_dim,
+            self.local.num_heads * config.head_dim,
+            (self.local.num_heads + self.local.num_kv_heads) * config.head_dim,
         )
         local = local_frequencies(config)
         factors = weights.pop("rope_factors", None)
@@ -102,7 +107,8 @@ class Decoder:
         self._embed_scale = math.sqrt(config.hidden_size) if self._family.scale_embedding else 1.0
         self._final_norm = weights.pop("final_norm").float()
         self._head_rows = weights.pop("head", self._embed)
-        self._head = pack("head", self._head_rows)
+        head = self._head_rows if shard is None else shard.head_part(self._head_rows)
+        self._head = pack("head", head)
         self._layers = [self._layer(i, weights, pack) for i in range(config.num_layers)]
 
     def _layer(self, index: int, weights: dict[str, torch.Tensor], pack: PackFn) -> _Layer:
@@ -156,7 +162,7 @@ class Decoder:
         self, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
     ) -> torch.Tensor | None:
         """``[H + K, D]``: a row for each head. A query scale of the model's own goes in here."""
-        c = self.config
+        c = self.local
         if q_norm is None or k_norm is None:
             return None
         if c.query_scale is not None:
@@ -197,7 +203,7 @@ class Decoder:
             attention: Writes K and V, and attends.
             on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is written.
         """
-        x_TE = F.embedding(tokens_T, self._embed).float()
+        x_TE = self._embedding(tokens_T).float()
         if self._embed_scale != 1.0:
             x_TE *= self._embed_scale
         rotations = self.rotations(positions_T)
@@ -222,7 +228,7 @@ class Decoder:
         self, layer: _Layer, index: int, h_TE: torch.Tensor, rotation: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Q ``[T, H, D]`` and K with V ``[2, T, K, D]``: biased, normed and rotated."""
-        c, rows, dim = self.config, h_TE.shape[0], self.config.head_dim
+        c, rows, dim = self.local, h_TE.shape[0], self.config.head_dim
         q_end, k_end = self._split
         qkv = self._project(layer.qkv, index, "qkv", h_TE)
         heads = qkv[:, :k_end].float()
@@ -257,10 +263,26 @@ class Decoder:
 
     def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
         """One linear layer of layer ``index``; every product of the layers goes through here."""
-        y_TN = linear(x_TE)
-        if self.deltas is not None:
-            self.deltas.apply(index, name, x_TE, y_TN)
-        return y_TN
+
+        def product(x_TE: torch.Tensor) -> torch.Tensor:
+            y_TN = linear(x_TE)
+            if self.deltas is not None:
+                self.deltas.apply(index, name, x_TE, y_TN)
+            return y_TN
+
+        return product(x_TE) if self.shard is None else self.shard.project(product, name, x_TE)
+
+    def _embedding(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        if self.shard is None:
+            return F.embedding(tokens_T, self._embed)
+        return self.shard.embedding(tokens_T, self._embed)
+
+    def _head_product(self, h_SE: torch.Tensor) -> torch.Tensor:
+        return self._head(h_SE) if self.shard is None else self.shard.logits(self._head, h_SE)
+
+    def follow_logits(self, rows: int) -> None:
+        """This rank's part of ``logits`` that the leader computes for so many rows."""
+        self._head_product(torch.empty(rows, self.config.hidden_size, dtype=self.dtype))
 
     def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
         """``[S, E]`` fp32: rows of ``forward``'s result behind the final norm."""
@@ -273,7 +295,7 @@ class Decoder:
         8 bits is coarser still; so the best are computed again in fp32, row by row.
         """
         h_SE = self.normed(x_SE)
-        raw_SV = self._head(h_SE.to(self.dtype))
+        raw_SV = self._head_product(h_SE.to(self.dtype))
         if self.dtype == torch.float32 and not self.quantisation:
             return Logits(raw_SV)
         ids_SC = raw_SV.topk(min(REFINED, raw_SV.shape[1]), dim=-1).indices

@@ -102,12 +102,16 @@ class AdapterArtifact:
 
 
 def target_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """``(outputs, inputs)`` of each projection that an adapter may change."""
+    """``(outputs, inputs)`` of each projection that an adapter may change.
+
+    In a mixture of experts these are the ones of attention.
+    """
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     e, f = c.hidden_size, c.intermediate_size
     shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
-    return dict(zip(TARGETS, shapes, strict=True))
+    every = dict(zip(TARGETS, shapes, strict=True))
+    return {name: every[name] for name in TARGETS[:4]} if c.num_experts else every
 
 
 def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:
@@ -142,6 +146,8 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapte
 
 
 def _read_config(file: Path) -> bytes:
+    if file.exists() and not file.is_file():  # reading a pipe might never end
+        raise AdapterError(f"{file}: not a regular file")
     try:
         with file.open("rb") as stream:
             raw = stream.read(_MAX_CONFIG_BYTES + 1)
@@ -231,7 +237,7 @@ def _by_module(settings: Mapping[str, Any], key: str, default: str, module: str)
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor in the file."""
-    if not file.exists():
+    if not file.is_file():
         hint = ""
         if file.with_suffix(".bin").exists():
             hint = "; adapter_model.bin is a pickle, which is never read: save as safetensors"

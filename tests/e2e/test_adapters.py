@@ -13,7 +13,7 @@ from tests.engine.lora_files import write_adapter
 
 MODES = ("disaggregated", "colocated")
 PROMPT = "Once upon a time there was a small lighthouse on a rock in the sea, and in it lived"
-FIELDS = {"max_tokens": 12, "temperature": 0.7, "seed": 11, "ignore_eos": True}
+FIELDS = {"max_tokens": 8, "temperature": 0.7, "seed": 11, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,7 @@ async def test_the_fleet_answers_as_the_engine_alone(shared, paths):
         httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": "red"})
 
 
+@pytest.mark.slow
 async def test_a_second_router_hears_of_it(shared, paths):
     second = await asyncio.to_thread(shared.start_router)
     loaded(shared.url, "red", paths["red"])

@@ -24,22 +24,26 @@ from engine.llm import LLM
 from engine.loading import load_model
 from engine.numerics import same_bits
 from engine.runner import TorchRunner, attention_layout, geometry_of
-from engine.text.adapter_artifact import TARGETS, AdapterArtifact, read_adapter
+from engine.text.adapter_artifact import TARGETS, AdapterArtifact, AdapterError, read_adapter
 from engine.text.artifact import ModelArtifact, resolve_model
+from tests.engine import tiny_models as tiny
 from tests.engine.conftest import Driver
 from tests.engine.core.test_scheduler import answers, run
 from tests.engine.lora_files import module_of, write_adapter
-from tests.engine.test_loading import write_directory
 
 MAX_LOGIT_ERROR = 1e-4  # fp32; measured: 3e-6
 
-CASES: dict[str, dict[str, Any]] = {
-    "all seven": {},
-    "query and value": {"targets": ("q_proj", "v_proj"), "rank": 4},
-    "key": {"targets": ("k_proj",), "rank": 3},
-    "up and down, one layer": {"targets": ("up_proj", "down_proj"), "layers": (1,), "rank": 16},
-    "all-linear, rslora": {"target_modules": "all-linear", "use_rslora": True, "rank": 5},
-    "alpha pattern": {"alpha_pattern": {"self_attn.q_proj": 3, "down_proj": 64}},
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all seven": ("llama", {}),
+    "query and value": ("llama", {"targets": ("q_proj", "v_proj"), "rank": 4}),
+    "one layer": ("llama", {"targets": ("up_proj", "down_proj"), "layers": (1,), "rank": 16}),
+    "rslora": ("llama", {"target_modules": "all-linear", "use_rslora": True, "rank": 5}),
+    "pattern": ("llama", {"alpha_pattern": {"self_attn.q_proj": 3, "down_proj": 64}}),
+    "mistral": ("mistral", {}),
+    "qwen2, biases": ("qwen2", {}),
+    "qwen3, normed heads": ("qwen3", {"rank": 3}),
+    "gemma3": ("gemma3", {}),
+    "experts": ("qwen3_moe", {"targets": TARGETS[:4]}),
 }
 
 
@@ -54,7 +58,8 @@ def merged(base: dict[str, torch.Tensor], artifact: AdapterArtifact) -> dict[str
 
 def load_into(runner: TorchRunner, path: Path, artifact: ModelArtifact) -> str:
     digest = read_adapter(path, artifact.config, 64).digest.hex()
-    runner.adapters.add(digest, runner.adapters.prepare(AdapterRef(path.name, digest, str(path))))
+    ref = AdapterRef(path.name, digest, str(path))
+    runner.adapters.add(ref, runner.adapters.prepare(ref))
     return digest
 
 
@@ -68,15 +73,12 @@ def runner_of(artifact: ModelArtifact, dtype: str, blocks: int) -> TorchRunner:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_merged_weights_in_transformers(tmp_path: Path, case: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    base = write_directory(tmp_path / "base", shards=1)
-    artifact = resolve_model(str(tmp_path / "base"))
-    path = write_adapter(tmp_path / "lora", artifact.config, size=0.1, **CASES[case])
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    wanted = {name: weight.float() for name, weight in base.items()}
-    state = merged(wanted, read_adapter(path, artifact.config, 64))
-    theirs.load_state_dict(state, strict=False)
-    tokens = [(7919 * i + 13) % artifact.config.vocab_size for i in range(70)]
+    family, settings = CASES[case]
+    theirs = tiny.build(family)
+    artifact = resolve_model(str(tiny.save(theirs, tmp_path / "base")))
+    path = write_adapter(tmp_path / "lora", artifact.config, size=0.1, **settings)
+    theirs.load_state_dict(merged(theirs.state_dict(), read_adapter(path, artifact.config, 64)))
+    tokens = tiny.tokens(70)
     with torch.inference_mode():
         runner = runner_of(artifact, "fp32", blocks=16)
         model = runner._model
@@ -84,9 +86,17 @@ def test_logits_are_those_of_the_merged_weights_in_transformers(tmp_path: Path, 
         row = PlanRow(0, tokens, 0, list(range(5)))
         plain = model.logits(runner.hidden(StepPlan((row,)))[0]).raw_SV
         ours = model.logits(runner.hidden(StepPlan((replace(row, adapter=digest),)))[0]).raw_SV
-        expected = theirs.eval()(torch.tensor([tokens])).logits[0]
+        expected = theirs(torch.tensor([tokens])).logits[0]
     assert float((ours - expected).abs().max()) < MAX_LOGIT_ERROR
     assert float((ours - plain).abs().max()) > 100 * MAX_LOGIT_ERROR, "the adapter matters"
+
+
+def test_experts_take_no_adapter(tmp_path: Path) -> None:
+    artifact = resolve_model(str(tiny.save(tiny.build("qwen3_moe"), tmp_path / "base")))
+    dense = replace(artifact.config, num_experts=0)
+    path = write_adapter(tmp_path / "lora", dense, targets=("q_proj", "up_proj"))
+    with pytest.raises(AdapterError, match=r"mlp\.up_proj.* is not a LoRA matrix of a projection"):
+        read_adapter(path, artifact.config, 64)
 
 
 # --- on SmolLM2 --------------------------------------------------------------------------------
@@ -114,7 +124,7 @@ def test_mixed_in_one_step_each_row_has_the_bits_that_it_has_alone(
     driver = make_driver(dtype)
     runner = driver.runner
     names = ["", *(load_into(runner, path, artifact) for path in paths.values())]
-    tokens = prompt_of(75)
+    tokens = prompt_of(44)
 
     def hidden(table: list[int], cuts: list[int], adapter: str) -> torch.Tensor:
         parts = []
@@ -123,18 +133,18 @@ def test_mixed_in_one_step_each_row_has_the_bits_that_it_has_alone(
             parts.append(runner.hidden(StepPlan((row,)))[0])
         return torch.cat(parts)
 
-    alone = {name: hidden(driver.blocks(80), [], name) for name in names}
+    alone = {name: hidden(driver.blocks(48), [], name) for name in names}
     assert not same_bits(alone[names[0]], alone[names[1]])
     assert not same_bits(alone[names[1]], alone[names[2]])
     for name in names:
-        assert same_bits(hidden(driver.blocks(80, scattered=True), [8, 41, 74], name), alone[name])
+        assert same_bits(hidden(driver.blocks(48, scattered=True), [7, 40], name), alone[name])
 
     # two rows of each, at different places, decodes and chunks in one step
     rows, wanted = [], []
     for number in range(6):
         name = names[number % 3]
-        start, end = [(74, 75), (40, 75), (73, 74), (60, 61), (13, 64)][number % 5]
-        table = driver.blocks(80, scattered=number % 2 == 1)
+        start, end = [(43, 44), (20, 44), (42, 43), (30, 31), (13, 40)][number % 5]
+        table = driver.blocks(48, scattered=number % 2 == 1)
         before = replace(driver.row(tokens, 0, start, table), adapter=name)
         runner.hidden(StepPlan((before,)))
         rows.append(replace(driver.row(tokens, start, end, table), adapter=name))
@@ -145,8 +155,7 @@ def test_mixed_in_one_step_each_row_has_the_bits_that_it_has_alone(
 
 def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> None:
     """On a tiny model: prefix hits, a crowd of adapters, chunks, preemption."""
-    write_directory(tmp_path / "base", shards=1)
-    artifact = resolve_model(str(tmp_path / "base"))
+    artifact = resolve_model(str(tiny.save(tiny.build("llama"), tmp_path / "base")))
     runner = runner_of(artifact, "bf16", blocks=24)
     paths = [write_adapter(tmp_path / str(i), artifact.config, seed=i, size=0.3) for i in (1, 2)]
     digests = ["", *(load_into(runner, path, artifact) for path in paths)]

@@ -41,6 +41,14 @@ def test_there_are_fewer_than_25_keys() -> None:
         ("port: 70000", "fleet.yaml:1: port = 70000: must be at most 65535"),
         ("\nport: '8000'", "fleet.yaml:2: port = '8000': must be a valid integer"),
         ("pools:\n  decode: -1", "fleet.yaml:2: pools.decode = -1: must be at least 0"),
+        (
+            "pools: {tensor_parallel: 0}",
+            "pools.tensor_parallel = 0: must be at least 1",
+        ),
+        (
+            "pools:\n  tensor_parallel:\n    decod: 2",
+            "fleet.yaml:3: pools.tensor_parallel.decod: unknown key; did you mean `decode`?",
+        ),
         ("numerics: quick", "fleet.yaml:1: numerics = 'quick': must be 'exact' or 'fast'"),
         ("threads_per_rank: 1.5", "fleet.yaml:1: threads_per_rank = 1.5: must be a valid integer"),
         ("served_model_name: [a, 3]", "fleet.yaml:1: served_model_name[1] = 3:"),
@@ -60,6 +68,14 @@ def test_there_are_fewer_than_25_keys() -> None:
             "max_step_tokens = 512: must be at least max_batch_requests (6",
         ),
         ("port: 1\nfleet: a\nport: 2", "fleet.yaml:3: port is given twice (first on line 1)"),
+        ("speculation: ngrams", "speculation = 'ngrams': must be `ngram`, `off`, or a mapping"),
+        ("speculation: true", "speculation = True: must be `ngram`, `off`, or a mapping"),
+        (
+            "speculation:\n  ngram: true\n  tokens: 40",
+            "fleet.yaml:3: speculation.tokens = 40: must be at most 16",
+        ),
+        ("speculation: {ngram: true, draft: a.gguf}", "`ngram` and `draft` exclude each other"),
+        ("speculation: {model: x}", "speculation.model: unknown key (known keys: ngram, draft, to"),
         ("port: [", "fleet.yaml:1: not valid YAML"),
         ("- a", "fleet.yaml:1: a fleet file holds `key: value` lines"),
         ("adapters: {max_rank: 0}", "fleet.yaml:1: adapters.max_rank = 0: must be at least 1"),
@@ -77,6 +93,41 @@ def test_a_wrong_value_names_itself_its_limit_and_its_line(
     tmp_path: Path, text: str, said: str
 ) -> None:
     assert said in problem(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("off", ("off", "", 4)),
+        ("ngram", ("ngram", "", 4)),
+        ("{ngram: true, tokens: 6}", ("ngram", "", 6)),
+        ("{draft: small.gguf, tokens: 2}", ("draft", "small.gguf", 2)),
+    ],
+)
+def test_speculation_is_a_word_or_a_mapping(
+    tmp_path: Path, text: str, settings: tuple[object, ...]
+) -> None:
+    (tmp_path / "f.yaml").write_text(f"speculation: {text}\n")
+    config = load_config(tmp_path / "f.yaml")
+    assert tuple(config.speculation.settings().values()) == settings
+    assert FleetConfig.model_validate_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "widths", "threads"),
+    [
+        ("pools: {prefill: 2}", [1, 1, 1], 6),
+        ("pools: {prefill: 2, tensor_parallel: 3}", [3, 3, 3], 18),
+        ("pools: {decode: 2, tensor_parallel: {prefill: 4}}", [4, 1, 1], 12),
+    ],
+)
+def test_ranks_count_as_threads_and_cpus(
+    tmp_path: Path, text: str, widths: list[int], threads: int
+) -> None:
+    (tmp_path / "f.yaml").write_text(f"{text}\nthreads_per_rank: 2\ncpus_per_rank: 0.5")
+    config = load_config(tmp_path / "f.yaml")
+    assert config.pools.ranks == widths
+    assert (config.threads_total, config.cpus_total) == (threads, threads / 4)
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from fleet.config import FleetConfig, PoolsConfig
+from fleet.config import FleetConfig, PoolsConfig, TensorParallelConfig
 from fleet.pools import (
     CapacityError,
+    bundles,
     check_capacity,
     exit_reason,
     lives_among,
@@ -33,6 +34,18 @@ def test_a_fleet_that_does_not_fit_is_refused_by_name_and_number() -> None:
         check_capacity(fleet(1, 0, 4), [2.0, 2.0])
     with pytest.raises(CapacityError, match="room for 2"):  # 8 CPUs in all, but in the wrong places
         check_capacity(fleet(2, 1, 3), [4.0, 4.0])
+
+
+def test_a_replica_of_several_ranks_stays_on_one_node() -> None:
+    pools = PoolsConfig(prefill=1, decode=2, tensor_parallel=TensorParallelConfig(decode=3))
+    config = FleetConfig(pools=pools, cpus_per_rank=0.5)
+    assert bundles(config, "prefill") == [{"CPU": 0.5}]
+    assert bundles(config, "decode") == [{"CPU": 0.5}] * 3
+    check_capacity(config, [2.0, 1.5])
+    with pytest.raises(CapacityError, match=r"pools\.tensor_parallel = 3 ranks .* on no node"):
+        check_capacity(config, [1.0] * 4)
+    with pytest.raises(CapacityError, match=r"need 7 ranks of 0.5 CPUs, .* room for 7"):
+        check_capacity(config, [2.5, 1.0])
 
 
 def test_a_local_ray_is_never_smaller_than_its_groups() -> None:

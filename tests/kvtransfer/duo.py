@@ -9,6 +9,7 @@ from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import Speculation
 from engine.emulated import EmulatedRunner
 from kvtransfer import chunk, receiver, sender
 from kvtransfer.place import Place
@@ -24,13 +25,17 @@ LAYERS = 3
 class Engine:
     """A core, its pool, and its view for frames."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, speculation: Speculation | None = None) -> None:
         geometry = KvGeometry(
             num_layers=LAYERS, num_kv_heads=2, head_dim=4, num_blocks=blocks, dtype="bf16"
         )
         data = bytearray(geometry.pool_bytes)
         self.core = EngineCore(
-            EmulatedRunner(geometry, data), SchedulerConfig(8, 32), group_layers_bytes=1
+            EmulatedRunner(geometry, data),
+            SchedulerConfig(8, 32),
+            group_layers_bytes=1,
+            check_every_step=True,
+            speculation=speculation,
         )
         self.view = chunk.PoolView(data, geometry)
 
@@ -87,10 +92,15 @@ class Handover:
 class Duo:
     """The two workers. Tests call the verbs in any order they like."""
 
-    def __init__(self, prefill_blocks: int = 12, decode_blocks: int = 12) -> None:
+    def __init__(
+        self,
+        prefill_blocks: int = 12,
+        decode_blocks: int = 12,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.prefill_blocks = prefill_blocks
         self.prefill = Engine(prefill_blocks)
-        self.decode = Engine(decode_blocks)
+        self.decode = Engine(decode_blocks, speculation)
         self.life = 1
         self.now_ns = 1
         self.serial = 0

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.engine.core.guesses import oracle
 from tests.kvtransfer.duo import Duo, ReceiverState, golden
 
 GOLDEN = {length: golden(list(range(length))) for length in (1, 15, 16, 17, 40, 64, 90)}
@@ -66,10 +67,22 @@ def test_damage_is_repaired_by_pulling_again():
     assert handover.tokens == GOLDEN[90]
 
 
+def test_the_decode_side_may_speculate():
+    known = {(tuple(range(length)), 0): answer for length, answer in GOLDEN.items()}
+    speculation = oracle(known, 1.0)
+    duo = Duo(speculation=speculation)
+    handover = duo.submit(list(range(90)))
+    duo.settle()
+    assert handover.tokens == GOLDEN[90]
+    assert speculation.accepted_tokens == 3, "5 tokens: the first from prefill, then 3 + 1"
+
+
 class Handovers(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.duo = Duo(prefill_blocks=9, decode_blocks=9)
+        known = {(tuple(range(length)), 0): answer for length, answer in GOLDEN.items()}
+        # every other guess is wrong: speculation adds its own kinds of trouble to all the others
+        self.duo = Duo(prefill_blocks=9, decode_blocks=9, speculation=oracle(known, 0.5))
 
     def pick(self, index):
         names = list(self.duo.requests)

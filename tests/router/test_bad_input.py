@@ -99,6 +99,11 @@ BAD_COMPLETION = [
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"best_of": 2}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"num_beams": 4}, "num_beams"),
+    ({"length_penalty": 0.8}, "length_penalty"),
+    ({"early_stopping": True}, "early_stopping"),
     ({"suffix": "x"}, "suffix"),
     ({"messages": USER}, "messages"),
 ]
@@ -159,7 +164,17 @@ async def test_neutral_values_of_unsupported_parameters_are_accepted(fleet):
         ],
     }
     assert (await fleet.chat(**neutral)).status_code == 200
-    assert (await fleet.complete(best_of=1, suffix=None, max_tokens=1)).status_code == 200
+    no_beams = {"best_of": 2, "use_beam_search": False, "num_beams": 1, "length_penalty": 1.0}
+    response = await fleet.complete(
+        n=2, suffix=None, max_tokens=1, early_stopping=False, **no_beams
+    )
+    assert response.status_code == 200
+
+
+async def test_beam_search_is_refused_with_what_to_use_in_its_place(fleet):
+    error = (await fleet.chat(use_beam_search=True)).json()["error"]
+    assert "beam search" in error["message"]
+    assert "n answers" in error["message"]
 
 
 async def test_messages_and_text_parts_reach_the_prompt(fleet, model):

@@ -7,9 +7,8 @@ from batonpb.decode_pb2 import RequestRoute, TokenRun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.errors import DeadlineError, InternalError, QueueFullError
+from engine.core.errors import DeadlineError, InternalError
 from engine.core.params import SamplingParams
-from router.admission import Admission, Waiting
 from router.lifecycle import RequestRecord
 from router.repair import after_prefill_failure, after_worker_death
 from router.request import GenerationRequest, pack, unpack
@@ -42,7 +41,7 @@ def run(index: int, ids, choice: int = 0, reason: str = "", attempt: int = 1, **
 
 @pytest.fixture
 def record(model) -> RequestRecord:
-    made = RequestRecord(request(), model.tokenizer, 1)
+    made = RequestRecord(request(), model.tokenizer)
     made.next_attempt()
     return made
 
@@ -62,7 +61,7 @@ IDS = list(range(1000, 1030))
     takes=st.lists(st.booleans(), min_size=30, max_size=30),
 )
 def test_lost_and_repeated_runs_give_each_token_once(model, cuts, repeats, losses, takes):
-    record = RequestRecord(request(), model.tokenizer, 1)
+    record = RequestRecord(request(), model.tokenizer)
     record.next_attempt()
     text, sent = "", 0
     for cut, repeat, lost, take in zip(cuts, repeats, losses, takes, strict=True):
@@ -112,7 +111,7 @@ def test_the_first_end_counts(record):
 
 def test_tokens_behind_a_stop_string_do_not_count(model):
     ids = model.tokenizer.encode("one two three four")
-    record = RequestRecord(request(stops=("two",)), model.tokenizer, 1)
+    record = RequestRecord(request(stops=("two",)), model.tokenizer)
     record.next_attempt()
     result = record.on_run(run(0, ids), 5)
     assert result.stopped
@@ -163,7 +162,7 @@ class TestRepair:
         ],
     )
     def test_after_a_prefill_failure(self, model, mode, died, others, may_wait, action):
-        record = RequestRecord(request(mode=mode), model.tokenizer, 1)
+        record = RequestRecord(request(mode=mode), model.tokenizer)
         repair = after_prefill_failure(
             record, failed=b"p", peer_died=died, others=others, may_wait=may_wait
         )
@@ -194,59 +193,6 @@ class TestRepair:
     def test_a_begun_stream_is_not_moved(self, record):
         record.sent = True
         assert after_worker_death(record, dead=b"d", reason="x").code == "worker_lost"
-
-
-class TestAdmission:
-    """The queue, without time passing by itself."""
-
-    @given(st.lists(st.integers(-3, 3), max_size=30), st.sets(st.integers(0, 29)))
-    def test_order_is_priority_then_ticket_and_who_left_does_not_come(self, priorities, leavers):
-        queue = Admission(100)
-        for ticket, priority in enumerate(priorities):
-            queue.offer(Waiting(priority, ticket, str(ticket)), 0, expected_s=1)
-        for leaver in leavers & set(range(len(priorities))):
-            queue.leave(str(leaver))
-        expected = sorted(
-            (priority, ticket)
-            for ticket, priority in enumerate(priorities)
-            if ticket not in leavers
-        )
-        assert queue.waiting == len(expected)
-        popped = []
-        while (entry := queue.pop(1000)) is not None:
-            popped.append((entry.priority, entry.ticket))
-        assert popped == expected
-
-    def test_the_window_counts_sequences_and_a_wide_request_runs_alone(self):
-        queue = Admission(10)
-        for ticket, weight in enumerate((3, 2, 50)):
-            queue.offer(Waiting(0, ticket, str(ticket), weight), 0, expected_s=1)
-        assert queue.pop(4).request_id == "0"
-        assert queue.pop(4) is None
-        queue.release(3, 10**9)
-        assert queue.pop(4).request_id == "1"
-        assert queue.pop(4) is None
-        queue.release(2, 2 * 10**9)
-        assert queue.pop(4).request_id == "2"
-        assert queue.running == 50
-
-    def test_retry_after_is_the_time_the_queue_takes_at_its_real_rate(self):
-        queue = Admission(10)
-        for ticket in range(10):
-            queue.offer(Waiting(0, ticket, str(ticket)), 0, expected_s=1)
-        now_ns = 10 * 10**9
-        for number in range(8):  # two ends per second
-            queue.running += 1
-            queue.release(1, now_ns - (8 - number) * 500_000_000)
-        with pytest.raises(QueueFullError) as caught:
-            queue.offer(Waiting(0, 99, "x"), now_ns, expected_s=1)
-        assert 4 <= caught.value.retry_after_s <= 6
-        assert queue.drain_per_s(now_ns + 40 * 10**9) == 0  # long ago says nothing of now
-
-    def test_tickets_rise_and_two_routers_draw_them_from_one_clock(self):
-        old, new = Admission(1), Admission(1)
-        assert [old.draw_ticket(now) for now in (100, 100, 90, 200)] == [100, 101, 102, 200]
-        assert new.draw_ticket(250) > 200  # a router that starts later does not overtake
 
 
 def test_silence_does_not_count_while_our_own_loop_stood_still():

@@ -16,7 +16,7 @@ from tests.router.conftest import MODEL, events_of, free_port, until
 from tests.router.emulated_worker import Script
 
 FIELDS = {
-    *("id", "role", "state", "incarnation", "epoch", "pid", "host", "address"),
+    *("id", "role", "state", "incarnation", "epoch", "pid", "ranks", "host", "address"),
     *("kv_blocks", "running", "waiting", "threads"),
 }
 

@@ -227,3 +227,14 @@ async def test_too_long_names_the_numbers_and_a_wrong_model_is_404(fleet):
     assert "8193" in error["message"]
     assert "8192" in error["message"]
     assert (await embed(fleet, "x", model="gpt-17")).status_code == 404
+
+
+async def test_the_request_that_lm_eval_sends(fleet, ids):
+    """``--model local-completions``: it cuts off the context in front and the answer behind."""
+    body = {"prompt": [ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    answer = (await fleet.complete(**body, seed=1234)).json()
+    [choice] = answer["choices"]
+    scores = choice["logprobs"]["token_logprobs"][2:-1]
+    assert scores == [-i / 8 for i in range(2, len(ids))]
+    best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][2:-1]]
+    assert best == scores, "each token is the likeliest here"

@@ -72,6 +72,52 @@ def test_events_tell_what_came_and_went_once():
     assert (stored, sorted(removed)) == ([], sorted(names(2)))
 
 
+def _twice_in_a_table(pool, table):
+    pool._references[table[0]] += 1
+    table.append(table[0])
+
+
+def _free_and_leased(pool, table):
+    pool._free.add(table[0])
+
+
+def _free_with_a_name(pool, table):
+    pool.release([table.pop()])
+    pool._free.add(pool._cached.popitem()[0])
+
+
+def _lost(pool, table):
+    pool._free.pop()
+
+
+def _one_name_for_two(pool, table):
+    pool._name_of[table[0]] = pool._name_of[table[1]]
+
+
+def _quarantined_by_nobody(pool, table):
+    pool._quarantined.add(pool._free.pop())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _twice_in_a_table,
+        _free_and_leased,
+        _free_with_a_name,
+        _lost,
+        _one_name_for_two,
+        _quarantined_by_nobody,
+    ],
+)
+def test_check_integrity_finds_every_kind_of_damage(damage):
+    pool = BlockPool(8)
+    table = lease_named(pool, 3)
+    pool.check_integrity([table], [])
+    damage(pool, table)
+    with pytest.raises(RuntimeError):
+        pool.check_integrity([table], [])
+
+
 def test_check_integrity_finds_a_lost_reference():
     pool = BlockPool(2)
     blocks = pool.allocate(1)

@@ -19,7 +19,7 @@ SEED = b"s" * 16
 def make_core(blocks: int = 64, batch: int = 32, step_tokens: int = 512, eos=()) -> EngineCore:
     geometry = KvGeometry(num_layers=2, num_kv_heads=2, head_dim=4, num_blocks=blocks, dtype="bf16")
     runner = EmulatedRunner(geometry, bytearray(geometry.pool_bytes), eos_token_ids=eos)
-    return EngineCore(runner, SchedulerConfig(batch, step_tokens))
+    return EngineCore(runner, SchedulerConfig(batch, step_tokens), check_every_step=True)
 
 
 def request(name: str, prompt: list[int], kind: Kind = Kind.FULL, ticket=0, **params):
@@ -200,6 +200,39 @@ def test_cancel_gives_everything_back():
     assert ends(core.take_events()) == ["a"]
     core.scheduler.cancel("a")
     assert ends(core.take_events()) == [], "a request ends once"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 6])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_whatever_a_request_is_doing_it_is_gone_with_the_next_step(steps, kind):
+    core = make_core(step_tokens=32)
+    core.scheduler.submit(request("other", [9] * 20, ticket=0, max_tokens=50), 0)
+    core.scheduler.submit(request("a", list(range(70)), kind, ticket=1, max_tokens=50), 0)
+    for now_ns in range(steps):
+        plan = core.plan(now_ns)
+        core.apply(plan, core.runner.execute(plan), now_ns, 1)
+    plan = core.plan(steps)  # a step is under way when the word comes
+    results = core.runner.execute(plan)
+    core.scheduler.cancel("a")
+    core.scheduler.check_integrity()
+    assert "a" in ends(core.apply(plan, results, steps, 1))
+    running = {s.request.request_id for s in core.scheduler.running().values()}
+    assert running <= {"other"}
+    later = core.plan(steps + 1)
+    assert len(later.rows) == 1
+    assert core.pool.counts().leased == len(later.rows[0].block_ids)
+
+
+def test_a_block_that_leaks_is_noticed_when_the_engine_is_idle():
+    core = make_core()
+    core.scheduler.submit(request("a", list(range(20))), 0)
+    run(core)
+    core.check_when_idle()
+    core.scheduler.submit(request("b", list(range(20)), ticket=1), 0)
+    run(core)
+    core.pool.allocate(1)
+    with pytest.raises(RuntimeError, match="references"):
+        core.check_when_idle()
 
 
 def test_cancelling_one_choice_leaves_the_others():

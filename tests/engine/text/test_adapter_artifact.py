@@ -1,6 +1,7 @@
 """An adapter that does not fit, or means something else than W x + scale B A x, is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,9 @@ def test_ranks_above_the_limit_are_refused(tmp_path: Path) -> None:
 def test_files_that_are_not_there_or_not_what_they_should_be(tmp_path: Path) -> None:
     assert "PATH: not a directory" in refusal(tmp_path / "nowhere")
     assert "adapter_config.json: cannot be read (No such file" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "adapter_config.json")
+    assert "adapter_config.json: not a regular file" in refusal(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "adapter_config.json").write_text("{")
     assert "not valid JSON" in refusal(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[1]")

@@ -1,0 +1,149 @@
+"""Guesses by a draft model: a small model with the same vocabulary beside the main one.
+
+It draws with the same parameters and the same noise as the main model will, so its guess is right
+whenever its logits lead to the same token, at any temperature. Its KV lies in a pool of its own;
+what it lacks (a prompt that was computed here or handed over, tokens that it did not guess) it
+computes itself, in chunks. No room in its pool means no guesses, nothing worse.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.core.blocks import BlockPool
+from engine.core.errors import NumericsError
+from engine.core.params import SamplingParams
+from engine.core.plan import ModelRunner, PlanRow, SampleSpec, StepPlan
+from engine.core.sequence import TokenSequence, blocks_for
+from engine.core.speculation import MAX_GUESSES, Ask, Proposal
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The draft model's side of one sequence."""
+
+    sequence: TokenSequence
+    params: SamplingParams
+    computed: list[int] = field(default_factory=list)  # tokens whose KV is in the draft's pool
+    agreed: int = 0  # of them, tokens known to be the sequence's own
+    blocks: list[int] = field(default_factory=list)
+    broken: bool = False
+    wanted: int = 0
+    guesses: list[int] = field(default_factory=list)
+
+    def forget_wrong_guesses(self) -> None:
+        """Keep what the answer has confirmed; the rest will be overwritten."""
+        tokens = self.sequence.tokens
+        while self.agreed < min(len(self.computed), len(tokens) - 1) and (
+            self.computed[self.agreed] == tokens[self.agreed]
+        ):
+            self.agreed += 1
+        del self.computed[self.agreed :]
+
+    def missing(self) -> int:
+        """Tokens of the sequence whose KV is not there, the newest one included."""
+        return len(self.sequence.tokens) - len(self.computed)
+
+    def row(self, count: int) -> PlanRow:
+        """Compute the next ``count`` tokens, and draw a guess if they reach the end."""
+        known = [*self.sequence.tokens, *self.guesses]
+        start, end = len(self.computed), len(self.computed) + count
+        samples: tuple[SampleSpec, ...] = ()
+        if end == len(known):
+            prompt_tokens = len(self.sequence.request.prompt)
+            samples = (SampleSpec(self.sequence.choice, self.params, known, prompt_tokens),)
+        table = self.blocks[: blocks_for(end)]
+        return PlanRow(self.sequence.sequence_id, known[start:end], start, table, samples)
+
+
+class DraftProposer:
+    """Lets a draft model guess, for all sequences of a step together.
+
+    Args:
+        runner: The draft model over its own KV pool.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.untimed = False
+        self._runner = runner
+        self._pool = BlockPool(runner.geometry.num_blocks)
+        self._drafts: dict[int, _Draft] = {}
+
+    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
+        """See ``Proposer``. One forward pass per guess, over all sequences that are asked for."""
+        self.untimed = False
+        drafts = [self._draft(ask) for ask in asks]
+        ready = self._catch_up(drafts, budget_tokens)
+        while ready:
+            self._guess(ready)
+            ready = [d for d in ready if not d.broken and len(d.guesses) < d.wanted]
+        return [Proposal(draft.guesses) for draft in drafts]
+
+    def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
+        """See ``Proposer``; what is not running any more gives its blocks back."""
+        for sequence_id in self._drafts.keys() - sequence_ids.keys():
+            self._pool.release(self._drafts.pop(sequence_id).blocks)
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks of the draft's pool that sequences hold."""
+        return self._pool.counts().leased
+
+    def check_integrity(self) -> None:
+        """Recount the draft's blocks; see ``BlockPool.check_integrity``."""
+        self._pool.check_integrity([draft.blocks for draft in self._drafts.values()])
+
+    def _draft(self, ask: Ask) -> _Draft:
+        sequence = ask.sequence
+        draft = self._drafts.get(sequence.sequence_id)
+        if draft is None:
+            params = msgspec.structs.replace(sequence.request.params, logprobs=None)
+            draft = self._drafts[sequence.sequence_id] = _Draft(sequence, params)
+        draft.guesses = []
+        draft.wanted = 0 if draft.broken else ask.allowed(0)
+        if draft.wanted:
+            need = blocks_for(len(sequence.tokens) + draft.wanted) - len(draft.blocks)
+            after = draft.blocks[-1] if draft.blocks else None
+            pages = self._pool.allocate(need, after) if need > 0 else []
+            if pages is None:
+                draft.wanted = 0
+            else:
+                draft.blocks += pages
+        draft.forget_wrong_guesses()
+        return draft
+
+    def _catch_up(self, drafts: Sequence[_Draft], budget_tokens: int) -> list[_Draft]:
+        """Compute prompts as far as the budget goes; returns who can guess in this step."""
+        ready, rows, late = [], [], []
+        for draft in drafts:
+            missing = draft.missing()
+            if not draft.wanted or not budget_tokens:
+                continue
+            if missing <= budget_tokens:
+                ready.append(draft)
+            else:
+                rows.append(draft.row(budget_tokens))
+                late.append(draft)
+            budget_tokens -= min(missing, budget_tokens)
+            self.untimed |= missing > MAX_GUESSES + 1
+        if rows:
+            self._run(late, rows)
+        return ready
+
+    def _guess(self, drafts: Sequence[_Draft]) -> None:
+        rows = [draft.row(draft.missing() + len(draft.guesses)) for draft in drafts]
+        for draft, drawn in zip(drafts, self._run(drafts, rows), strict=True):
+            draft.guesses += drawn
+
+    def _run(self, drafts: Sequence[_Draft], rows: Sequence[PlanRow]) -> list[list[int]]:
+        """Tokens drawn for each row; none at all when one met NaN, which then guesses no more."""
+        try:
+            results = self._runner.execute(StepPlan(tuple(rows)))
+        except NumericsError as error:
+            for index in getattr(error, "rows", ()) or range(len(rows)):
+                drafts[index].broken = True
+            return [[] for _ in rows]
+        for draft, row in zip(drafts, rows, strict=True):
+            draft.computed += row.tokens
+        return [[sampled.token for sampled in drawn] for drawn in results]

@@ -1,0 +1,326 @@
+"""Speculation: guess the next tokens of an answer, and compute them all in one step.
+
+    tokens of a row   [ last token | guess 1 | guess 2 | guess 3 ]
+    drawn             [     a      |    b    |    c    |    d    ]
+    a == guess 1, b == guess 2, c != guess 3:   the answer grows by a, b, c
+
+What is drawn at a position is a function of the tokens before it (and of seed, choice, position).
+So right guesses save steps and wrong ones cost time, and in ``numerics: exact`` neither shows in
+the tokens. Whether guessing pays is decided per request and step, from the share of guesses that
+were right lately and from the measured time that one more guess costs everybody in the batch.
+Pure: durations come from outside.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import msgspec
+
+from engine.core.params import SampledToken
+from engine.core.plan import PlanRow, StepPlan
+from engine.core.sequence import TokenSequence, blocks_for
+from engine.core.verification import right_guesses
+
+MAX_GUESSES = 16
+
+_ANY_KIND = 0.6  # prior for the share of right guesses
+_LEARN = 0.15
+_FIRST_WAIT, _LONGEST_WAIT = 32, 1024  # chances let pass before the next trial
+_TRIAL_GUESSES = 2
+_GUESS_SHARE = 0.05  # prior: a guess costs this part of a plain step of one request
+_PLAIN_EVERY = 64  # steps with guesses after which a plain one is timed again
+_PROBE_EVERY = 256  # steps without, because no guess could pay, after which one is timed again
+
+
+class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker speculates with."""
+
+    mode: str = "off"  # "off" | "ngram" | "draft"
+    draft: str = ""  # reference of the draft model
+    tokens: int = 4  # most guesses per step and sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Guesses for one sequence; proposals of one ``kind`` are equally trustworthy."""
+
+    tokens: Sequence[int] = ()
+    kind: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A sequence that may be guessed for; ``allowed(kind)`` says how many guesses pay."""
+
+    sequence: TokenSequence
+    allowed: Callable[[int], int]
+
+
+class Proposer(Protocol):
+    """Where guesses come from."""
+
+    @property
+    def untimed(self) -> bool:
+        """Whether the last call did work that other steps do not have (its time says nothing)."""
+
+    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
+        """One proposal per ask, possibly empty.
+
+        Args:
+            asks: Running sequences that decode in this step.
+            budget_tokens: Tokens that may be computed for it, beside the guesses.
+        """
+
+    def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
+        """Forget all other sequences."""
+
+
+class StepCost:
+    """What a guess costs, as a share of a step without guesses. Fitted."""
+
+    def __init__(self) -> None:
+        self._plain_ns: dict[int, float] = {}  # by decode rows
+        self._since_plain: dict[int, int] = {}
+        self._guess_ns: float | None = None
+
+    def note(self, decodes: int, guesses: int, duration_ns: int) -> None:
+        """Learn from a step that computed nothing but ``decodes`` rows and their guesses."""
+        plain_ns = self._plain_ns.get(decodes)
+        if not guesses:
+            self._since_plain[decodes] = 0
+            self._plain_ns[decodes] = _follow(plain_ns, duration_ns, 0.3)
+        elif plain_ns is not None:
+            self._since_plain[decodes] += 1
+            sample_ns = max(duration_ns - plain_ns, 0.0) / guesses
+            self._guess_ns = _follow(self._guess_ns, min(sample_ns, 2 * plain_ns), 0.1)
+
+    def wants_plain(self, decodes: int) -> bool:
+        """Whether a step without guesses should be timed before the next one with guesses."""
+        return self._since_plain.get(decodes, _PLAIN_EVERY) >= _PLAIN_EVERY
+
+    def share(self, decodes: int) -> float:
+        """Answer tokens that ``decodes`` rows lose by the time which one guess takes."""
+        plain_ns = self._plain_ns.get(decodes)
+        if plain_ns is None or self._guess_ns is None:
+            return _GUESS_SHARE * decodes
+        return decodes * self._guess_ns / max(plain_ns, 1.0)
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How well guessing went for one sequence; says how many guesses pay now."""
+
+    rates: dict[int, float] = field(default_factory=dict)  # by kind: share of right guesses
+    passed: int = 0
+    wait: int = _FIRST_WAIT
+    banned: bool = False
+
+    def allowed(self, kind: int, cost: float, most: int) -> int:
+        """Guesses whose chance to be accepted is worth their cost; rarely a trial if none is."""
+        if self.banned or most < 1:
+            return 0
+        rate = self.rates.get(kind, _ANY_KIND)
+        count, chance = 0, rate
+        while count < most and chance > cost:
+            count, chance = count + 1, chance * rate
+        if count:
+            return count
+        self.passed += 1
+        if self.passed < self.wait:
+            return 0
+        self.passed, self.wait = 0, min(2 * self.wait, _LONGEST_WAIT)
+        return min(_TRIAL_GUESSES, most)
+
+    def note(self, kind: int, guesses: int, right: int) -> None:
+        """Learn from a verified proposal."""
+        for index in range(min(right + 1, guesses)):
+            rate = self.rates.get(kind, _ANY_KIND)
+            self.rates[kind] = rate + _LEARN * ((index < right) - rate)
+        if right:
+            self.wait = _FIRST_WAIT
+
+
+class Speculation:
+    """Puts guesses into plans and learns from what became of them.
+
+    Args:
+        proposer: Where guesses come from.
+        most_guesses: Per sequence and step.
+        cost: What guesses cost.
+    """
+
+    def __init__(
+        self, proposer: Proposer, most_guesses: int = 4, cost: StepCost | None = None
+    ) -> None:
+        self.drafts = 0
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+        self._proposer = proposer
+        self._most = most_guesses
+        self._cost = cost or StepCost()
+        self._paces: dict[int, _Pace] = {}
+        self._hopeless = 0
+        self._kinds: dict[int, int] = {}  # of the guesses in the step under way
+
+    def extend(
+        self,
+        plan: StepPlan,
+        running: Mapping[int, TokenSequence],
+        lend: Callable[[TokenSequence, int], int],
+        max_step_tokens: int,
+    ) -> StepPlan:
+        """The plan with guesses behind the rows that decode.
+
+        Args:
+            plan: Of the scheduler.
+            running: Sequences by id.
+            lend: Makes room in the sequence's blocks for so many guesses; returns how many fit.
+            max_step_tokens: Most tokens of a step, guesses included.
+        """
+        self._kinds.clear()
+        self._paces = {i: pace for i, pace in self._paces.items() if i in running}
+        self._proposer.retain(running)
+        decoding = [i for i, row in enumerate(plan.rows) if _continues(row, running)]
+        room = max_step_tokens - sum(len(row.tokens) for row in plan.rows)
+        if not decoding or room < 1 or self._cost.wants_plain(len(decoding)):
+            return plan
+        cost = self._cost.share(len(decoding))
+        if cost >= 1.0:  # even a guess that is surely right costs the batch more than it gains
+            self._hopeless += 1
+            if self._hopeless % _PROBE_EVERY:
+                return plan
+            cost, decoding = _GUESS_SHARE, decoding[:1]
+        sequences = [running[plan.rows[i].sequence_id] for i in decoding]
+        asks = [self._ask(sequence, cost, min(self._most, room)) for sequence in sequences]
+        rows = list(plan.rows)
+        for index, ask, found in zip(
+            decoding, asks, self._proposer.propose(asks, room), strict=True
+        ):
+            count = min(len(found.tokens), room)
+            count = lend(ask.sequence, count) if count else 0
+            if not count:
+                continue
+            room -= count
+            self._kinds[rows[index].sequence_id] = found.kind
+            rows[index] = _with_guesses(rows[index], ask.sequence, found.tokens[:count])
+        return replace(plan, rows=tuple(rows))
+
+    def observe(
+        self, plan: StepPlan, results: Sequence[Sequence[SampledToken]], duration_ns: int
+    ) -> None:
+        """Learn from a finished step."""
+        guesses = 0
+        for row, drawn in zip(plan.rows, results, strict=True):
+            if not row.guesses:
+                continue
+            right = right_guesses(row, drawn)
+            guesses += row.guesses
+            self.drafts += 1
+            self.draft_tokens += row.guesses
+            self.accepted_tokens += right
+            if pace := self._paces.get(row.sequence_id):
+                pace.note(self._kinds.get(row.sequence_id, 0), row.guesses, right)
+        if all(row.decodes for row in plan.rows) and not self._proposer.untimed:
+            self._cost.note(len(plan.rows), guesses, duration_ns)
+
+    def ban(self, sequence_id: int) -> None:
+        """Guess no more for a sequence: it met NaN with guesses, so let it go on without."""
+        self._paces.setdefault(sequence_id, _Pace()).banned = True
+
+    def _ask(self, sequence: TokenSequence, cost: float, most: int) -> Ask:
+        pace = self._paces.setdefault(sequence.sequence_id, _Pace())
+        # the last token of an answer is drawn and not computed: it needs no guess behind it
+        most = min(most, sequence.request.params.max_tokens - sequence.generated - 1)
+        return Ask(sequence, lambda kind: pace.allowed(kind, cost, most))
+
+
+class NgramProposer:
+    """Looks up how the answer went on the last time that its newest 1 to 4 tokens stood there.
+
+    Every token knows the place before where it stood too; the most recent ``_LOOK_BACK`` such
+    places are compared, and the longest match wins, the most recent one among equals. A match that
+    is still going on repeats itself. The kind of a proposal is the length of its match.
+    """
+
+    untimed = False
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, _PlaceIndex] = {}
+
+    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
+        """See ``Proposer``; computes nothing."""
+        return [self._one(ask) for ask in asks]
+
+    def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
+        """See ``Proposer``."""
+        if any(i not in sequence_ids for i in self._indexes):
+            self._indexes = {i: x for i, x in self._indexes.items() if i in sequence_ids}
+
+    def _one(self, ask: Ask) -> Proposal:
+        tokens = ask.sequence.tokens
+        index = self._indexes.setdefault(ask.sequence.sequence_id, _PlaceIndex())
+        place, length = index.match(tokens)
+        count = ask.allowed(length) if length else 0
+        guesses: list[int] = []
+        for position in range(place, place + count):
+            beyond = position - len(tokens)
+            guesses.append(tokens[position] if beyond < 0 else guesses[beyond])
+        return Proposal(guesses, length)
+
+
+_LONGEST_MATCH = 4
+_LOOK_BACK = 128
+
+
+class _PlaceIndex:
+    """For each token of a growing list, where the same token stood before; O(1) per token."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, int] = {}
+        self._before: list[int] = []  # by place; -1 for none
+
+    def match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """(place behind the best earlier match of the list's end, its length or 0)."""
+        for place in range(len(self._before), len(tokens)):
+            self._before.append(self._latest.get(tokens[place], -1))
+            self._latest[tokens[place]] = place
+        best, best_length = 0, 0
+        last = len(tokens) - 1
+        place = self._before[last]
+        for _ in range(_LOOK_BACK):
+            if place < 0 or best_length == _LONGEST_MATCH:
+                break
+            length = 1
+            while length < min(_LONGEST_MATCH, place + 1) and (
+                tokens[place - length] == tokens[last - length]
+            ):
+                length += 1
+            if length > best_length:
+                best, best_length = place + 1, length
+            place = self._before[place]
+        return best, best_length
+
+
+def _continues(row: PlanRow, running: Mapping[int, TokenSequence]) -> bool:
+    return row.decodes and running[row.sequence_id].generated > 0
+
+
+def _with_guesses(row: PlanRow, sequence: TokenSequence, guesses: Sequence[int]) -> PlanRow:
+    (sample,) = row.samples
+    samples = [
+        replace(sample, history=[*sequence.tokens, *guesses[:count]])
+        for count in range(1, len(guesses) + 1)
+    ]
+    return replace(
+        row,
+        tokens=[*row.tokens, *guesses],
+        block_ids=sequence.blocks[: blocks_for(row.start + 1 + len(guesses))],
+        samples=(sample, *samples),
+        guesses=len(guesses),
+    )
+
+
+def _follow(old: float | None, sample: float, weight: float) -> float:
+    """Running mean; the first sample is taken as it is."""
+    return sample if old is None else old + weight * (sample - old)

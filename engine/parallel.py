@@ -1,0 +1,332 @@
+"""Tensor parallelism: every product is split by its outputs, and whole results are gathered.
+
+    x [T, E] whole on every rank
+      qkv product, attention     by heads         gather ─▶ attention output whole
+      output projection          columns of E     gather ─▶ added to x, whole
+      gate and up, activation    columns of F     gather ─▶ activation whole
+      down projection            columns of E     gather ─▶ added to x, whole
+      LM head                    rows of V        gather at the leader
+
+Nothing is ever summed over ranks. So each number is the same dot product, over all of its inputs
+and in the same order, as on one rank: equal bits by construction, as long as a product's columns do
+not depend on how many others are computed with them, which ``engine/splitcheck.py`` proves at
+start. Splitting the inputs instead (the usual row-parallel half) would add partial sums in another
+order; it moves as many bytes.
+
+The leader holds the embedding table and broadcasts the rows of a step; ranks need no token ids.
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    BroadcastOptions,
+    FileStore,
+    GatherOptions,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
+
+from engine.attention import Layout
+from engine.core.adapters import AdapterRef
+from engine.core.geometry import KvGeometry
+from engine.core.plan import PlanRow
+from engine.linear import Linear
+from engine.ranks import (
+    LOAD_TIMEOUT_S,
+    STEP_TIMEOUT_S,
+    Adapt,
+    Drop,
+    Forward,
+    Load,
+    Loaded,
+    Logits,
+    Open,
+    RankError,
+    RankProcesses,
+    Started,
+    rows_of,
+    splits_of,
+)
+from engine.text.artifact import ModelConfig
+
+LEADER = 0
+
+
+class Group:
+    """Collectives between the ranks of one replica: gloo on the CPU, NCCL on CUDA.
+
+    Every call is made by all ranks, in the same order. No process-wide default group is set.
+
+    Args:
+        rank: This one.
+        ranks: How many.
+        store: Path of a file in which they find each other.
+        device: Where the tensors are.
+        explain: Makes an error of a broken collective, if somebody knows better who is at fault.
+
+    Raises:
+        RankError: Not all came.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        store: str,
+        device: torch.device,
+        explain: Callable[[Exception], RankError] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self._explain = explain or _broken
+        patience = timedelta(seconds=LOAD_TIMEOUT_S)
+        meeting = FileStore(store, ranks)
+        meeting.set_timeout(patience)
+        try:
+            self._group = _backend(device, meeting, rank, ranks, patience)
+        except RuntimeError as error:
+            raise self._explain(error) from error
+        self._patience = patience
+
+    def begin_steps(self) -> None:
+        """From here on a collective that is not done within the step's deadline fails."""
+        self._patience = timedelta(seconds=STEP_TIMEOUT_S)
+
+    def gather(self, part_TN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """``[T, widths[rank]]`` of every rank, side by side, on every rank."""
+        rows, widest = part_TN.shape[0], max(widths)
+        sent = _widened(part_TN, widest)
+        got = sent.new_empty(self.ranks * rows, widest)
+        options = AllgatherOptions()
+        options.timeout = self._patience
+        self._wait(self._group._allgather_base(got, sent, options))  # noqa: SLF001
+        return _side_by_side(got.view(self.ranks, rows, widest), widths)
+
+    def gather_at_leader(self, part_TN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """As ``gather``; the other ranks get an empty tensor."""
+        rows, widest = part_TN.shape[0], max(widths)
+        sent = _widened(part_TN, widest)
+        options = GatherOptions()
+        options.rootRank = LEADER
+        options.timeout = self._patience
+        if self.rank != LEADER:
+            self._wait(self._group.gather([], [sent], options))
+            return sent.new_empty(0)
+        got = sent.new_empty(self.ranks, rows, widest)
+        self._wait(self._group.gather([list(got)], [sent], options))
+        return _side_by_side(got, widths)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """The leader's values, in place."""
+        options = BroadcastOptions()
+        options.rootRank = LEADER
+        options.timeout = self._patience
+        self._wait(self._group.broadcast([tensor], options))
+
+    def _wait(self, work: Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+
+def _broken(cause: Exception) -> RankError:
+    return RankError(f"the group of ranks broke: {str(cause).splitlines()[0]}")
+
+
+def _backend(device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta) -> Any:
+    if device.type == "cuda":
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = patience  # noqa: SLF001
+        return ProcessGroupNCCL(store, rank, ranks, nccl)
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001 - the only way to name an interface
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+    options._timeout = patience  # noqa: SLF001
+    return gloo(store, rank, ranks, options)
+
+
+def _widened(part_TN: torch.Tensor, width: int) -> torch.Tensor:
+    """Contiguous, and as wide as the widest piece."""
+    missing = width - part_TN.shape[1]
+    return F.pad(part_TN, (0, missing)) if missing else part_TN.contiguous()
+
+
+def _side_by_side(got_RTN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+    ranks, rows, widest = got_RTN.shape
+    if min(widths) == widest:
+        return got_RTN.transpose(0, 1).reshape(rows, ranks * widest)
+    return torch.cat([got_RTN[r, :, :width] for r, width in enumerate(widths)], dim=1)
+
+
+def lead(config: ModelConfig, ranks: RankProcesses) -> "Shard":
+    """The leader's part, its group connected.
+
+    Raises:
+        ModelError: The model cannot be split that far.
+        RankError: A rank did not come.
+    """
+    splits_of(config, ranks.count)  # refused before anybody waits
+    ranks.wait_until(Started)  # a rank that dies before it comes would be waited for
+    group = Group(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure)
+    return Shard(config, LEADER, group, ranks)
+
+
+class Shard:
+    """This rank's part of a model, and its way to the others.
+
+    Args:
+        config: Of the whole model.
+        rank: This rank.
+        group: The collectives.
+        others: The other ranks, for the leader; ``None`` for those who are told.
+    """
+
+    def __init__(
+        self, config: ModelConfig, rank: int, group: Group, others: RankProcesses | None = None
+    ) -> None:
+        self.splits = splits_of(config, group.ranks)
+        self.split = self.splits[rank]
+        self.group = group
+        self._layouts: tuple[Layout, ...] = ()
+        self._others = others
+        self.config = config
+        self._heads = [len(s.heads) * config.head_dim for s in self.splits]
+        self._feed = [len(s.feed) for s in self.splits]
+        self._hidden = [len(s.hidden) for s in self.splits]
+        self._vocab = [len(s.vocab) for s in self.splits]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank plans and samples."""
+        return self._others is not None
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The numbers of this rank's part."""
+        return replace(
+            config,
+            num_heads=len(self.split.heads),
+            num_kv_heads=len(self.split.kv_heads),
+            intermediate_size=len(self.split.feed),
+        )
+
+    def rows(self, name: str) -> slice:
+        """Rows of a weight (canonical name) that this rank reads; its products' outputs."""
+        s, dim = self.split, self.config.head_dim
+        kind = name.rsplit(".", 1)[-1].removesuffix("_bias")
+        if kind in ("embed", "head"):
+            return self._vocabulary(kind)
+        pieces = {"q": (s.heads, dim), "k": (s.kv_heads, dim), "v": (s.kv_heads, dim)}
+        pieces |= {"o": (s.hidden, 1), "down": (s.hidden, 1)}
+        pieces |= {"gate": (s.feed, 1), "up": (s.feed, 1)}
+        if kind not in pieces:  # norms: whole on every rank
+            return slice(None)
+        piece, size = pieces[kind]
+        return slice(piece.start * size, piece.stop * size)
+
+    def _vocabulary(self, kind: str) -> slice:
+        """The leader looks tokens up and refines logits; the others hold their part of the head."""
+        if self.is_leader:
+            return slice(None)
+        is_head = kind == "head" or self.config.tie_word_embeddings
+        return slice(self.split.vocab.start, self.split.vocab.stop) if is_head else slice(0, 0)
+
+    def head_part(self, rows_VE: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the LM head, of what ``rows`` let it read."""
+        vocab = self.split.vocab
+        return rows_VE[vocab.start : vocab.stop] if self.is_leader else rows_VE
+
+    # --- orders, from the leader ---------------------------------------------------------------
+
+    def load(self) -> None:
+        """Let the ranks read their weights."""
+        if self._others is not None:
+            self._others.send(Load())
+
+    def wait_loaded(self) -> None:
+        """Until all hold them; then the deadline of steps begins to count."""
+        if self._others is not None:
+            self._others.wait_until(Loaded)
+        self.group.begin_steps()
+
+    def lay_out(self, layouts: Sequence[Layout]) -> None:
+        """How attention is cut on each rank."""
+        self._layouts = tuple(layouts)
+
+    def open(self, geometry: KvGeometry, layout: Layout, *, shared: bool) -> Layout:
+        """Let the ranks execute against a pool of this shape; this rank's own layout.
+
+        Args:
+            geometry: Of the whole pool.
+            layout: Of the whole model, or what the leader gave to this rank.
+            shared: Whether it is the replica's one pool; otherwise each rank has its own.
+        """
+        if self._others is None:
+            return layout
+        for rank, part in enumerate(self._layouts[1:], 1):
+            fields = (part.unit, part.tile, part.align, part.decode_rows)
+            self._others.send(Open(geometry, fields, shared), rank)
+        return self._layouts[0]
+
+    def forward(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
+        """Let the ranks begin a pass."""
+        if self._others is not None:
+            self._others.send(Forward(rows_of(rows), isolated))
+
+    def adapt(self, ref: AdapterRef) -> None:
+        """Let the ranks hold an adapter."""
+        if self._others is not None:
+            self._others.send(Adapt(ref))
+
+    def drop(self, digest: str) -> None:
+        """Let the ranks forget an adapter."""
+        if self._others is not None:
+            self._others.send(Drop(digest))
+
+    # --- tensors -------------------------------------------------------------------------------
+
+    def embedding(self, tokens_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
+        """``[T, E]`` from the leader's table."""
+        if self.is_leader:
+            rows_TE = F.embedding(tokens_T, table_VE)
+        else:
+            rows_TE = table_VE.new_empty(tokens_T.shape[0], self.config.hidden_size)
+        self.group.broadcast(rows_TE)
+        return rows_TE
+
+    def heads(self, part: torch.Tensor) -> torch.Tensor:
+        """Attention output of all heads.
+
+        Once this returns, all ranks have written the layer's KV: each sends after it wrote.
+        """
+        return self.group.gather(part, self._heads)
+
+    def project(
+        self, product: Callable[[torch.Tensor], torch.Tensor], name: str, x: torch.Tensor
+    ) -> torch.Tensor:
+        """One product of a layer: whole inputs in, and whole outputs where the residual needs them.
+
+        ``qkv`` and ``gate_up`` stay split; what becomes of them is gathered.
+        """
+        if name == "down":
+            x = self.group.gather(x, self._feed)
+        y = product(x)
+        return self.group.gather(y, self._hidden) if name in ("o", "down") else y
+
+    def logits(self, head: Linear, h_SE: torch.Tensor) -> torch.Tensor:
+        """``[S, V]`` at the leader; the others' ``h_SE`` gives the shape and is filled."""
+        if self._others is not None:
+            self._others.send(Logits(h_SE.shape[0]))
+        self.group.broadcast(h_SE)
+        return self.group.gather_at_leader(head(h_SE), self._vocab)

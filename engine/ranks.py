@@ -1,0 +1,300 @@
+"""The other ranks of a replica, as the leader sees them: processes that do what they are told.
+
+    shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
+                            │  Unix socket to each rank: Load, Open, Forward, Logits
+                            ▼
+                          rank 1, rank 2, ...   (python -m engine.rank; parts of the model)
+                            ▲
+                            └── all ranks: tensors through one collective group (engine/parallel.py)
+
+A rank that ends closes its socket, which the leader sees between steps; within a step the group
+breaks. Either way the leader raises ``RankError``, and the replica fails as one. Ranks die with
+their leader (``PDEATHSIG``, and the end of their socket).
+"""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from engine.core.adapters import AdapterRef
+from engine.core.errors import InternalError
+from engine.core.geometry import KvGeometry
+from engine.core.plan import PlanRow
+from engine.core.split import Split, splits
+from engine.ipc import LENGTH, EngineSettings, FrameReader
+from engine.text.artifact import ModelConfig, ModelError
+
+STEP_TIMEOUT_S = 10.0
+"""A collective that takes longer has met a rank that hangs."""
+LOAD_TIMEOUT_S = 600.0  # the shell has its own, shorter patience
+
+
+class RankError(InternalError):
+    """A rank died or hangs; the replica cannot go on."""
+
+    code = "rank_failed"
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Read the weights: from here on the cache of converted ones is there."""
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Execute against this pool: the replica's own (``shared``), or a private one for self-tests.
+
+    ``layout`` holds the fields of ``engine.attention.Layout``.
+    """
+
+    geometry: KvGeometry
+    layout: tuple[int, int, int, int]
+    shared: bool
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """``count`` tokens from position ``start``; ``blocks`` are packed little-endian uint32."""
+
+    count: int
+    start: int
+    blocks: bytes
+    adapter: str = ""
+
+    @classmethod
+    def of(cls, row: PlanRow) -> "Row":
+        """What a rank needs of a plan's row; the tokens' embeddings come through the group."""
+        blocks = np.asarray(row.block_ids, dtype="<u4").tobytes()
+        return cls(len(row.tokens), row.start, blocks, row.adapter)
+
+    def plan_row(self) -> PlanRow:
+        """The row again, with tokens that nobody looks at."""
+        blocks: list[int] = np.frombuffer(self.blocks, dtype="<u4").tolist()
+        return PlanRow(0, [0] * self.count, self.start, blocks, adapter=self.adapter)
+
+
+class Adapt(msgspec.Struct, frozen=True, tag=True):
+    """Hold this adapter from here on; the leader has read it already."""
+
+    ref: AdapterRef
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """Forget this adapter."""
+
+    digest: str
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True):
+    """One pass over these rows."""
+
+    rows: list[Row]
+    isolated: bool
+
+
+class Logits(msgspec.Struct, frozen=True, tag=True):
+    """The LM head for so many rows."""
+
+    rows: int
+
+
+Order = Load | Open | Adapt | Drop | Forward | Logits
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A rank is about to look for its group."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """A rank holds its weights."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rank cannot go on; its process ends."""
+
+    message: str
+
+
+Answer = Started | Loaded | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Order | Answer) -> bytes:
+    """One message with its length before it."""
+    body = _encoder.encode([message])
+    return LENGTH.pack(len(body)) + body
+
+
+def order_reader() -> FrameReader[Order]:
+    """For a rank's side."""
+    return FrameReader(msgspec.msgpack.Decoder(list[Order]))
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    reader: FrameReader[Answer]
+    reached: list[type] = field(default_factory=list)
+    closed: bool = False
+    said: str = ""
+
+
+class RankProcesses:
+    """Ranks 1 and up of one replica.
+
+    Args:
+        settings: Of the engine; ``tensor_parallel`` ranks in all.
+        pool_fd: The memory file of the KV pool, -1 without one.
+    """
+
+    def __init__(self, settings: EngineSettings, pool_fd: int = -1) -> None:
+        store_fd = os.memfd_create("baton-ranks")  # where ranks find each other; gone with them
+        self.store = f"/proc/self/fd/{store_fd}"
+        self._store_fd = store_fd
+        self._ranks = [
+            self._spawn(rank, settings, pool_fd) for rank in range(1, settings.tensor_parallel)
+        ]
+
+    def _spawn(self, rank: int, settings: EngineSettings, pool_fd: int) -> _Rank:
+        ours, theirs = socket.socketpair()
+        keep = [theirs.fileno(), self._store_fd, *([pool_fd] if pool_fd >= 0 else [])]
+        encoded = msgspec.json.encode(settings).decode()
+        arguments = [str(rank), str(theirs.fileno()), str(pool_fd), self.store, encoded]
+        process = subprocess.Popen([sys.executable, "-m", "engine.rank", *arguments], pass_fds=keep)
+        theirs.close()
+        return _Rank(process, ours, FrameReader(msgspec.msgpack.Decoder(list[Answer])))
+
+    @property
+    def count(self) -> int:
+        """Ranks of the replica, the leader among them."""
+        return len(self._ranks) + 1
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes, in rank order."""
+        return tuple(rank.process.pid for rank in self._ranks)
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """Readable when a rank has ended, or says why it is about to."""
+        return [rank.socket for rank in self._ranks]
+
+    def send(self, order: Order, to: int | None = None) -> None:
+        """Tell one rank, or every rank the same.
+
+        Raises:
+            RankError: One is gone, or does not listen.
+        """
+        data = frame(order)
+        for rank in self._ranks if to is None else [self._ranks[to - 1]]:
+            rank.socket.settimeout(STEP_TIMEOUT_S)  # a stopped rank does not read
+            try:
+                rank.socket.sendall(data)
+            except OSError as error:
+                raise self.failure(error) from error
+
+    def wait_until(self, stage: type[Started] | type[Loaded]) -> None:
+        """Until every rank has said that it came so far.
+
+        Raises:
+            RankError: One is gone, or says what went wrong.
+        """
+        until = time.monotonic() + LOAD_TIMEOUT_S
+        while waiting := [rank for rank in self._ranks if stage not in rank.reached]:
+            left = until - time.monotonic()
+            if not select.select([rank.socket for rank in waiting], [], [], max(left, 0.0))[0]:
+                raise RankError(f"a rank was not {stage.__name__} within {LOAD_TIMEOUT_S:.0f} s")
+            self.check()
+
+    def check(self) -> None:
+        """Read what ranks have said.
+
+        Raises:
+            RankError: One is gone, or says what went wrong.
+        """
+        self._listen()
+        if any(rank.closed or rank.said for rank in self._ranks):
+            raise self.failure()
+
+    def _listen(self) -> None:
+        for rank in self._ranks:
+            while not rank.closed and select.select([rank.socket], [], [], 0)[0]:
+                data = _receive(rank.socket)
+                rank.closed = not data
+                for answer in rank.reader.feed(data):
+                    if isinstance(answer, Failed):
+                        rank.said = answer.message
+                    else:
+                        rank.reached.append(type(answer))
+
+    def failure(self, cause: Exception | None = None) -> RankError:
+        """Name the ranks that are gone; without any, one of them hangs."""
+        until = time.monotonic() + 0.5  # a rank that breaks the group is just about to end
+        while True:
+            self._listen()
+            gone = [text for n, r in enumerate(self._ranks, 1) if (text := _end_of(n, r))]
+            if gone or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        if gone:
+            return RankError("; ".join(gone))
+        pids = ", ".join(map(str, self.pids))
+        why = f" ({cause})" if cause is not None else ""
+        return RankError(f"one of the ranks (pids {pids}) does not answer{why}")
+
+    def close(self) -> None:
+        """End them."""
+        for rank in self._ranks:
+            rank.socket.close()
+            rank.process.kill()  # it has nothing to keep
+        for rank in self._ranks:
+            rank.process.wait()
+        os.close(self._store_fd)
+
+
+def _receive(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(1 << 16)
+    except OSError:
+        return b""
+
+
+def _end_of(number: int, rank: _Rank) -> str:
+    code = rank.process.poll()
+    name = f"rank {number} (pid {rank.process.pid})"
+    if rank.said:
+        return f"{name}: {rank.said}"
+    return f"{name} ended with code {code}" if code is not None else ""
+
+
+def rows_of(rows: Sequence[PlanRow]) -> list[Row]:
+    """What the ranks need of a plan."""
+    return [Row.of(row) for row in rows]
+
+
+def splits_of(config: ModelConfig, ranks: int) -> list[Split]:
+    """Every rank's part of a model.
+
+    Raises:
+        ModelError: The model cannot be split that far; the message names why.
+    """
+    if config.num_experts:
+        raise ModelError(f"tensor_parallel = {ranks}: a mixture of experts is not split")
+    try:
+        return splits(
+            ranks,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            feed=config.intermediate_size,
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+        )
+    except ValueError as error:
+        raise ModelError(f"tensor_parallel = {ranks}: {error}") from error

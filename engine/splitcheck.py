@@ -1,0 +1,153 @@
+"""Proof at start that a model split over ranks computes the bits of the whole model.
+
+Two things could differ: a product's columns, when fewer of them are computed together, and
+attention, when there are fewer heads or fewer queries to a KV head. Both are measured, on data that
+makes rounding visible, for the very shapes that the ranks will have.
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from engine.attention import Layout, PagedAttention, Span
+from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.split import Split
+from engine.linear import TILE_ROWS, Linear
+from engine.numerics import DTYPES, Numerics, NumericsSetupError, cancelling, same_bits
+from engine.parallel import Shard
+from engine.selftest import attention_fault, candidate_layouts, fast_layout, probe_data
+from engine.text.artifact import ModelConfig
+
+
+@torch.inference_mode()
+def prepare_ranks(shard: Shard, layout: Layout, dtype: str, numerics: Numerics) -> None:
+    """Decide how attention is cut on each rank, prove the split, and wait for the ranks.
+
+    Args:
+        shard: The leader's.
+        layout: How attention of the whole model is cut.
+        dtype: Of weights and KV.
+        numerics: ``fast`` proves nothing.
+
+    Raises:
+        NumericsSetupError: The split would show in the bits.
+        RankError: A rank died or hangs.
+    """
+    config, splits = shard.config, shard.splits
+    if numerics == "fast":
+        layouts = [fast_layout(len(s.heads) // len(s.kv_heads)) for s in splits]
+    else:
+        layouts = exact_layouts(layout, config, splits, dtype)
+        if fault := attention_split_fault(layout, layouts, config, splits, dtype):
+            raise _refusal(len(splits), fault)
+        if fault := product_split_fault(config, splits, DTYPES[dtype]):
+            raise _refusal(len(splits), fault)
+    shard.lay_out(layouts)
+    shard.wait_loaded()
+
+
+def _refusal(ranks: int, fault: str) -> NumericsSetupError:
+    return NumericsSetupError(
+        f"tensor_parallel = {ranks} with numerics exact: {fault} differs on this machine; use "
+        "another width or numerics: fast"
+    )
+
+
+def exact_layouts(
+    whole: Layout, config: ModelConfig, splits: Sequence[Split], dtype: str
+) -> list[Layout]:
+    """The cut of each rank: that of the whole model, as far as query rows to a KV head allow.
+
+    Raises:
+        NumericsSetupError: A rank's attention would not be invariant.
+    """
+    found: dict[tuple[int, int], Layout] = {}
+    for split in splits:
+        shape = (len(split.heads), len(split.kv_heads))
+        if shape in found:
+            continue
+        group = shape[0] // shape[1]
+        same_group = group * config.num_kv_heads == config.num_heads
+        candidates = [whole] if same_group else candidate_layouts(group)
+        for layout in candidates:
+            alike = (layout.unit, layout.tile) == (whole.unit, whole.tile)
+            if alike and attention_fault(layout, *shape, config.head_dim, dtype) is None:
+                found[shape] = layout
+                break
+        else:
+            raise _refusal(len(splits), f"attention with {shape[0]} heads over {shape[1]}")
+    return [found[len(split.heads), len(split.kv_heads)] for split in splits]
+
+
+def attention_split_fault(
+    whole: Layout,
+    layouts: Sequence[Layout],
+    config: ModelConfig,
+    splits: Sequence[Split],
+    dtype: str,
+) -> str | None:
+    """Which rank's heads have other bits than in the whole model; ``None`` if none."""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    for noise in (True, False):
+        q_THD, keys, values = probe_data(heads, kv_heads, dim, dtype, noise=noise)
+        length = q_THD.shape[0]
+        geometry = KvGeometry(
+            num_layers=1,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            num_blocks=length // BLOCK_TOKENS,
+            dtype=dtype,
+        )
+        pool = torch.stack((keys, values)).view(geometry.shape)
+        expected = _attend(PagedAttention(pool, geometry, heads, whole), q_THD)
+        for split, layout in zip(splits, layouts, strict=True):
+            mine = slice(split.heads.start, split.heads.stop)
+            part = PagedAttention(pool, geometry, len(split.heads), layout, kv_heads=split.kv_heads)
+            got = _attend(part, q_THD[:, mine].contiguous())
+            if not same_bits(got, expected[:, mine.start * dim : mine.stop * dim]):
+                return f"attention of heads {mine.start} to {mine.stop - 1}"
+    return None
+
+
+def _attend(attention: PagedAttention, q_THD: torch.Tensor) -> torch.Tensor:
+    length = q_THD.shape[0]
+    span = Span(0, 0, length, range(length // BLOCK_TOKENS))
+    return attention.run(0, attention.plan([], [span]), q_THD)
+
+
+def product_split_fault(
+    config: ModelConfig, splits: Sequence[Split], dtype: torch.dtype
+) -> str | None:
+    """Which product has other bits when its columns are computed apart; ``None`` if none."""
+    for name, outputs, inputs, parts in _products(config, splits):
+        weight = cancelling(outputs, inputs, dtype, sign=1.0, seed=21)
+        x = cancelling(TILE_ROWS, inputs, dtype, sign=-1.0, seed=22)
+        expected = Linear(weight)(x)
+        for rank, ranges in enumerate(parts):
+            columns = torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+            if not same_bits(Linear(weight[columns])(x), expected[:, columns]):
+                return f"{name} of rank {rank} ({len(columns)} of {outputs} columns)"
+    return None
+
+
+def _products(
+    config: ModelConfig, splits: Sequence[Split]
+) -> Iterator[tuple[str, int, int, Iterable[list[range]]]]:
+    """``(name, outputs, inputs, each rank's columns)``, as the layers stack their weights."""
+    c, dim = config, config.head_dim
+    q, kv, feed = c.num_heads * dim, c.num_kv_heads * dim, c.intermediate_size
+
+    def times(part: range, size: int, offset: int = 0) -> range:
+        return range(offset + part.start * size, offset + part.stop * size)
+
+    def qkv(s: Split) -> list[range]:
+        return [times(s.heads, dim), times(s.kv_heads, dim, q), times(s.kv_heads, dim, q + kv)]
+
+    hidden = [[s.hidden] for s in splits]
+    yield "qkv", q + 2 * kv, c.hidden_size, map(qkv, splits)
+    yield "o", c.hidden_size, q, hidden
+    yield "gate_up", 2 * feed, c.hidden_size, ([s.feed, times(s.feed, 1, feed)] for s in splits)
+    yield "down", c.hidden_size, feed, hidden
+    yield "head", c.vocab_size, c.hidden_size, [[s.vocab] for s in splits]

@@ -1,0 +1,56 @@
+"""Guesses whose quality the test chooses, at no cost, so that they are always made."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+from engine.core.sequence import TokenSequence
+from engine.core.speculation import Ask, Proposal, Speculation, StepCost
+
+
+class FreeGuesses(StepCost):
+    """Guesses cost nothing."""
+
+    def share(self, decodes: int) -> float:
+        return 0.0
+
+    def wants_plain(self, decodes: int) -> bool:
+        return False
+
+
+class Oracle:
+    """Knows the answers to prompts and tells the truth for ``honesty`` of the tokens.
+
+    Args:
+        answers: (prompt, choice) -> the answer.
+        honesty: Probability that a guess is right.
+    """
+
+    untimed = False
+
+    def __init__(
+        self, answers: Mapping[tuple[tuple[int, ...], int], Sequence[int]], honesty: float = 0.7
+    ) -> None:
+        self.answers = answers
+        self.honesty = honesty
+        self.random = random.Random(1)
+
+    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
+        return [self._one(ask) for ask in asks]
+
+    def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
+        pass
+
+    def _one(self, ask: Ask) -> Proposal:
+        sequence = ask.sequence
+        answer = self.answers.get((tuple(sequence.request.prompt), sequence.choice), ())
+        truth = answer[sequence.generated :][: ask.allowed(0)]
+        lie = self.random.randrange(256)
+        return Proposal([t if self.random.random() < self.honesty else lie for t in truth])
+
+
+def oracle(
+    answers: Mapping[tuple[tuple[int, ...], int], Sequence[int]],
+    honesty: float = 0.7,
+    most: int = 4,
+) -> Speculation:
+    return Speculation(Oracle(answers, honesty), most, FreeGuesses())

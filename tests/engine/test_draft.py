@@ -1,0 +1,64 @@
+"""A draft model beside the main one: loaded, checked against it, and turned off when it is bad."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.speculation import SpeculationSettings
+from engine.draft import check_same_tokens, open_draft
+from engine.ipc import EngineSettings
+from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.text.tokenizer import load_tokenizer
+from tests.engine.conftest import MODEL
+from tests.engine.test_loading import write_directory
+
+
+@pytest.fixture(scope="module")
+def vocabulary(artifact: ModelArtifact) -> str:
+    """The main model's tokenizer as a ``tokenizer.json``."""
+    backend = load_tokenizer(artifact.tokenizer_source())._backend
+    return str(backend.to_str())
+
+
+def random_draft(folder: Path, vocabulary: str, vocab_size: int = 49_152) -> Path:
+    write_directory(folder, shards=1, vocab_size=vocab_size)
+    (folder / "tokenizer.json").write_text(vocabulary)
+    return folder
+
+
+def test_a_draft_of_another_size_is_refused_by_name(
+    artifact: ModelArtifact, tmp_path: Path
+) -> None:
+    draft = resolve_model(str(random_draft(tmp_path / "small", "{}", 200)))
+    with pytest.raises(
+        ModelError, match=r"small does not fit .*vocabulary has 200 tokens, not 49152"
+    ):
+        check_same_tokens(artifact, draft)
+
+
+def test_the_same_tokens_in_another_file_format_are_the_same(
+    artifact: ModelArtifact, vocabulary: str, tmp_path: Path
+) -> None:
+    check_same_tokens(artifact, resolve_model(str(random_draft(tmp_path / "d", vocabulary))))
+
+
+def test_a_draft_that_spells_a_token_differently_is_refused(
+    artifact: ModelArtifact, vocabulary: str, tmp_path: Path
+) -> None:
+    described: dict[str, Any] = json.loads(vocabulary)
+    words = described["model"]["vocab"]
+    one, two = "Ġthe", "Ġof"
+    words[one], words[two] = words[two], words[one]
+    draft = random_draft(tmp_path / "d", json.dumps(described))
+    with pytest.raises(ModelError, match=r"token \d+ is ' (the|of)' to it and ' (the|of)' to the"):
+        check_same_tokens(artifact, resolve_model(str(draft)))
+
+
+def test_a_missing_draft_is_a_clear_error() -> None:
+    settings = EngineSettings(
+        model=MODEL, speculation=SpeculationSettings(mode="draft", draft="/nowhere/x.gguf")
+    )
+    with pytest.raises(ModelError, match=r"/nowhere/x\.gguf"):
+        open_draft(settings, lambda _: None)
