@@ -14,10 +14,13 @@ from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.tokenizer import load_tokenizer
 
 
-def open_draft(settings: EngineSettings, progress: Callable[[str], None]) -> Speculation:
+def open_draft(
+    settings: EngineSettings, num_blocks: int, progress: Callable[[str], None]
+) -> Speculation:
     """Load the draft model that the settings name, beside the main one.
 
-    Its KV pool has as many blocks as the main pool; they are smaller as the model is.
+    Its KV pool has as many blocks as the main pool (``num_blocks``); they are smaller as the model
+    is.
 
     Raises:
         ModelError: It cannot be loaded, or its tokens are not those of the main model.
@@ -30,7 +33,7 @@ def open_draft(settings: EngineSettings, progress: Callable[[str], None]) -> Spe
     with torch.inference_mode():
         model = load_model(draft, settings.dtype, numerics)
         layout = attention_layout(draft, settings.dtype, numerics)
-    geometry = geometry_of(draft, settings.dtype, settings.kv_blocks)
+    geometry = geometry_of(draft, settings.dtype, num_blocks)
     pool = bytearray(geometry.pool_bytes)
     runner = TorchRunner(model, pool, geometry, layout, main.config.eos_token_ids)
     return Speculation(DraftProposer(runner), settings.speculation.tokens)

@@ -87,7 +87,7 @@ class EngineProcess:
         self._core = EngineCore(
             runner,
             limits,
-            speculation=self._speculation(),
+            speculation=self._speculation(runner.geometry.num_blocks),
             check_every_step=self._settings.check_every_step,
         )
         self._adapters.open(runner.adapters)
@@ -133,7 +133,7 @@ class EngineProcess:
             self._desk = CompileDesk(runner.grammars)
         return runner, info
 
-    def _speculation(self) -> Speculation | None:
+    def _speculation(self, num_blocks: int) -> Speculation | None:
         settings = self._settings.speculation
         if settings.mode == "off":
             return None
@@ -141,7 +141,7 @@ class EngineProcess:
             return Speculation(NgramProposer(), settings.tokens)
         from engine.draft import open_draft
 
-        return open_draft(self._settings, lambda what: self._send([ipc.Progress(what)]))
+        return open_draft(self._settings, num_blocks, lambda what: self._send([ipc.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner

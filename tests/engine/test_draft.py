@@ -61,4 +61,4 @@ def test_a_missing_draft_is_a_clear_error() -> None:
         model=MODEL, speculation=SpeculationSettings(mode="draft", draft="/nowhere/x.gguf")
     )
     with pytest.raises(ModelError, match=r"/nowhere/x\.gguf"):
-        open_draft(settings, lambda _: None)
+        open_draft(settings, 64, lambda _: None)
