@@ -184,9 +184,10 @@ def test_a_workspace_keeps_what_it_gave_away() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (8, 2), (8, 1), (14, 2)])
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize(
+    ("block", "dtype"), [(16, torch.float32), (32, torch.bfloat16)], ids=["16-fp32", "32-bf16"]
+)
 @pytest.mark.parametrize("window", [0, 33])
 @pytest.mark.parametrize("spans", [DECODE, VERIFY, PREFILL, [(95, 34), (0, 1), (130, 3)]])
 def test_every_mixture_is_attention_and_splits_change_no_bit(
