@@ -1,0 +1,109 @@
+"""Promise 1: the path never shows in the tokens. Every pair of ways, on two models.
+
+``cases.py`` lists the ways, ``rig.py`` takes them. The page on what is covered is
+``docs/exactness.md``: ``python -m tests.matrix.table`` writes it, a test here keeps it true.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.text.artifact import resolve_model
+from engine.text.grammar import translate
+from engine.text.tokenizer import load_tokenizer
+from tests.engine.conftest import MODEL
+from tests.engine.lora_files import write_adapter
+from tests.matrix import table
+from tests.matrix.cases import WAYS, Case, every_case, every_pair, pairs_of
+from tests.matrix.rig import COMPETITOR_TOKENS, PROMPT_TOKENS, Rig
+from tests.matrix.tiny import write_tiny
+
+GRAMMAR = translate("regex", "([a-f0-9]{2}-){6,20}z")
+IN_CI = 8  # cases of the real model in every run; all of them in `make test-all`
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("tiny")
+    model = write_tiny(folder / "model")
+    config = resolve_model(model).config
+    adapter = write_adapter(folder / "lora", config, size=0.3)
+    prompt = [3 + (7 * i) % 11 for i in range(PROMPT_TOKENS)]
+    competitor = [5 + (i * i) % 200 for i in range(COMPETITOR_TOKENS)]
+    rig = Rig(model, adapter, GRAMMAR, prompt, competitor)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    artifact = resolve_model(MODEL)
+    adapter = write_adapter(tmp_path_factory.mktemp("real") / "lora", artifact.config, size=0.05)
+    tokenizer = load_tokenizer(artifact.tokenizer_source())
+    text = tokenizer.encode("one potato, two potatoes, three potatoes, four; " * 60)
+    rig = Rig(MODEL, adapter, GRAMMAR, text[:PROMPT_TOKENS], text[5 : 5 + COMPETITOR_TOKENS])
+    yield rig
+    rig.close()
+
+
+def check(rig: Rig, case: Case) -> None:
+    """The tokens are those of the shortest way, and the case is what it says."""
+    outcome = rig.run(case)
+    assert outcome.tokens == rig.expected(case)
+    assert len(outcome.tokens) == rig.max_tokens
+    assert bool(outcome.preemptions) == case.preempted
+    if case.path == "colocated" and not case.preempted:
+        assert bool(outcome.cached_tokens) == (case.prefix == "hit")
+    if case.speculation == "draft":
+        assert outcome.guesses
+
+
+@pytest.mark.parametrize("case", every_pair(), ids=str)
+def test_every_pair_on_a_tiny_model(tiny: Rig, case: Case) -> None:
+    check(tiny, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] if i >= IN_CI else [])
+        for i, case in enumerate(c for c in every_pair() if c.ranks < 3)
+    ],
+)
+def test_pairs_on_the_real_model(real: Rig, case: Case) -> None:
+    check(real, case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_case_on_a_tiny_model(tiny: Rig) -> None:
+    """The full product: thousands of cases."""
+    broken = []
+    for case in every_case():
+        try:
+            check(tiny, case)
+        except AssertionError as error:
+            broken.append(f"{case}: {str(error).splitlines()[0]}")
+    assert not broken
+
+
+def test_what_may_show_does_show(tiny: Rig) -> None:
+    """Grammar, adapter, seed and quantised KV do change the tokens: equality is no accident."""
+    plain = every_pair()[0].plain
+    answers = {str(case.plain): tuple(tiny.expected(case)) for case in every_pair()}
+    assert tiny.expected(plain)
+    assert len(set(answers.values())) > len(answers) * 3 // 4
+
+
+def test_the_covering_set_covers_every_pair() -> None:
+    covered = set().union(*(pairs_of(case) for case in every_pair()))
+    wanted = set().union(*(pairs_of(case) for case in every_case()))
+    assert covered == wanted
+    assert len(wanted) > 200
+    assert set(WAYS) == set(Case.__slots__)
+
+
+def test_the_page_on_exactness_says_what_is_covered() -> None:
+    page = Path(__file__).parents[2] / "docs" / "exactness.md"
+    assert page.read_text(encoding="utf-8") == table.page(), "run: python -m tests.matrix.table"
