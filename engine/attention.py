@@ -31,6 +31,7 @@ from itertools import pairwise
 import torch
 
 from engine.core.geometry import KvGeometry
+from engine.kv_codec import KvCodec
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
@@ -134,6 +135,7 @@ class PagedAttention:
         layout: How calls are cut.
         windows: Keys that a query sees, its own included, for each layer; ``None`` is all of them.
         kv_heads: The KV heads that are read here, if not all (``num_heads`` are their queries).
+        codec: How K and V are stored, if not as they are.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class PagedAttention:
         layout: Layout,
         windows: Sequence[int | None] = (),
         kv_heads: range | None = None,
+        codec: KvCodec | None = None,
     ) -> None:
         self.layout = layout
         self._heads = num_heads
@@ -153,10 +156,12 @@ class PagedAttention:
         self._block_tokens = geometry.block_tokens
         self._num_blocks = geometry.num_blocks
         tokens = geometry.num_blocks * geometry.block_tokens
-        width = geometry.num_kv_heads * geometry.head_dim
+        self._stored = geometry.head_elements
+        width = geometry.num_kv_heads * self._stored
         self._row = width
+        self._codec = codec
         self.tokens = list(
-            pool.view(geometry.num_layers, 2, tokens, geometry.num_kv_heads, geometry.head_dim)
+            pool.view(geometry.num_layers, 2, tokens, geometry.num_kv_heads, self._stored)
         )
         self._blocks = list(
             pool.view(geometry.num_layers, 2, geometry.num_blocks, geometry.block_tokens * width)
@@ -165,7 +170,7 @@ class PagedAttention:
             mine = slice(kv_heads.start, kv_heads.stop)
             self.tokens = [tokens[:, :, mine] for tokens in self.tokens]
             self._blocks = [layer[..., mine, :] for layer in pool]
-        self._dtype = pool.dtype
+        self._dtype = pool.dtype if codec is None else codec.dtype
         self._scale = geometry.head_dim**-0.5
         self._isolated = False
         self._windows = tuple(windows) or (None,) * geometry.num_layers
@@ -315,16 +320,18 @@ class PagedAttention:
         self, layer: int, where: _Keys, batch: int, keys: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as ``[B, Hkv, keys, D]``."""
-        shape = (batch, self._kv_heads, keys, self._dim)
-        if where.gather is not None:
-            both = self._blocks[layer].index_select(1, where.gather)
-            k, v = both.view(2, batch, keys, self._kv_heads, self._dim).transpose(2, 3).unbind(0)
-            return k, v
         tokens = self.tokens[layer]
-        offset = tokens.storage_offset() + where.first_token * self._row
-        strides = (where.stride_tokens * self._row, self._dim, self._row, 1)
-        k = tokens.as_strided(shape, strides, offset)
-        v = tokens.as_strided(shape, strides, offset + tokens.stride(0))
+        if where.gather is not None:
+            gathered = self._blocks[layer].index_select(1, where.gather)
+            both = gathered.view(2, batch, keys, self._kv_heads, self._stored)
+        else:
+            shape = (2, batch, keys, self._kv_heads, self._stored)
+            strides = (tokens.stride(0), where.stride_tokens * self._row, *tokens.stride()[1:])
+            offset = tokens.storage_offset() + where.first_token * self._row
+            both = tokens.as_strided(shape, strides, offset)
+        if self._codec is not None:
+            both = self._codec.decode(both)
+        k, v = both.transpose(2, 3).unbind(0)
         return k, v
 
     def _run_decode(self, layer: int, call: _Decode, q_THD: torch.Tensor) -> torch.Tensor:

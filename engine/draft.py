@@ -5,53 +5,38 @@ from collections.abc import Callable
 import torch
 
 from engine.core.drafting import DraftProposer
+from engine.core.plan import ModelRunner
 from engine.core.speculation import Speculation
 from engine.ipc import EngineSettings
 from engine.loading import load_model
 from engine.numerics import Numerics
 from engine.runner import TorchRunner, attention_layout, geometry_of
-from engine.text.artifact import ModelArtifact, ModelError, resolve_model
-from engine.text.tokenizer import load_tokenizer
+from engine.text.artifact import resolve_model
+from engine.text.same_tokens import check_same_tokens
 
 
-def open_draft(settings: EngineSettings, progress: Callable[[str], None]) -> Speculation:
+def open_draft(
+    settings: EngineSettings, main_runner: ModelRunner, progress: Callable[[str], None]
+) -> Speculation:
     """Load the draft model that the settings name, beside the main one.
 
-    Its KV pool has as many blocks as the main pool; they are smaller as the model is.
+    Its KV pool has as many blocks as the main pool; they are smaller as the model is. It follows
+    the same grammars, and knows no adapters.
 
     Raises:
         ModelError: It cannot be loaded, or its tokens are not those of the main model.
         NumericsSetupError: ``exact`` cannot be kept for it on this machine.
     """
     progress(f"looking for the draft model {settings.speculation.draft}")
-    main, draft = resolve_model(settings.model), resolve_model(settings.speculation.draft)
+    draft, main = resolve_model(settings.speculation.draft), resolve_model(settings.model)
     check_same_tokens(main, draft)
     numerics: Numerics = "fast" if settings.numerics == "fast" else "exact"
     with torch.inference_mode():
         model = load_model(draft, settings.dtype, numerics)
         layout = attention_layout(draft, settings.dtype, numerics)
-    geometry = geometry_of(draft, settings.dtype, settings.kv_blocks)
+    geometry = geometry_of(draft, settings.dtype, main_runner.geometry.num_blocks)
     pool = bytearray(geometry.pool_bytes)
-    runner = TorchRunner(model, pool, geometry, layout, main.config.eos_token_ids)
+    grammars = main_runner.grammars if isinstance(main_runner, TorchRunner) else None
+    stops = main.config.eos_token_ids
+    runner = TorchRunner(model, pool, geometry, layout, stops, grammars=grammars)
     return Speculation(DraftProposer(runner), settings.speculation.tokens)
-
-
-def check_same_tokens(main: ModelArtifact, draft: ModelArtifact) -> None:
-    """A guess is a token id, so every id must mean the same to both models.
-
-    Raises:
-        ModelError: It does not; the message names both models and the first difference.
-    """
-    names = f"speculation: the draft model {draft.path} does not fit {main.path}"
-    sizes = draft.config.vocab_size, main.config.vocab_size
-    if sizes[0] != sizes[1]:
-        raise ModelError(f"{names}: its vocabulary has {sizes[0]} tokens, not {sizes[1]}")
-    if draft.tokenizer_digest == main.tokenizer_digest:
-        return
-    ours, theirs = load_tokenizer(main.tokenizer_source()), load_tokenizer(draft.tokenizer_source())
-    for token_id in range(sizes[0]):
-        if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
-            raise ModelError(
-                f"{names}: token {token_id} is {theirs.token_text(token_id)!r} to it and "
-                f"{ours.token_text(token_id)!r} to the main model"
-            )

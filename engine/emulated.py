@@ -18,7 +18,7 @@ from engine.core.errors import AdapterLoadError, BatonError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.harvest import Harvest
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
 
 
 class EmulatedAdapters:
@@ -80,6 +80,7 @@ class EmulatedRunner:
         self._nan_after_steps = nan_after_steps
         self._steps = 0
         self.adapters = EmulatedAdapters()
+        self.harvests = True
         self._ramp = np.arange(row_bytes, dtype=np.uint64)
 
     @property
@@ -106,6 +107,10 @@ class EmulatedRunner:
     def mask_ns(self) -> int:
         """No time."""
         return 0
+
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """All: there are no grammars here."""
+        return len(guesses)
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None

@@ -136,6 +136,15 @@ class Grammars:
         mask[: len(bits)] = bits[: self._vocab_size]
         return mask
 
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """How many of ``guesses``, in order, may follow the history; the rest is not worth a try.
+
+        Raises:
+            GrammarError: The history does not follow the grammar.
+        """
+        count: int = self._state(spec).matcher.validate_tokens(list(guesses))
+        return count
+
     def _state(self, spec: SampleSpec) -> _State:
         p, prompt = spec.params, spec.prompt_tokens
         # The key only finds a state that is likely near; whether it fits, its tokens decide.

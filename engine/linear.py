@@ -11,7 +11,7 @@ cut at all.
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -138,20 +138,27 @@ class Linear:
 
     def __init__(self, weight_NK: torch.Tensor, rows: RowCounts = ANY_ROWS) -> None:
         self.outputs, self.inputs = weight_NK.shape
+        self.dtype = weight_NK.dtype
         self.rows = rows
-        self._packed = _pack(weight_NK.contiguous())
+        self._packed = self._pack(weight_NK)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         """``[M, K] -> [M, N]``."""
         if self.rows.whole(x_MK.shape[0]):
-            return _product(x_MK, self._packed)
+            return self._multiply(x_MK)
         y_MN = x_MK.new_empty(x_MK.shape[0], self.outputs)
         start = 0
         for count, padded in self.rows.pieces(x_MK.shape[0]):
             part = slice(start, start + count)
-            y_MN[part] = _product(_padded(x_MK[part], padded), self._packed)[:count]
+            y_MN[part] = self._multiply(_padded(x_MK[part], padded))[:count]
             start += count
         return y_MN
+
+    def _pack(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        return _pack(weight_NK.contiguous())
+
+    def _multiply(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return _product(x_MK, self._packed)
 
     def check(self) -> None:
         """Prove on this very weight that every way of cutting rows gives the tile's bits.
@@ -159,9 +166,9 @@ class Linear:
         Raises:
             NumericsSetupError: It does not; the message names the shape and the count.
         """
-        x = cancelling(64, self.inputs, self._packed.dtype, sign=-1.0, seed=4)
-        x += cancelling(64, self.inputs, self._packed.dtype, sign=1.0, seed=5, scale=1e-3)
-        tiles = torch.cat([_product(tile, self._packed) for tile in torch.split(x, TILE_ROWS)])
+        x = cancelling(64, self.inputs, self.dtype, sign=-1.0, seed=4)
+        x += cancelling(64, self.inputs, self.dtype, sign=1.0, seed=5, scale=1e-3)
+        tiles = torch.cat([self._multiply(tile) for tile in torch.split(x, TILE_ROWS)])
         for count in (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 50, 64):
             for start in range(0, 64 - count + 1, max(count, 4)):
                 part = slice(start, start + count)
@@ -170,6 +177,15 @@ class Linear:
                         f"numerics exact: a linear layer of {self.outputs} x {self.inputs} gives "
                         f"other bits for {count} rows than for {TILE_ROWS}; use numerics: fast"
                     )
+
+
+PackFn = Callable[[str, torch.Tensor], Linear]
+"""``(name, weight [N, K]) -> layer``; named after its first part: "q", "gate", "head" ..."""
+
+
+def plain(name: str, weight_NK: torch.Tensor) -> Linear:
+    """A layer without a promise about its bits (``numerics: fast``)."""
+    return Linear(weight_NK)
 
 
 def _padded(x_MK: torch.Tensor, rows: int) -> torch.Tensor:

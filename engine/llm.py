@@ -73,6 +73,8 @@ class LLM:
         reference: A model, as in the fleet's configuration.
         dtype: ``bf16`` or ``fp32``.
         numerics: ``exact``: bits do not depend on batch and path; ``fast``: as it comes.
+        weights: ``none``, ``int8`` or ``int4``: how the layers' weights are kept.
+        kv: ``none``, ``int8`` or ``fp8``: how the KV cache is kept.
         kv_blocks: Size of the KV pool in blocks of 16 tokens.
         threads: Threads of torch, for the whole process; ``None`` leaves them alone.
         max_batch_requests: Sequences that run together.
@@ -90,6 +92,8 @@ class LLM:
         *,
         dtype: str = "bf16",
         numerics: Numerics = "exact",
+        weights: str = "none",
+        kv: str = "none",
         kv_blocks: int = 1024,
         threads: int | None = None,
         max_batch_requests: int = 32,
@@ -99,20 +103,21 @@ class LLM:
         if threads is not None:
             torch.set_num_threads(threads)
         self.artifact = resolve_model(reference)
+        kv_dtype = "" if kv == "none" else kv
         self.tokenizer = load_tokenizer(self.artifact.tokenizer_source())
         with torch.inference_mode():
-            model = load_model(self.artifact, dtype, numerics)
+            model = load_model(self.artifact, dtype, numerics, quantisation=weights)
             layout = attention_layout(self.artifact, dtype, numerics)
         if numerics == "exact":
-            verify_exact(model, layout, dtype)
-        geometry = geometry_of(self.artifact, dtype, kv_blocks)
+            verify_exact(model, layout, dtype, kv_dtype)
+        geometry = geometry_of(self.artifact, kv_dtype or dtype, kv_blocks)
         pool = bytearray(geometry.pool_bytes)
         stops = self.artifact.config.eos_token_ids
         adapters = AdapterSet(self.artifact.config, DTYPES[dtype], numerics)
         self._grammars = open_grammars(self.artifact)
         self.runner = TorchRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
-        identity = numerics_id(model, layout, dtype, numerics)
-        self._identity = (self.artifact.weights_digest, dtype, identity)
+        identity = numerics_id(model, layout, dtype, numerics, kv_dtype)
+        self._identity = (self.artifact.weights_digest, kv_dtype or dtype, identity)
         limits = SchedulerConfig(max_batch_requests, max_step_tokens)
         self.core = EngineCore(self.runner, limits, speculation=speculation)
         self._tickets = itertools.count()

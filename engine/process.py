@@ -24,7 +24,13 @@ from engine import ipc
 from engine.adapter_desk import AdapterDesk
 from engine.core import events as ev
 from engine.core.core import EngineCore
-from engine.core.errors import BatonError, CancelledError_, GrammarError, NumericsError
+from engine.core.errors import (
+    BatonError,
+    CancelledError_,
+    GrammarError,
+    InvalidRequestError,
+    NumericsError,
+)
 from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
@@ -87,7 +93,7 @@ class EngineProcess:
         self._core = EngineCore(
             runner,
             limits,
-            speculation=self._speculation(),
+            speculation=self._speculation(runner),
             check_every_step=self._settings.check_every_step,
         )
         self._adapters.open(runner.adapters)
@@ -129,11 +135,12 @@ class EngineProcess:
             lambda what: self._send([ipc.Progress(what)]),
             self._ranks,
         )
-        if runner.grammars is not None:
-            self._desk = CompileDesk(runner.grammars)
+        grammars = getattr(runner, "grammars", None)
+        if grammars is not None:
+            self._desk = CompileDesk(grammars)
         return runner, info
 
-    def _speculation(self) -> Speculation | None:
+    def _speculation(self, main: ModelRunner) -> Speculation | None:
         settings = self._settings.speculation
         if settings.mode == "off":
             return None
@@ -141,14 +148,18 @@ class EngineProcess:
             return Speculation(NgramProposer(), settings.tokens)
         from engine.draft import open_draft
 
-        return open_draft(self._settings, lambda what: self._send([ipc.Progress(what)]))
+        return open_draft(self._settings, main, lambda what: self._send([ipc.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner
 
         settings = self._settings
         geometry = KvGeometry(
-            num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=settings.kv_blocks, dtype="bf16"
+            num_layers=4,
+            num_kv_heads=2,
+            head_dim=8,
+            num_blocks=settings.kv_blocks or 1024,
+            dtype=settings.kv_dtype or "bf16",
         )
         pool = map_pool(self._pool_fd, geometry)
         runner = EmulatedRunner(
@@ -255,7 +266,10 @@ class EngineProcess:
             adapter=command.adapter.digest if command.adapter else "",
             pooling=command.pooling,
         )
+        wants_harvest = bool(command.pooling) or command.params.prompt_logprobs is not None
         try:
+            if wants_harvest and not self._core.runner.harvests:
+                raise InvalidRequestError("prompt_logprobs and embeddings need a CPU worker yet")
             self._core.scheduler.submit(request, now_ns)
         except BatonError as error:
             self._end(command.request_id, error)

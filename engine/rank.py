@@ -82,7 +82,13 @@ class Rank:
     def _load(self, artifact: ModelArtifact) -> None:
         settings = self._settings
         with torch.inference_mode():
-            self._model = load_model(artifact, settings.dtype, self._numerics, shard=self._shard)
+            self._model = load_model(
+                artifact,
+                settings.dtype,
+                self._numerics,
+                quantisation=settings.weight_quantisation,
+                shard=self._shard,
+            )
             if self._numerics == "exact":
                 for linear in self._model.linears().values():
                     linear.check()

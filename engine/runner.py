@@ -25,9 +25,11 @@ from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.core.plan import ModelRunner, PlanRow, SampleSpec, StepPlan
+from engine.footprint import give_back_memory, kv_geometry, pool_geometry
 from engine.grammars import Grammars
 from engine.ipc import EngineSettings
+from engine.kv_codec import kv_codec
 from engine.loading import load_model
 from engine.models.decoder import Decoder
 from engine.models.rope import ROPE_ORDER
@@ -91,6 +93,7 @@ class TorchRunner:
         shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
+        self.harvests = True
         self._refused: dict[int, GrammarError] = {}
         self._mask_ns = 0
         self._model = model
@@ -100,7 +103,9 @@ class TorchRunner:
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         count = geometry.pool_bytes // geometry.itemsize_bytes
-        flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
+        self._codec = kv_codec(geometry, model.dtype)
+        dtype = torch.uint8 if self._codec else DTYPES[geometry.dtype]
+        flat = torch.frombuffer(pool_buffer, dtype=dtype, count=count)
         self._pool = flat.view(geometry.shape)
         kv_heads = None
         if self._shard is not None:
@@ -108,7 +113,7 @@ class TorchRunner:
             kv_heads = self._shard.split.kv_heads
         c = model.local
         self._attention = PagedAttention(
-            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads
+            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads, self._codec
         )
 
     @property
@@ -169,18 +174,28 @@ class TorchRunner:
             harvest.take(scores, rows_TE)
         if not wanted:
             return [[] for _ in plan.rows]
-        return verifying.draw(logits, plan.rows, self._eos_token_ids, self._masks)
+        eos = self._eos_token_ids
+        results, self._refused = verifying.draw(logits, plan.rows, eos, self._masks)
+        return results
+
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """See ``engine.core.plan.ModelRunner``."""
+        if self.grammars is None or not spec.params.grammar:
+            return len(guesses)
+        try:
+            return self.grammars.admissible(spec, guesses)
+        except GrammarError:
+            return 0  # the step without guesses will say it
 
     def _masks(
-        self, specs: Sequence[Sequence[SampleSpec]], rows: Sequence[int]
-    ) -> list[list[sampling.Mask | None]] | None:
-        """What the grammars allow; ``rows`` are the plan rows that ``specs`` belong to."""
+        self, specs: Sequence[Sequence[SampleSpec]]
+    ) -> tuple[list[list[sampling.Mask | None]], dict[int, GrammarError]]:
+        """What the grammars allow; see ``Grammars.masks``."""
         if self.grammars is None:
-            return None
-        masks, refused = self.grammars.masks(specs)
+            return [[None] * len(wanted) for wanted in specs], {}
+        found = self.grammars.masks(specs)
         self._mask_ns += self.grammars.mask_ns
-        self._refused |= {rows[index]: error for index, error in refused.items()}
-        return masks
+        return found
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
@@ -210,6 +225,8 @@ class TorchRunner:
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             tokens = attention.tokens[layer]  # [2, slots, K, D]
+            if self._codec is not None:
+                kv = self._codec.encode(kv)
             for write in batch.writes:
                 if write.slots is not None:
                     tokens.index_copy_(1, write.slots, kv[:, write.rows])
@@ -335,7 +352,7 @@ class TorchRunner:
         for index in rows:
             slots = torch.from_numpy(self._slots(plan.rows[index]))
             for tokens in self._attention.tokens:
-                tokens[:, slots] = 0.0
+                tokens[:, slots] = 0
 
     def _fail(self, plan: StepPlan, broken: set[int]) -> None:
         rows = tuple(sorted(broken))
@@ -348,16 +365,9 @@ class TorchRunner:
 # --- building ----------------------------------------------------------------------------------
 
 
-def geometry_of(artifact: ModelArtifact, dtype: str, num_blocks: int) -> KvGeometry:
+def geometry_of(artifact: ModelArtifact, kv_dtype: str, num_blocks: int) -> KvGeometry:
     """The pool's shape for a model."""
-    c = artifact.config
-    return KvGeometry(
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        num_blocks=num_blocks,
-        dtype=dtype,
-    )
+    return kv_geometry(artifact.config, kv_dtype, num_blocks)
 
 
 def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) -> Layout:
@@ -384,7 +394,7 @@ def open_grammars(artifact: ModelArtifact) -> Grammars:
 
 
 @torch.inference_mode()
-def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
+def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "") -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -402,7 +412,7 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     length = 5 * BLOCK_TOKENS + 3
@@ -431,7 +441,9 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str) -> None:
 
 
 @torch.inference_mode()
-def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) -> str:
+def numerics_id(
+    model: Decoder, layout: Layout, dtype: str, numerics: Numerics, kv_dtype: str = ""
+) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
     It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
@@ -443,7 +455,7 @@ def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) 
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         num_blocks=24,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
     )
     runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
@@ -451,7 +463,8 @@ def numerics_id(model: Decoder, layout: Layout, dtype: str, numerics: Numerics) 
     hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
     logits = model.logits(hidden[-1:]).raw_SV
     cut = f"u{layout.unit}t{layout.tile}"
-    return f"{numerics}/{dtype}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
+    kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
+    return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
 
 
 def open_runner(
@@ -459,7 +472,7 @@ def open_runner(
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
     ranks: RankProcesses | None = None,
-) -> tuple[TorchRunner, ModelInfo]:
+) -> tuple[ModelRunner, ModelInfo]:
     """Everything that an engine process needs: load, prove, and wrap.
 
     Args:
@@ -483,6 +496,7 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
+    geometry = pool_geometry(settings, artifact.config)
     grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 
@@ -492,23 +506,36 @@ def open_runner(
             shown[stage] = tenth
             progress(f"{stage} weights: {10 * tenth} %")
 
+    if ranks is not None and settings.weight_quantisation == "int4":
+        raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
+    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        from engine.cuda_open import open_cuda_runner  # needs triton
+
+        return open_cuda_runner(settings, artifact, context, map_pool, progress)
     with torch.inference_mode():
         shard = None if ranks is None else lead(artifact.config, ranks)
-        model = load_model(artifact, settings.dtype, numerics, progress=report, shard=shard)
+        model = load_model(
+            artifact,
+            settings.dtype,
+            numerics,
+            quantisation=settings.weight_quantisation,
+            progress=report,
+            shard=shard,
+        )
         layout = attention_layout(artifact, settings.dtype, numerics)
         if shard is not None:
             progress(f"checking the split over {settings.tensor_parallel} ranks")
             prepare_ranks(shard, layout, settings.dtype, numerics)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
-        verify_exact(model, layout, settings.dtype)
-    geometry = geometry_of(artifact, settings.dtype, settings.kv_blocks)
+        verify_exact(model, layout, settings.dtype, settings.kv_dtype)
     adapters = AdapterSet(
         artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
     )
-    identity = numerics_id(model, layout, settings.dtype, numerics)
+    identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
     stops = artifact.config.eos_token_ids
     runner = TorchRunner(
         model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
     )
+    give_back_memory()
     return runner, ModelInfo(identity, artifact.weights_digest, context)

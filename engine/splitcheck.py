@@ -73,7 +73,10 @@ def exact_layouts(
         candidates = [whole] if same_group else candidate_layouts(group)
         for layout in candidates:
             alike = (layout.unit, layout.tile) == (whole.unit, whole.tile)
-            if alike and attention_fault(layout, *shape, config.head_dim, dtype) is None:
+            if (
+                alike
+                and attention_fault(layout, *shape, config.head_dim, dtype, config.window) is None
+            ):
                 found[shape] = layout
                 break
         else:
@@ -104,7 +107,7 @@ def attention_split_fault(
         expected = _attend(PagedAttention(pool, geometry, heads, whole), q_THD)
         for split, layout in zip(splits, layouts, strict=True):
             mine = slice(split.heads.start, split.heads.stop)
-            part = PagedAttention(pool, geometry, len(split.heads), layout, split.kv_heads)
+            part = PagedAttention(pool, geometry, len(split.heads), layout, kv_heads=split.kv_heads)
             got = _attend(part, q_THD[:, mine].contiguous())
             if not same_bits(got, expected[:, mine.start * dim : mine.stop * dim]):
                 return f"attention of heads {mine.start} to {mine.stop - 1}"

@@ -2,54 +2,67 @@
 
 from collections.abc import Callable, Sequence
 
+from engine.core.errors import GrammarError
+from engine.core.finish import finish_reason
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec
 from engine.sampling import Logits, Mask, sample
 
-Masks = Callable[
-    [Sequence[Sequence[SampleSpec]], Sequence[int]], Sequence[Sequence[Mask | None]] | None
+MaskFn = Callable[
+    [Sequence[Sequence[SampleSpec]]], tuple[list[list[Mask | None]], dict[int, GrammarError]]
 ]
-"""Allowed tokens for some draws, and the plan rows that these belong to."""
+"""``Grammars.masks``."""
 
 
 def draw(
-    logits: Logits,
-    rows: Sequence[PlanRow],
-    eos_token_ids: Sequence[int],
-    masks: Masks = lambda *_: None,
-) -> list[list[SampledToken]]:
-    """Draw what ``rows`` ask for; behind a wrong guess nothing is drawn.
+    logits: Logits, rows: Sequence[PlanRow], eos_token_ids: Sequence[int], masks: MaskFn
+) -> tuple[list[list[SampledToken]], dict[int, GrammarError]]:
+    """Draw what ``rows`` ask for; nothing behind a wrong guess, nor behind the end of an answer.
 
-    So a grammar only ever sees answers that follow it.
+    So a draw only ever sees a history that is a fact, or becomes one with this step.
 
     Args:
         logits: Rows in the order of ``PlanRow.draws``, plan row by plan row.
         rows: Of the plan.
         eos_token_ids: The model's end tokens.
-        masks: What grammars allow.
+        masks: What the grammars allow.
 
     Returns:
-        For each plan row its tokens.
+        For each plan row its tokens, and the plan rows whose grammar failed at the first of them.
     """
     results: list[list[SampledToken]] = [[] for _ in rows]
+    refused: dict[int, GrammarError] = {}
     begins, begin = [], 0
     for row in rows:
         begins.append(begin)
         begin += len(row.draws())
+    eos = frozenset(eos_token_ids)
     alive = [index for index, row in enumerate(rows) if row.samples]
     step = 0
     while alive:
         whole = len(alive) == begin  # every row of logits: no copy
         part = logits if whole else logits.rows([begins[index] + step for index in alive])
         specs = [rows[index].draws()[step][1] for index in alive]
-        found = sample(part, specs, eos_token_ids, masks(specs, alive))
-        for index, drawn in zip(alive, found, strict=True):
-            results[index] += drawn
-        step += 1
-        alive = [index for index in alive if _goes_on(rows[index], results[index], step)]
-    return results
+        allowed, faults = masks(specs)
+        drawn = sample(part, specs, eos_token_ids, allowed)
+        going_on = []
+        for place, index in enumerate(alive):
+            if place in faults and step:
+                continue  # it has tokens; the next step will meet the fault
+            if place in faults:
+                refused[index] = faults[place]
+            results[index] += drawn[place]
+            if _goes_on(rows[index], results[index], eos):
+                going_on.append(index)
+        alive, step = going_on, step + 1
+    return results, refused
 
 
-def _goes_on(row: PlanRow, drawn: Sequence[SampledToken], step: int) -> bool:
-    """Whether the guess behind the last draw was right."""
-    return step <= row.guesses and drawn[-1].token == row.tokens[step - row.guesses - 1]
+def _goes_on(row: PlanRow, drawn: Sequence[SampledToken], eos: frozenset[int]) -> bool:
+    """Whether the guess behind the last draw was right, and is not the end of the answer."""
+    step = len(drawn)
+    if step > row.guesses or drawn[-1].token != row.tokens[step - row.guesses - 1]:
+        return False
+    spec = row.samples[step - 1]
+    generated = len(spec.history) - spec.prompt_tokens + 1
+    return not finish_reason(spec.params, eos, drawn[-1].token, generated)[0]

@@ -79,11 +79,16 @@ def notes(config: FleetConfig) -> list[str]:
             "will wait for each other; lower threads_per_rank or pools"
         )
     needed = config.max_context_tokens or 0
-    held = config.kv_blocks_per_worker * 16
-    if needed > held:
+    blocks = config.kv_blocks_per_worker
+    if blocks != "auto" and needed > blocks * 16:
         found.append(
-            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = "
-            f"{config.kv_blocks_per_worker} ({held} tokens): longer requests are refused with 400"
+            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = {blocks} "
+            f"({blocks * 16} tokens): longer requests are refused with 400"
+        )
+    if config.numerics == "fast" and (config.speculation.ngram or config.speculation.draft):
+        found.append(
+            "speculation with numerics: fast: answers may differ from those without speculation; "
+            "numerics: exact promises that they are the same"
         )
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         found.append(f"host = {config.host} is open to the network without api_keys")
@@ -113,8 +118,11 @@ def describe_model(config: FleetConfig) -> str:
     """
     from engine.ranks import splits_of
     from engine.text.artifact import resolve_model
+    from engine.text.same_tokens import check_same_tokens
 
     artifact = resolve_model(config.model)
+    if config.speculation.draft:
+        check_same_tokens(artifact, resolve_model(config.speculation.draft))
     for width in sorted(set(config.pools.ranks)):
         splits_of(artifact.config, width)
     limit = artifact.config.max_context_tokens

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fleet import state as fleet_state
+from fleet.capacity_command import capacity
 from fleet.chat import talk
 from fleet.checks import PortTakenError, describe_model, doctor, notes
 from fleet.config import ConfigError, FleetConfig, load_config
@@ -40,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(capacity)
 config_app = typer.Typer(help="Look at fleet files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 

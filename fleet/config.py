@@ -77,6 +77,15 @@ class PoolsConfig(BaseModel):
         return self.prefill + self.decode
 
 
+class QuantisationConfig(BaseModel):
+    """What is kept in fewer bits; what that costs and loses: ``docs/quantisation.md``."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    weights: Literal["none", "int8", "int4"] = "none"
+    kv: Literal["none", "int8", "fp8"] = "none"
+
+
 class AdaptersConfig(BaseModel):
     """LoRA adapters. Paths are directories that the router and every worker can read."""
 
@@ -110,6 +119,8 @@ class SpeculationConfig(BaseModel):
     def _one_source_of_guesses(self) -> "SpeculationConfig":
         if self.ngram and self.draft:
             raise ValueError("`ngram` and `draft` exclude each other")
+        if "tokens" in self.model_fields_set and not (self.ngram or self.draft):
+            raise ValueError("needs `ngram: true` or `draft: MODEL` beside `tokens`")
         return self
 
     def settings(self) -> dict[str, object]:
@@ -131,11 +142,13 @@ class FleetConfig(BaseModel):
     numerics: Literal["exact", "fast"] = "exact"
     dtype: Literal["bf16", "fp32"] = "bf16"
     speculation: SpeculationConfig = SpeculationConfig()
+    quantisation: QuantisationConfig = QuantisationConfig()
 
     adapters: AdaptersConfig = AdaptersConfig()
 
     pools: PoolsConfig = PoolsConfig()
-    kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] = 1024  # of 16 tokens
+    # of 16 tokens; `auto`: from the memory that is free when a worker starts
+    kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] | Literal["auto"] = "auto"
     threads_per_rank: Annotated[int, Field(ge=1, le=512)] = 1
     cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0
     max_batch_requests: Annotated[int, Field(ge=1, le=4096)] = 32
@@ -362,6 +375,7 @@ def _suggestion(where: tuple[str | int, ...]) -> str:
         "tensor_parallel": TensorParallelConfig,
         "adapters": AdaptersConfig,
         "speculation": SpeculationConfig,
+        "quantisation": QuantisationConfig,
     }
     parent = where[-2] if len(where) > 1 else ""
     keys = inner.get(parent, FleetConfig).model_fields

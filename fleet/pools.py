@@ -1,6 +1,7 @@
 """What a pool asks of Ray: bundles, environments, settings. `ray_controller` carries it out."""
 
 import math
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -110,7 +111,10 @@ def worker_settings(
         "max_context_tokens": config.max_context_tokens or 0,  # 0: the model's own
         "numerics": config.numerics,
         "dtype": config.dtype,
-        "kv_blocks": config.kv_blocks_per_worker,
+        "weight_quantisation": config.quantisation.weights,
+        "kv_dtype": "" if config.quantisation.kv == "none" else config.quantisation.kv,
+        "kv_blocks": 0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
+        "workers_on_host": _workers_on_a_host(config),
         "threads": config.threads_per_rank,
         "tensor_parallel": config.pools.width(role),
         "redis_url": redis_url,
@@ -123,6 +127,12 @@ def worker_settings(
         "speculation": config.speculation.settings(),
         "log_dir": log_dir,
     }
+
+
+def _workers_on_a_host(config: FleetConfig) -> int:
+    """The most workers that Ray can place on a machine like this one."""
+    places = math.floor((os.cpu_count() or 1) / config.cpus_per_rank + 1e-9)
+    return max(1, min(config.pools.total, places))
 
 
 def actor_name(fleet: str, worker_id: str, epoch: int) -> str:

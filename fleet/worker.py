@@ -62,7 +62,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0  # 0 = what the model says
     numerics: str = "exact"
     dtype: str = "bf16"
-    kv_blocks: int = 1024
+    weight_quantisation: str = "none"  # or "int8", "int4"
+    kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
+    kv_blocks: int = 1024  # 0 = sized from the memory that is free
+    workers_on_host: int = 1  # that share it
     threads: int = 1  # of each rank
     tensor_parallel: int = 1  # ranks
     max_batch_requests: int = 32
@@ -143,7 +146,10 @@ class Worker:
             model=settings.model,
             dtype=settings.dtype,
             numerics=settings.numerics,
+            weight_quantisation=settings.weight_quantisation,
+            kv_dtype=settings.kv_dtype,
             kv_blocks=settings.kv_blocks,
+            workers_on_host=settings.workers_on_host,
             threads=settings.threads,
             tensor_parallel=settings.tensor_parallel,
             max_context_tokens=settings.max_context_tokens,

@@ -22,7 +22,7 @@ _LAYERS = struct.Struct("<III")
 _LEAF = struct.Struct("<III")
 _LENGTH = struct.Struct("<I")
 
-Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 
 class ChunkError(ValueError):
@@ -47,11 +47,12 @@ class PoolView:
     """A worker's KV pool as bytes ``[layer, k|v, block, token, head, dim bytes]``."""
 
     def __init__(self, pool: memoryview | bytearray, geometry: KvGeometry) -> None:
-        layers, two, blocks, tokens, heads, dim = geometry.shape
-        shape = (layers, two, blocks, tokens, heads, dim * geometry.itemsize_bytes)
-        # 8-byte elements move faster than single bytes; every head is a multiple of that.
-        flat = np.frombuffer(pool, dtype=np.uint64)
-        self._data = flat.reshape(*shape[:-1], shape[-1] // 8)
+        size = geometry.head_bytes
+        # 8-byte elements move faster than 4-byte ones; a vector with its scale is a multiple of 4.
+        flat: Words = (
+            np.frombuffer(pool, dtype=np.uint32) if size % 8 else np.frombuffer(pool, np.uint64)
+        )
+        self._data = flat.reshape(*geometry.shape[:-1], size // flat.itemsize)
         self.geometry = geometry
 
     def read(self, table: Sequence[int], place: Place) -> bytes:
@@ -69,7 +70,7 @@ class PoolView:
         """Scatter verified wire bytes into the pages of ``table``."""
         pages = table[place.block_begin : place.block_begin + place.block_count]
         tokens, dim = self.geometry.block_tokens, self._data.shape[-1]
-        data = np.frombuffer(payload, dtype=np.uint64)
+        data = np.frombuffer(payload, dtype=self._data.dtype)
         full, tail = divmod(place.valid_tokens, tokens)
         inner = (place.head_count, place.layer_count, 2)
         split = full * int(np.prod(inner)) * tokens * dim
@@ -82,7 +83,7 @@ class PoolView:
             rest = data[split:].reshape(*inner, tail, dim)
             self._data[layers, :, pages[full], :tail, heads] = rest.transpose(1, 2, 3, 0, 4)
 
-    def _region(self, pages: Sequence[int], place: Place) -> npt.NDArray[np.uint64]:
+    def _region(self, pages: Sequence[int], place: Place) -> Words:
         layers = slice(place.layer_begin, place.layer_begin + place.layer_count)
         heads = slice(place.head_begin, place.head_begin + place.head_count)
         first, count = pages[0], len(pages)
@@ -100,7 +101,7 @@ def digests(payload: memoryview | bytes, place: Place, geometry: KvGeometry, bou
     view = memoryview(payload)
     layers = _LAYERS.pack(place.kv_group, place.layer_begin, place.layer_count)
     seed = xxhash.xxh3_64_intdigest(bound + layers)
-    per_token = place.layer_count * 2 * geometry.head_dim * geometry.itemsize_bytes
+    per_token = place.layer_count * 2 * geometry.head_bytes
     found, begin = [], 0
     for block in range(place.block_count):
         valid = min(geometry.block_tokens, place.valid_tokens - block * geometry.block_tokens)

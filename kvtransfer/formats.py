@@ -1,8 +1,10 @@
 """What two workers must agree on before KV may pass between them."""
 
+from collections.abc import Iterable
+
 from batonpb import common_pb2 as pb
 
-from engine.core.geometry import KvGeometry
+from engine.core.geometry import SCALED, KvGeometry
 
 WIRE_MIN = 1
 WIRE_MAX = 1
@@ -23,7 +25,15 @@ def kv_group(geometry: KvGeometry) -> pb.KvGroup:
         head_dim=geometry.head_dim,
         block_tokens=geometry.block_tokens,
         dtype=geometry.dtype,
-        components=["k", "v"],
+        components=["k", "v", "k_scale", "v_scale"] if geometry.dtype in SCALED else ["k", "v"],
+    )
+
+
+def _format_name(groups: Iterable[pb.KvGroup]) -> str:
+    return ";".join(
+        f"{group.dtype}/{len(group.layer_ids)}x{group.num_kv_heads}x{group.head_dim}"
+        f"/{group.block_tokens} ({'+'.join(group.components)})"
+        for group in groups
     )
 
 
@@ -38,7 +48,8 @@ def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
             f"{theirs.wire.min}-{theirs.wire.max} do not overlap"
         )
     if list(ours.kv_groups) != list(theirs.kv_groups):
-        return "the KV formats differ (layers, heads, dim, block size, dtype or components)"
+        names = [_format_name(side.kv_groups) for side in (ours, theirs)]
+        return f"the KV formats differ: {names[0]} here and {names[1]} there"
     if ours.numerics_id != theirs.numerics_id:
         return f"numerics differ: {ours.numerics_id!r} and {theirs.numerics_id!r}"
     if ours.weights_digest != theirs.weights_digest:

@@ -45,8 +45,8 @@ class Place:
 
     def payload_bytes(self, geometry: KvGeometry) -> int:
         """Bytes on the wire: only valid tokens travel."""
-        per_token = self.layer_count * 2 * self.head_count * geometry.head_dim
-        return per_token * geometry.itemsize_bytes * self.valid_tokens
+        per_token = self.layer_count * 2 * self.head_count * geometry.head_bytes
+        return per_token * self.valid_tokens
 
     def fits(self, geometry: KvGeometry) -> bool:
         """Whether the place lies inside the model and its token count matches its blocks."""
@@ -95,8 +95,7 @@ def cut(place: Place, geometry: KvGeometry, frame_bytes: int = FRAME_BYTES) -> I
     A single block whose layers do not fit is cut along its layers too.
     """
     room = frame_bytes - HEADER_ROOM_BYTES
-    per_layer = 2 * place.head_count * geometry.head_dim * geometry.itemsize_bytes
-    per_layer *= geometry.block_tokens
+    per_layer = 2 * place.head_count * geometry.head_bytes * geometry.block_tokens
     layers = max(1, min(place.layer_count, room // per_layer))
     blocks = max(1, room // (per_layer * layers))
     for layer in range(0, place.layer_count, layers):

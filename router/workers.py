@@ -9,7 +9,7 @@ from typing import Any
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
-from engine.core.geometry import DTYPE_BYTES
+from engine.core.geometry import head_bytes
 from fleet.registry_types import WorkerRecord
 from router.cost import (
     PRIOR_DECODE_STEP_S,
@@ -315,9 +315,8 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook) -> WorkerLoad:
             len(group.layer_ids)
             * 2
             * group.num_kv_heads
-            * group.head_dim
+            * head_bytes(group.dtype, group.head_dim)
             * group.block_tokens
-            * DTYPE_BYTES.get(group.dtype, 2)
             for group in groups
         ),
         format_id=format_id(link.capabilities),

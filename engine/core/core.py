@@ -56,7 +56,11 @@ class EngineCore:
             return plan
         scheduler = self.scheduler
         return self.speculation.extend(
-            plan, scheduler.running(), scheduler.spare.lend, scheduler.max_step_tokens
+            plan,
+            scheduler.running(),
+            self.runner.admissible,
+            scheduler.spare.lend,
+            scheduler.max_step_tokens,
         )
 
     def publications(self, plan: StepPlan) -> list["Publication"]:

@@ -13,6 +13,7 @@ import msgspec
 
 from engine.core.blocks import BlockPool
 from engine.core.errors import NumericsError
+from engine.core.finish import finish_reason
 from engine.core.params import SamplingParams
 from engine.core.plan import ModelRunner, PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
@@ -67,6 +68,7 @@ class DraftProposer:
     def __init__(self, runner: ModelRunner) -> None:
         self.untimed = False
         self._runner = runner
+        self._eos = frozenset(runner.eos_token_ids)
         self._pool = BlockPool(runner.geometry.num_blocks)
         self._drafts: dict[int, _Draft] = {}
 
@@ -135,6 +137,13 @@ class DraftProposer:
         rows = [draft.row(draft.missing() + len(draft.guesses)) for draft in drafts]
         for draft, drawn in zip(drafts, self._run(drafts, rows), strict=True):
             draft.guesses += drawn
+            if drawn and self._ends(draft, drawn[-1]):
+                draft.wanted = len(draft.guesses)
+
+    def _ends(self, draft: _Draft, token: int) -> bool:
+        """Whether nothing follows a guess, if it is right."""
+        generated = draft.sequence.generated + len(draft.guesses)
+        return bool(finish_reason(draft.params, self._eos, token, generated)[0])
 
     def _run(self, drafts: Sequence[_Draft], rows: Sequence[PlanRow]) -> list[list[int]]:
         """Tokens drawn for each row; none at all when one met NaN, which then guesses no more."""

@@ -4,7 +4,19 @@ import msgspec
 
 BLOCK_TOKENS = 16
 
-DTYPE_BYTES = {"bf16": 2, "fp32": 4}
+DTYPE_BYTES = {"bf16": 2, "fp32": 4, "int8": 1, "fp8": 1}
+SCALED = ("int8", "fp8")
+SCALE_BYTES = 4  # fp32, behind the values of each vector
+
+
+def head_elements(dtype: str, head_dim: int) -> int:
+    """Elements of one K or V vector of one head, its scale included."""
+    return head_dim + SCALE_BYTES if dtype in SCALED else head_dim
+
+
+def head_bytes(dtype: str, head_dim: int) -> int:
+    """Bytes of one K or V vector of one head, its scale included."""
+    return head_elements(dtype, head_dim) * DTYPE_BYTES[dtype]
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -12,13 +24,16 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     That is the CPU layout: blocks that follow each other in one sequence are one contiguous run of
     tokens. Only the wire order is fixed (see ``kvtransfer/chunk.py``).
+
+    In ``int8`` and ``fp8`` each vector is followed by its own scale (``engine/kv_codec.py``), so a
+    token's KV is a function of that token alone and moves as one run of bytes.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     num_blocks: int
-    dtype: str  # "bf16" | "fp32"
+    dtype: str  # "bf16" | "fp32" | "int8" | "fp8"
     block_tokens: int = BLOCK_TOKENS
 
     @property
@@ -27,22 +42,32 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def head_elements(self) -> int:
+        """Elements of one K or V vector of one head, its scale included."""
+        return head_elements(self.dtype, self.head_dim)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one K or V vector of one head, its scale included."""
+        return head_bytes(self.dtype, self.head_dim)
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """``(layers, 2, blocks, tokens per block, heads, dim)``."""
+        """``(layers, 2, blocks, tokens per block, heads, elements)``."""
         return (
             self.num_layers,
             2,
             self.num_blocks,
             self.block_tokens,
             self.num_kv_heads,
-            self.head_dim,
+            self.head_elements,
         )
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, K and V."""
-        per_token = self.num_layers * 2 * self.num_kv_heads * self.head_dim
-        return per_token * self.block_tokens * self.itemsize_bytes
+        per_token = self.num_layers * 2 * self.num_kv_heads * self.head_bytes
+        return per_token * self.block_tokens
 
     @property
     def pool_bytes(self) -> int:

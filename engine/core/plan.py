@@ -95,6 +95,10 @@ class ModelRunner(Protocol):
     """Executes plans over one KV pool."""
 
     @property
+    def harvests(self) -> bool:
+        """Whether rows may have a ``harvest``."""
+
+    @property
     def adapters(self) -> AdapterStore:
         """What rows may name in ``adapter``."""
 
@@ -117,6 +121,9 @@ class ModelRunner(Protocol):
     @property
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
+
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """How many of ``guesses``, in order, the grammar of ``spec`` lets follow its history."""
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None

@@ -18,14 +18,14 @@ from typing import Protocol
 import msgspec
 
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
 from engine.core.verification import right_guesses
 
 MAX_GUESSES = 16
 
 _ANY_KIND = 0.6  # prior for the share of right guesses
-_LEARN = 0.15
+_LEARN = 0.2
 _FIRST_WAIT, _LONGEST_WAIT = 32, 1024  # chances let pass before the next trial
 _TRIAL_GUESSES = 2
 _GUESS_SHARE = 0.05  # prior: a guess costs this part of a plain step of one request
@@ -161,12 +161,14 @@ class Speculation:
         self._cost = cost or StepCost()
         self._paces: dict[int, _Pace] = {}
         self._hopeless = 0
+        self._untimed = False  # the step under way says nothing about times
         self._kinds: dict[int, int] = {}  # of the guesses in the step under way
 
     def extend(
         self,
         plan: StepPlan,
         running: Mapping[int, TokenSequence],
+        admissible: Callable[[SampleSpec, Sequence[int]], int],
         lend: Callable[[TokenSequence, int], int],
         max_step_tokens: int,
     ) -> StepPlan:
@@ -175,14 +177,16 @@ class Speculation:
         Args:
             plan: Of the scheduler.
             running: Sequences by id.
+            admissible: Says how many of the guesses a sequence's grammar would let pass.
             lend: Makes room in the sequence's blocks for so many guesses; returns how many fit.
             max_step_tokens: Most tokens of a step, guesses included.
         """
         self._kinds.clear()
+        self._untimed = False
         self._paces = {i: pace for i, pace in self._paces.items() if i in running}
         self._proposer.retain(running)
         decoding = [i for i, row in enumerate(plan.rows) if _continues(row, running)]
-        room = max_step_tokens - sum(len(row.tokens) for row in plan.rows)
+        room = max_step_tokens - sum(row.cost_tokens for row in plan.rows)
         if not decoding or room < 1 or self._cost.wants_plain(len(decoding)):
             return plan
         cost = self._cost.share(len(decoding))
@@ -193,17 +197,18 @@ class Speculation:
             cost, decoding = _GUESS_SHARE, decoding[:1]
         sequences = [running[plan.rows[i].sequence_id] for i in decoding]
         asks = [self._ask(sequence, cost, min(self._most, room)) for sequence in sequences]
+        proposals = self._proposer.propose(asks, room)
+        self._untimed = self._proposer.untimed
         rows = list(plan.rows)
-        for index, ask, found in zip(
-            decoding, asks, self._proposer.propose(asks, room), strict=True
-        ):
-            count = min(len(found.tokens), room)
+        for index, ask, found in zip(decoding, asks, proposals, strict=True):
+            guesses = list(found.tokens[:room])
+            count = admissible(rows[index].samples[0], guesses) if guesses else 0
             count = lend(ask.sequence, count) if count else 0
             if not count:
                 continue
             room -= count
             self._kinds[rows[index].sequence_id] = found.kind
-            rows[index] = _with_guesses(rows[index], ask.sequence, found.tokens[:count])
+            rows[index] = _with_guesses(rows[index], ask.sequence, guesses[:count])
         return replace(plan, rows=tuple(rows))
 
     def observe(
@@ -221,7 +226,7 @@ class Speculation:
             self.accepted_tokens += right
             if pace := self._paces.get(row.sequence_id):
                 pace.note(self._kinds.get(row.sequence_id, 0), row.guesses, right)
-        if all(row.decodes for row in plan.rows) and not self._proposer.untimed:
+        if all(row.decodes for row in plan.rows) and not self._untimed:
             self._cost.note(len(plan.rows), guesses, duration_ns)
 
     def ban(self, sequence_id: int) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.linear import ANY_ROWS, Linear, RowCounts
+from engine.linear import Linear, PackFn, plain
 from engine.models.experts import Experts
 from engine.models.families import FAMILIES
 from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
@@ -26,9 +26,6 @@ from engine.sampling import Logits
 from engine.text.artifact import ModelConfig
 
 REFINED = 32  # logits of each row that are computed in fp32
-
-RowCountsOf = Callable[[int, int], RowCounts]
-"""The permitted row counts of a weight of (outputs, inputs)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,8 @@ class Decoder:
         weights: By canonical name (``families.weight_table``); Q and K with adjacent pairs.
             Emptied while packing, so that the peak stays near one copy.
         dtype: ``bf16`` or ``fp32``, of weights and activations.
-        row_counts: At which numbers of rows a product may be taken.
+        pack: Makes a linear layer of a weight; it is told which one it is.
+        quantisation: What ``pack`` does to the weights, by name; part of the numerics id.
         shard: This rank's part of a tensor-parallel model; ``weights`` are cut to it.
     """
 
@@ -83,13 +81,15 @@ class Decoder:
         config: ModelConfig,
         weights: dict[str, torch.Tensor],
         dtype: torch.dtype,
-        row_counts: RowCountsOf = lambda *_: ANY_ROWS,
+        pack: PackFn = plain,
+        quantisation: str = "",
         shard: Shard | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.shard = shard
         self.local = config if shard is None else shard.local(config)
+        self.quantisation = quantisation
         self.deltas: Deltas | None = None  # of the step that runs: LoRA
         self._family = FAMILIES[config.family]
         self._split = (
@@ -108,12 +108,10 @@ class Decoder:
         self._final_norm = weights.pop("final_norm").float()
         self._head_rows = weights.pop("head", self._embed)
         head = self._head_rows if shard is None else shard.head_part(self._head_rows)
-        self._head = Linear(head, row_counts(*head.shape))
-        self._layers = [self._layer(i, weights, row_counts) for i in range(config.num_layers)]
+        self._head = pack("head", head)
+        self._layers = [self._layer(i, weights, pack) for i in range(config.num_layers)]
 
-    def _layer(
-        self, index: int, weights: dict[str, torch.Tensor], row_counts: RowCountsOf
-    ) -> _Layer:
+    def _layer(self, index: int, weights: dict[str, torch.Tensor], pack: PackFn) -> _Layer:
         """Take the weights of one layer and pack them."""
         c = self.config
 
@@ -128,7 +126,7 @@ class Decoder:
             parts = [weights.pop(f"layers.{index}.{name}") for name in names]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0]
             parts.clear()
-            return Linear(weight, row_counts(*weight.shape))
+            return pack(names[0], weight)
 
         attn_norm, mlp_norm = norm("attn_norm"), norm("mlp_norm")
         if attn_norm is None or mlp_norm is None:
@@ -293,12 +291,12 @@ class Decoder:
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.
 
-        A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common; so the best
-        are computed again in fp32, row by row.
+        A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common, and a head of
+        8 bits is coarser still; so the best are computed again in fp32, row by row.
         """
         h_SE = self.normed(x_SE)
         raw_SV = self._head_product(h_SE.to(self.dtype))
-        if self.dtype == torch.float32:
+        if self.dtype == torch.float32 and not self.quantisation:
             return Logits(raw_SV)
         ids_SC = raw_SV.topk(min(REFINED, raw_SV.shape[1]), dim=-1).indices
         rows = zip(F.embedding(ids_SC, self._head_rows).float(), h_SE, strict=True)

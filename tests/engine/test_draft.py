@@ -7,19 +7,25 @@ from typing import Any
 import pytest
 
 from engine.core.speculation import SpeculationSettings
-from engine.draft import check_same_tokens, open_draft
+from engine.draft import open_draft
 from engine.ipc import EngineSettings
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.text.same_tokens import check_same_tokens
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL
+from tests.engine.core.test_drafting import Draft
 from tests.engine.test_loading import write_directory
+
+
+def tokenizer_json(artifact: ModelArtifact) -> str:
+    """A model's tokenizer as a ``tokenizer.json``."""
+    backend = load_tokenizer(artifact.tokenizer_source())._backend
+    return str(backend.to_str())
 
 
 @pytest.fixture(scope="module")
 def vocabulary(artifact: ModelArtifact) -> str:
-    """The main model's tokenizer as a ``tokenizer.json``."""
-    backend = load_tokenizer(artifact.tokenizer_source())._backend
-    return str(backend.to_str())
+    return tokenizer_json(artifact)
 
 
 def random_draft(folder: Path, vocabulary: str, vocab_size: int = 49_152) -> Path:
@@ -61,4 +67,4 @@ def test_a_missing_draft_is_a_clear_error() -> None:
         model=MODEL, speculation=SpeculationSettings(mode="draft", draft="/nowhere/x.gguf")
     )
     with pytest.raises(ModelError, match=r"/nowhere/x\.gguf"):
-        open_draft(settings, lambda _: None)
+        open_draft(settings, Draft().runner, lambda _: None)

@@ -1,5 +1,6 @@
 """The notebook: ten lines, no services."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,30 @@ def test_several_choices_share_their_prompt(llm: LLM) -> None:
     assert len({tuple(o.token_ids) for o in outputs}) > 1
     again = llm.generate(["The sea is"], max_tokens=6, temperature=1.2, seed=3, n=3)
     assert [o.tokens for o in again] == [o.tokens for o in outputs]
+
+
+def test_a_drawn_token_has_the_same_score_when_it_stands_in_a_prompt(llm: LLM) -> None:
+    """To the bit: prefill in chunks and decode token by token agree on the logits."""
+    prompt = llm.tokenizer.encode("In a village of La Mancha, the name of which I have no desire")
+    [drawn] = llm.generate([prompt], max_tokens=12, logprobs=3, temperature=0.8, seed=3)
+    [again] = llm.generate([[*prompt, *drawn.token_ids]], max_tokens=1, prompt_logprobs=3)
+    assert again.scores is not None
+    own = np.frombuffer(again.scores.logprobs, "<f4")[len(prompt) - 1 :]
+    assert own.tolist() == [token.logprob for token in drawn.tokens]
+    ids = np.frombuffer(again.scores.top_ids, "<u4").reshape(-1, 3)[len(prompt) - 1 :]
+    assert ids.tolist() == [[token for token, _ in entry.top] for entry in drawn.tokens]
+
+
+@pytest.mark.slow
+def test_preemption_does_not_show_in_scores_and_vectors(llm: LLM) -> None:
+    prompts = [[(i * 31 + j * 7) % 40_000 for j in range(250)] for i in range(5)]
+    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+    before = llm.core.scheduler.preemptions
+    crowded = llm.generate(prompts, params)  # 5 x 320 tokens into 96 x 16
+    assert llm.core.scheduler.preemptions > before
+    [alone] = llm.generate([prompts[4]], max_tokens=1, prompt_logprobs=1)
+    assert alone.scores == crowded[4].scores
+    assert (llm.embed(prompts)[4] == llm.embed([prompts[4]])[0]).all()
 
 
 def test_bad_prompts_are_refused(llm: LLM) -> None:

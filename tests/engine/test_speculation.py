@@ -1,11 +1,14 @@
 """Promise 1 on the real model: guesses, right or wrong, never show in the tokens."""
 
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.core import events as ev
 from engine.core.core import EngineCore
@@ -13,12 +16,28 @@ from engine.core.drafting import DraftProposer
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.core.speculation import NgramProposer, Proposer, Speculation
-from engine.models.llama import Llama
-from engine.runner import TorchRunner, attention_layout, geometry_of
-from engine.text.artifact import ModelArtifact
+from engine.core.speculation import (
+    NgramProposer,
+    Proposer,
+    Speculation,
+    SpeculationSettings,
+)
+from engine.draft import open_draft
+from engine.ipc import EngineSettings
+from engine.models.decoder import Decoder
+from engine.runner import TorchRunner, attention_layout, geometry_of, open_grammars
+from engine.text.artifact import ModelArtifact, resolve_model
+from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
-from tests.engine.core.guesses import FreeGuesses
+from tests.engine.conftest import MODEL
+from tests.engine.core.guesses import FreeGuesses, oracle
+from tests.engine.core.test_scheduler import answers, run
+from tests.engine.lora_files import write_adapter
+from tests.engine.test_adapters import load_into, runner_of
+from tests.engine.test_draft import tokenizer_json
+from tests.engine.test_loading import write_directory
+from tests.engine.test_tensor_parallel import replica
+from tests.engine.tiny_llama import write_llama
 
 Answers = dict[tuple[int, int], list[SampledToken]]
 
@@ -44,21 +63,42 @@ BOUND: dict[str, Any] = {
 }
 
 
+RECORDS = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 3,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Alan"]}, "year": {"type": "integer"}},
+        "required": ["name", "year"],
+        "additionalProperties": False,
+    },
+}
+SHAPED: dict[str, Any] = {
+    "temperature": 1.0,
+    "seed": 9,
+    "grammar": translate("json", json.dumps(RECORDS)),
+}
+
+
 class Bench:
     """Engines over one loaded model, with or without speculation."""
 
-    def __init__(self, model: Llama, artifact: ModelArtifact, layout: Any) -> None:
+    def __init__(self, model: Decoder, artifact: ModelArtifact, layout: Any) -> None:
         self.model, self.artifact, self.layout = model, artifact, layout
+        self.grammars = open_grammars(artifact)
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
 
     def runner(self, blocks: int = 96) -> TorchRunner:
         geometry = geometry_of(self.artifact, "bf16", blocks)
         pool = bytearray(geometry.pool_bytes)
         eos = self.artifact.config.eos_token_ids
-        return TorchRunner(self.model, pool, geometry, self.layout, eos)
+        return TorchRunner(self.model, pool, geometry, self.layout, eos, grammars=self.grammars)
 
-    def core(self, proposer: Proposer | None, blocks: int = 96) -> EngineCore:
-        speculation = Speculation(proposer, 4, FreeGuesses()) if proposer else None
+    def core(self, proposer: Proposer | Speculation | None, blocks: int = 96) -> EngineCore:
+        speculation = proposer if isinstance(proposer, Speculation) else None
+        if proposer is not None and speculation is None:
+            speculation = Speculation(proposer, 4, FreeGuesses())
         return EngineCore(self.runner(blocks), SchedulerConfig(8, 128), speculation=speculation)
 
     def answers(
@@ -67,7 +107,7 @@ class Bench:
         """By (prompt, choice); computed together."""
         for index, (prompt, fields) in enumerate(zip(prompts, params, strict=True)):
             ids = self.tokenizer.encode(prompt)
-            sampling = SamplingParams(max_tokens=length, ignore_eos=True, **fields)
+            sampling = SamplingParams(max_tokens=length, **{"ignore_eos": True, **fields})
             request = EngineRequest(f"{index}", Kind.FULL, ids, sampling, b"s" * 16, ticket=index)
             core.scheduler.submit(request, 0)
         found: Answers = {}
@@ -75,7 +115,8 @@ class Bench:
             plan = core.plan(now_ns)
             if not plan.rows:
                 break
-            for event in core.apply(plan, core.runner.execute(plan), now_ns, 1):
+            duration_ns = 1000 + 100 * sum(row.guesses for row in plan.rows)  # as if
+            for event in core.apply(plan, core.runner.execute(plan), now_ns, duration_ns):
                 core.scheduler.check_integrity()
                 if isinstance(event, ev.Tokens):
                     answer = found.setdefault((int(event.request_id), event.choice), [])
@@ -85,7 +126,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(artifact: ModelArtifact, load: Callable[[str, str], Llama]) -> Bench:
+def bench(artifact: ModelArtifact, load: Callable[[str, str], Decoder]) -> Bench:
     with torch.inference_mode():
         layout = attention_layout(artifact, "bf16", "exact")
     return Bench(load("bf16", "exact"), artifact, layout)
@@ -97,8 +138,8 @@ def plain(bench: Bench) -> Answers:
     return bench.answers(bench.core(None), PROMPTS, PARAMS)
 
 
-PROMPTS = [LIST, LIST, REFRAIN, LIST, REFRAIN]
-PARAMS = [GREEDY, {**HOT, "n": 2}, NUCLEUS, BOUND, GREEDY]
+PROMPTS = [LIST, LIST, REFRAIN, LIST, LIST]
+PARAMS = [GREEDY, {**HOT, "n": 2}, NUCLEUS, BOUND, {**SHAPED, "ignore_eos": False}]
 
 
 def test_ngram_guesses_change_no_token_and_no_logprob(bench: Bench, plain: Answers) -> None:
@@ -133,8 +174,74 @@ def test_the_model_as_its_own_draft_is_always_right(bench: Bench, plain: Answers
     draft.check_integrity()
 
 
-def test_a_draft_without_room_guesses_for_some_only(bench: Bench, plain: Answers) -> None:
-    core = bench.core(DraftProposer(bench.runner(blocks=14)))
-    assert bench.answers(core, PROMPTS, PARAMS) == plain
-    assert core.speculation is not None
-    assert core.speculation.accepted_tokens > 0
+def test_a_bad_draft_turns_itself_off(bench: Bench, plain: Answers, tmp_path: Path) -> None:
+    """A tiny model of random weights over the same vocabulary."""
+    write_directory(tmp_path, shards=1, vocab_size=49_152)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.randn(49_152, 64, generator=torch.Generator().manual_seed(3))
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(bench.artifact))
+    settings = EngineSettings(
+        model=MODEL,
+        kv_blocks=32,
+        numerics="fast",  # of the draft: nothing to prove
+        speculation=SpeculationSettings(mode="draft", draft=str(tmp_path)),
+    )
+    speculation = open_draft(settings, bench.runner(), lambda _: None)
+    answer = bench.answers(bench.core(speculation), [LIST], [GREEDY], length=48)[0, 0]
+    assert answer[:32] == plain[0, 0]
+    assert speculation.accepted_tokens == 0
+    assert 5 < speculation.drafts < 16, "tried, and soon given up"
+
+
+@pytest.mark.slow
+def test_guesses_are_verified_by_all_ranks_of_a_replica(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "tiny", heads=6, kv_heads=2)
+    prompt = tuple((31 * i + 7) % 100 for i in range(40))
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
+
+    def answer(ranks: int, speculation: Speculation | None) -> list[int]:
+        with replica(model, ranks) as one:
+            core = EngineCore(one.runner, SchedulerConfig(8, 64), speculation=speculation)
+            request = EngineRequest("a", Kind.FULL, list(prompt), params, b"s" * 16)
+            core.scheduler.submit(request, 0)
+            return answers(run(core))["a", 0]
+
+    plain = answer(1, None)
+    speculation = oracle({(prompt, 0): plain}, 0.7)
+    assert answer(2, speculation) == plain
+    assert speculation.accepted_tokens > 10
+
+
+def test_with_adapters_in_the_batch_guesses_do_not_show(tmp_path: Path) -> None:
+    """On a tiny model: guesses that are half right, two adapters and none in one step."""
+    write_directory(tmp_path / "base", shards=1)
+    artifact = resolve_model(str(tmp_path / "base"))
+    runner = runner_of(artifact, "bf16", blocks=64)
+    paths = [write_adapter(tmp_path / str(i), artifact.config, seed=i, size=0.3) for i in (1, 2)]
+    digests = ["", *(load_into(runner, path, artifact) for path in paths)]
+    seeded = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+
+    def together(speculation: Speculation | None) -> dict[tuple[str, int], list[int]]:
+        core = EngineCore(runner, SchedulerConfig(8, 64), speculation=speculation)
+        for ticket, adapter in enumerate(digests):
+            prompt = [(31 * i + ticket) % artifact.config.vocab_size for i in range(40)]
+            seed = b"%16d" % ticket
+            core.scheduler.submit(
+                EngineRequest(
+                    adapter, Kind.FULL, prompt, seeded, seed, ticket=ticket, adapter=adapter
+                ),
+                0,
+            )
+        return answers(run(core))
+
+    plain = together(None)
+    prompts = [
+        tuple((31 * i + ticket) % artifact.config.vocab_size for i in range(40))
+        for ticket in range(3)
+    ]
+    known = {(p, 0): plain[digest, 0] for p, digest in zip(prompts, digests, strict=True)}
+    speculation = oracle(known, 0.6)
+    assert together(speculation) == plain
+    assert 0 < speculation.accepted_tokens < speculation.draft_tokens

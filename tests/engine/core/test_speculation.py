@@ -12,7 +12,7 @@ from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
-from engine.core.speculation import Ask, NgramProposer, Speculation, StepCost
+from engine.core.speculation import Ask, NgramProposer, Proposal, Speculation, StepCost
 from engine.core.verification import right_guesses
 from engine.emulated import EmulatedRunner
 from tests.engine.core.guesses import FreeGuesses, Oracle, oracle
@@ -339,6 +339,26 @@ def test_the_plain_step_is_timed_again_from_time_to_time():
     cost.note(1, 0, 100)
     assert not cost.wants_plain(1)
     assert cost.wants_plain(2), "another batch, another time"
+
+
+def test_a_step_without_guesses_is_timed_even_if_the_one_before_said_nothing():
+    class CatchesUpTwice(Oracle):
+        calls = 0
+
+        def propose(self, asks, budget_tokens):
+            self.calls += 1
+            self.untimed = self.calls <= 2
+            return [Proposal() for _ in asks] if self.untimed else super().propose(asks, 0)
+
+    prompts = {"a": [1, *PROMPT], "b": [2, *PROMPT]}
+    known = {(tuple(p), 0): golden(p, max_tokens=60) for p in prompts.values()}
+    speculation = Speculation(CatchesUpTwice(known, 1.0), 4, StepCost())
+    core = make_core(speculation)
+    core.scheduler.submit(request("a", prompts["a"], max_tokens=60), 0)
+    run_steps(core, 3)  # the prompt, a plain step, one that says nothing; another one follows
+    core.scheduler.submit(request("b", prompts["b"], ticket=1, max_tokens=60), 0)
+    run(core)
+    assert speculation.accepted_tokens > 60
 
 
 def test_right_guesses_count_up_to_the_first_wrong_one():

@@ -1,0 +1,192 @@
+"""Linear layers whose weights are kept in 8 or 4 bits.
+
+**int8** multiplies integers: weights are rounded to 8 bits with a scale per output, activations
+with a scale per row. Integer sums are the same in any order, so a row's bits cannot depend on its
+neighbours, whatever the kernel does. Activations are written as two digits of 8 bits, high and low,
+which go through one product as twice the rows: with one digit every tenth token was another one.
+
+**int4** keeps 32 inputs of one output as 4-bit levels with a scale and an offset, and multiplies
+bf16 activations. GGUF's Q4_1 and Q4_0 have the same groups, so their levels are found again.
+
+The LM head is int8 under both, with one digit: the best logits of each row are computed from the
+plain embedding anyway. What this loses, in figures: ``docs/quantisation.md``.
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
+
+from collections.abc import Callable
+
+import torch
+
+from engine.core.errors import InternalError
+from engine.footprint import INT4_GROUP_INPUTS
+from engine.linear import ANY_ROWS, Linear
+from engine.text.artifact import ModelError
+
+_LEVELS = 127.0
+_DIGIT = 254.0  # the second digit counts in 254ths of the first: half of its last place
+_ZERO_POINT = 128  # the kernels want activations without a sign
+_TINY = 1e-30
+_OUTPUTS_STEP = 16  # what the int4 kernel asks of a weight
+
+
+class IntegerKernelError(InternalError):
+    """This machine's integer products overflow; int8 weights would give wrong answers."""
+
+    code = "numerics_setup"
+
+
+class Int8Linear(Linear):
+    """``y = x @ weight.T`` with integers; a scale per output and one per row of ``x``.
+
+    Args:
+        weight_NK: The weight, in bf16 or fp32; that is the dtype of ``x`` and ``y`` too.
+        digits: 8-bit digits of the activations: 1 or 2.
+    """
+
+    def __init__(self, weight_NK: torch.Tensor, digits: int = 2) -> None:
+        self._digits = digits
+        super().__init__(weight_NK, ANY_ROWS)
+
+    def _pack(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        values = weight_NK.float()
+        scale = values.abs().amax(1, keepdim=True).mul_(1 / _LEVELS).clamp_(min=_TINY)
+        self._scale_N = scale.view(-1)
+        self._zeros_N = torch.zeros(len(values), dtype=torch.int32)
+        whole = (values / scale).round_().to(torch.int8)
+        packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(whole, None)
+        return packed
+
+    def _multiply(self, x_MK: torch.Tensor) -> torch.Tensor:
+        rows = x_MK.shape[0]
+        values = x_MK.float()
+        scale = values.abs().amax(1, keepdim=True).mul_(1 / _LEVELS).clamp_(min=_TINY)
+        digits = values / scale
+        if self._digits == 1:
+            y_MN = self._integer_product(digits.round_())
+        else:
+            high = digits.round()
+            low = digits.sub_(high).mul_(_DIGIT).round_()
+            both = self._integer_product(torch.cat((high, low)))
+            y_MN = both[:rows].add_(both[rows:], alpha=1 / _DIGIT)
+        return y_MN.mul_(scale).to(x_MK.dtype)
+
+    def _integer_product(self, whole_MK: torch.Tensor) -> torch.Tensor:
+        """Integers from -127 to 127, in fp32, times the weight and its scales; fp32."""
+        shifted = whole_MK.add_(_ZERO_POINT).to(torch.uint8)
+        y_MN: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            shifted,
+            1.0,
+            _ZERO_POINT,
+            self._packed,
+            self._scale_N,
+            self._zeros_N,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        return y_MN
+
+
+class Int4Linear(Linear):
+    """``y = x @ weight.T`` with 4-bit levels; a scale and an offset per output and 32 inputs."""
+
+    def __init__(self, weight_NK: torch.Tensor) -> None:
+        super().__init__(weight_NK, ANY_ROWS)
+
+    def _pack(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        outputs, inputs = weight_NK.shape
+        levels, scale, offset = quantise_groups(weight_NK.float())
+        # the kernel computes (level - 8) * scale + offset
+        pairs = torch.stack((scale, offset + 8 * scale), dim=-1)  # [N, groups, 2]
+        self._scales = pairs.transpose(0, 1).to(torch.bfloat16).contiguous()
+        whole = levels.view(outputs, inputs).to(torch.int32)
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # noqa: SLF001
+        packed: torch.Tensor = pack(whole, 1)
+        return packed
+
+    def _multiply(self, x_MK: torch.Tensor) -> torch.Tensor:
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001
+        y_MN: torch.Tensor = product(x_MK, self._packed, INT4_GROUP_INPUTS, self._scales)
+        return y_MN
+
+
+def quantise_groups(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """4-bit levels ``[N, groups, 32]``, scales and offsets ``[N, groups]``: level * scale + offset.
+
+    Two grids are tried for each group, from least to greatest (as Q4_1 has it) and from the value
+    of greatest size towards the other sign (as Q4_0 has it); the nearer one is taken.
+    """
+    groups = weight_NK.view(weight_NK.shape[0], -1, INT4_GROUP_INPUTS)
+    least, greatest = groups.amin(2), groups.amax(2)
+    extreme = torch.where(greatest.abs() > least.abs(), greatest, least)
+    candidates = [((greatest - least) / 15, least), (-extreme / 8, extreme)]
+    found = []
+    for scale, offset in candidates:
+        safe = torch.where(scale == 0, 1.0, scale)
+        levels = ((groups - offset[..., None]) / safe[..., None]).round_().clamp_(0, 15)
+        error = (levels * scale[..., None] + offset[..., None] - groups).square_().sum(2)
+        found.append((error, levels, scale, offset))
+    (error, levels, scale, offset), other = found
+    better = other[0] < error
+    levels = torch.where(better[..., None], other[1], levels)
+    return levels, torch.where(better, other[2], scale), torch.where(better, other[3], offset)
+
+
+def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linear | None]:
+    """Makes quantised layers; ``None`` for a layer that stays as it is.
+
+    Args:
+        quantisation: ``none``, ``int8`` or ``int4``.
+        dtype: Of the activations.
+
+    Raises:
+        ModelError: The combination is not supported; the message names it.
+        IntegerKernelError: The kernels of this machine overflow.
+    """
+    if quantisation == "none":
+        return lambda name, weight: None
+    if quantisation not in ("int8", "int4"):
+        raise ModelError(f"weights in {quantisation!r} are not supported (int8, int4)")
+    if quantisation == "int4" and dtype != "bf16":
+        raise ModelError(f"quantisation.weights int4 needs dtype bf16, not {dtype}")
+    check_integer_kernel()
+
+    def pack(name: str, weight_NK: torch.Tensor) -> Linear | None:
+        if name == "router":  # small, and decides which expert answers
+            return None
+        if quantisation == "int8" or name == "head":
+            return Int8Linear(weight_NK, digits=1 if name == "head" else 2)
+        outputs, inputs = weight_NK.shape
+        if inputs % INT4_GROUP_INPUTS or outputs % _OUTPUTS_STEP:
+            raise ModelError(
+                f"quantisation.weights int4: {name} is {outputs} x {inputs}; the kernel needs "
+                f"multiples of {_OUTPUTS_STEP} x {INT4_GROUP_INPUTS}"
+            )
+        return Int4Linear(weight_NK)
+
+    return pack
+
+
+def check_integer_kernel() -> None:
+    """Prove that the greatest products are summed without overflow, for few and many rows.
+
+    Old CPUs add pairs of 8-bit products in 16 bits, which is too few.
+
+    Raises:
+        IntegerKernelError: They are not.
+    """
+    weight = torch.full((48, 256), 127.0)
+    weight[1::2] = -127.0
+    layer = Int8Linear(weight, digits=1)
+    for rows in (1, 5, 16, 64):
+        x = torch.full((rows, 256), 127.0)
+        if not torch.equal(layer(x), x @ weight.T):
+            raise IntegerKernelError(
+                "quantisation.weights int8: the integer products of this CPU overflow (no VNNI); "
+                "use none or int4"
+            )

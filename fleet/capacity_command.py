@@ -1,0 +1,92 @@
+"""`baton capacity`: its options and its table."""
+
+import json
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fleet.config import DEFAULT_MODEL
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+def capacity(
+    model: Annotated[
+        str, typer.Argument(help="Model reference, as `model:` in a fleet file.")
+    ] = DEFAULT_MODEL,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompt and answer of each request, in tokens. Default: all."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="As in a fleet file.")] = "bf16",
+    weights: Annotated[
+        Literal["none", "int8", "int4"], typer.Option(help="`quantisation.weights`.")
+    ] = "none",
+    kv: Annotated[Literal["none", "int8", "fp8"], typer.Option(help="`quantisation.kv`.")] = "none",
+    numerics: Annotated[
+        Literal["exact", "fast"], typer.Option(help="As in a fleet file.")
+    ] = "exact",
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GiB to fit into. Default: what is free here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+) -> None:
+    """Say how much memory one worker needs, and what fits, without starting anything.
+
+    The exit code is 1 when it does not fit.
+
+    Example: `baton capacity --context 4096 --concurrency 16 --weights int8 --kv int8`.
+    """
+    from engine.footprint import free_memory_bytes
+    from engine.text.artifact import resolve_model
+    from engine.text.model_config import ModelError
+    from fleet.capacity import plan_capacity
+
+    free = free_memory_bytes() if memory is None else int(memory * _GIB)
+    try:
+        found = plan_capacity(
+            resolve_model(model).config,
+            context_tokens=context,
+            concurrency=concurrency,
+            dtype=dtype,
+            weights=weights,
+            kv=kv,
+            numerics=numerics,
+            free_bytes=free,
+        )
+    except ModelError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {error}")
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=1))
+        raise typer.Exit(0 if found.fits else 1)
+    table = Table(title="one worker", show_header=False)
+    table.add_column("what")
+    table.add_column("MiB", justify="right")
+    need = found.need
+    for what, size in (
+        ("process: Python, torch, kernels", need.process),
+        ("weights: layers", need.layers),
+        ("weights: embedding", need.embedding),
+        ("weights: head", need.head),
+        ("workspace of a step", need.workspace),
+        (f"KV: {found.kv_blocks} blocks, {found.kv_bytes_per_token} bytes a token", found.kv_bytes),
+    ):
+        table.add_row(what, f"{size / _MIB:,.0f}")
+    table.add_section()
+    table.add_row("all", f"{found.total / _MIB:,.0f}")
+    table.add_row("while loading", f"{(need.total + need.loading) / _MIB:,.0f}")
+    table.add_row("free" if memory is None else "given", f"{free / _MIB:,.0f}")
+    console = Console()
+    console.print(table)
+    verdict = "fit" if found.fits else "do [bold red]not[/] fit"
+    console.print(
+        f"{concurrency} requests of {found.context_tokens} tokens {verdict}; "
+        f"{found.fitting_requests} would"
+    )
+    if not found.fits:
+        raise typer.Exit(1)

@@ -1,0 +1,271 @@
+"""What quantisation costs and loses, beside what it saves.
+
+    python -m loadtest.bench.quality [--model REF] [--threads 1] [--json FILE]
+
+The same model with its weights and its KV cache in fewer bits, on fixed inputs:
+
+- perplexity of the opening of *Alice's Adventures in Wonderland* (Lewis Carroll, 1865, public
+  domain; ``text/alice.txt``), and how often the likeliest next token is the same as without;
+- a long context: how likely a number is (nats) that stands before three copies of that text and is
+  asked for after them;
+- structured output: answers under a JSON schema, how many end, and equal those without;
+- free greedy answers: how many tokens they have in common with those without;
+- the median time of a decode step and of a prompt, after one to warm up.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine.core.params import SamplingParams
+from engine.footprint import footprint
+from engine.llm import DEFAULT_MODEL, LLM
+from engine.text.grammar import translate
+
+TEXT = Path(__file__).parent / "text" / "alice.txt"
+VARIANTS = (
+    ("none", "none"),
+    ("none", "int8"),
+    ("none", "fp8"),
+    ("int8", "none"),
+    ("int4", "none"),
+    ("int8", "int8"),
+    ("int4", "int8"),
+    ("int4", "fp8"),
+)
+SECRET = "The number of the house is 7 4 1 9 3."
+COPIES = 3
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "age": {"type": "integer", "minimum": 1, "maximum": 120},
+        "city": {"type": "string", "maxLength": 24},
+    },
+    "required": ["name", "age", "city"],
+}
+PEOPLE = (
+    "a baker from Lyon",
+    "a sailor from Lisbon",
+    "a young teacher from Oslo",
+    "an old judge from Vienna",
+    "a nurse from Dublin",
+    "a student from Athens",
+    "a farmer from Seville",
+    "a painter from Prague",
+)
+OPENINGS = (
+    "Once upon a time",
+    "The capital of France",
+    "Water boils at",
+    "A good friend is",
+    "In the year 1905",
+    "The recipe needs",
+    "def fibonacci(n):",
+    "The sun is",
+    "To learn a language",
+    "My favourite book",
+    "The train to Berlin",
+    "Music helps",
+)
+ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One row of the table."""
+
+    weights: str
+    kv: str
+    weights_mib: float
+    kv_bytes_per_token: int
+    perplexity: float
+    same_best: float  # share of positions
+    secret_nats: float  # log-likelihood; 0 is certain
+    json_ended: int
+    json_same: int
+    greedy_same: float  # share of tokens before the first that differs
+    decode_1_ms: float
+    decode_16_ms: float
+    decode_8_long_ms: float  # behind 1,024 tokens each
+    prefill_512_ms: float
+
+
+@dataclass(frozen=True)
+class _Answers:
+    best: list[int]
+    people: list[str]
+    openings: list[list[int]]
+
+
+@contextmanager
+def _stopwatch(found: list[float]) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    found.append(time.perf_counter() - began)
+
+
+class Examination:
+    """Examines variants one after another; the first is what the others are compared with.
+
+    Args:
+        model: Model reference.
+        threads: Threads of torch.
+    """
+
+    def __init__(self, model: str, threads: int) -> None:
+        self._model = model
+        self._threads = threads
+        self._plain: _Answers | None = None
+
+    def examine(self, weights: str, kv: str) -> Quality:
+        """All figures of one variant."""
+        llm = LLM(self._model, weights=weights, kv=kv, kv_blocks=640, threads=self._threads)
+        text = llm.tokenizer.encode(TEXT.read_text())
+        logprobs, best = _scores(llm, text)
+        people, ended = _people(llm)
+        answers = _Answers(best, people, _openings(llm))
+        plain = self._plain = self._plain or answers
+        geometry = llm.runner.geometry
+        return Quality(
+            weights,
+            kv,
+            footprint(llm.artifact.config, quantisation=weights).weights / 2**20,
+            geometry.block_bytes // geometry.block_tokens,
+            math.exp(-sum(logprobs) / len(logprobs)),
+            _share(answers.best, plain.best),
+            _secret(llm, text),
+            ended,
+            sum(a == b for a, b in zip(answers.people, plain.people, strict=True)),
+            _common(answers.openings, plain.openings),
+            1e3 * _decode_s(llm, 1),
+            1e3 * _decode_s(llm, 16),
+            1e3 * _decode_s(llm, 8, context=1024),
+            1e3 * _prefill_s(llm),
+        )
+
+
+def _scores(llm: LLM, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Log-probability of each token but the first, and the likeliest token there."""
+    [output] = llm.generate([list(tokens)], max_tokens=1, prompt_logprobs=1)
+    scores = output.scores
+    if scores is None:
+        raise RuntimeError("the engine gave no scores")
+    best: list[int] = np.frombuffer(scores.top_ids, "<u4").tolist()
+    logprobs: list[float] = np.frombuffer(scores.logprobs, "<f4").tolist()
+    return logprobs, best
+
+
+def _secret(llm: LLM, text: Sequence[int]) -> float:
+    """Log-likelihood of the number at the end of a long prompt."""
+    encode = llm.tokenizer.encode
+    head, question = encode(f"{SECRET}\n\n"), encode("\n\nThe number of the house is")
+    number = encode(" 7 4 1 9 3")
+    prompt = [*head, *(list(text) * COPIES), *question, *number]
+    logprobs, _ = _scores(llm, prompt)
+    return sum(logprobs[-len(number) :])
+
+
+def _people(llm: LLM) -> tuple[list[str], int]:
+    """Objects under a schema, and how many were complete before the limit."""
+    grammar = translate("json", json.dumps(SCHEMA))
+    found, ended = [], 0
+    for person in PEOPLE:
+        question = f"Invent {person}. Answer with a JSON object with name, age and city."
+        messages = [{"role": "user", "content": question}]
+        output = llm.chat(messages, grammar=grammar, max_tokens=64, temperature=0.0)
+        found.append(output.text)
+        if output.finish_reason == "stop":
+            ended += set(json.loads(output.text)) == set(SCHEMA["required"])
+    return found, ended
+
+
+def _openings(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    return [output.token_ids for output in llm.generate(list(OPENINGS), params)]
+
+
+def _share(left: Sequence[int], right: Sequence[int]) -> float:
+    return sum(a == b for a, b in zip(left, right, strict=True)) / len(right)
+
+
+def _common(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> float:
+    """Share of tokens before the first that differs, over all answers."""
+    same = 0
+    for ours, theirs in zip(left, right, strict=True):
+        pairs = zip(ours, theirs, strict=True)
+        same += next((i for i, (a, b) in enumerate(pairs) if a != b), len(theirs))
+    return same / sum(map(len, right))
+
+
+def _decode_s(llm: LLM, batch: int, context: int = 128, steps: int = 12) -> float:
+    """Median time of a decode step."""
+    prompts = [[(97 * i + 31 * j) % 40_000 + 100 for j in range(context)] for i in range(batch)]
+    times: list[float] = []
+    runner = llm.core.runner
+    real = runner.execute
+
+    def timed(plan, on_layers_done=None):  # type: ignore[no-untyped-def]
+        taken = times if all(len(row.tokens) == 1 for row in plan.rows) else []
+        with _stopwatch(taken):
+            return real(plan, on_layers_done)
+
+    runner.execute = timed  # type: ignore[method-assign]
+    try:
+        llm.generate(prompts, max_tokens=steps, temperature=0.0, ignore_eos=True)
+    finally:
+        runner.execute = real  # type: ignore[method-assign]
+    return statistics.median(times)
+
+
+def _prefill_s(llm: LLM, tokens: int = 512, rounds: int = 4) -> float:
+    """Median time of a prompt that no cache knows; the first one warms up."""
+    times: list[float] = []
+    for turn in range(rounds):
+        prompt = [(389 * j + 7919 * turn) % 40_000 + 100 for j in range(tokens)]
+        with _stopwatch(times):
+            llm.generate([prompt], max_tokens=1, temperature=0.0)
+    return statistics.median(times[1:])
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Model reference.")] = DEFAULT_MODEL,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
+) -> None:
+    """Perplexity, long context, structured output, memory and speed of each quantisation."""
+    examination = Examination(model, threads)
+    console = Console()
+    rows = []
+    for weights, kv in VARIANTS:
+        rows.append(examination.examine(weights, kv))
+        console.print(f"{weights} weights, {kv} KV: perplexity {rows[-1].perplexity:.3f}")
+    table = Table(title=f"quantisation; bf16 activations, exact, {threads} threads")
+    table.add_column("")
+    for row in rows:
+        table.add_column(f"{row.weights}\n{row.kv}", justify="right")
+    for name in asdict(rows[0]):
+        values = [getattr(row, name) for row in rows]
+        shown = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
+        table.add_row(name.replace("_", " "), *shown)
+    console.print(table)
+    if json_file is not None:
+        record = {"model": model, "threads": threads, "torch": torch.__version__}
+        text = json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1)
+        json_file.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,192 @@
+"""What fits is said before anything starts, and is what is then measured."""
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from engine import ipc
+from engine.core import events as ev
+from engine.core.params import SamplingParams
+from engine.footprint import automatic_blocks, footprint, pool_geometry
+from engine.hub import EngineHub
+from engine.text.artifact import ModelError, resolve_model
+from engine.text.model_config import ModelConfig
+from fleet.capacity import plan_capacity
+from fleet.cli import app
+from fleet.config import DEFAULT_MODEL, FleetConfig, PoolsConfig
+from fleet.pools import worker_settings
+from kvtransfer import wire
+
+GIB = 1 << 30
+PLAIN = {"dtype": "bf16", "weights": "none", "kv": "none", "numerics": "exact"}
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    return resolve_model(DEFAULT_MODEL).config
+
+
+def test_kv_grows_with_context_and_requests_and_shrinks_with_its_format(
+    config: ModelConfig,
+) -> None:
+    def kv_bytes(context: int, concurrency: int, kv: str = "none") -> int:
+        fields = {**PLAIN, "kv": kv}
+        return plan_capacity(
+            config,
+            context_tokens=context,
+            concurrency=concurrency,
+            free_bytes=8 * GIB,
+            **fields,
+        ).kv_bytes
+
+    assert kv_bytes(1000, 1) == 63 * 16 * 30 * 2 * 3 * 64 * 2  # whole blocks
+    assert kv_bytes(2048, 4) == 8 * kv_bytes(1024, 1)
+    assert kv_bytes(1024, 1, "int8") == kv_bytes(1024, 1, "fp8") == kv_bytes(1024, 1) * 68 // 128
+
+
+def test_weights_are_counted_as_they_are_kept(config: ModelConfig) -> None:
+    plain, int8, int4 = (
+        footprint(config, quantisation=kind).layers for kind in ("none", "int8", "int4")
+    )
+    assert 0.5 < int8 / plain < 0.52
+    assert 0.31 < int4 / plain < 0.32  # 4 bits, and 1 for scale and offset
+    assert footprint(config, dtype="fp32").weights > 1.99 * footprint(config).weights
+
+
+def test_as_many_requests_fit_as_it_says(config: ModelConfig) -> None:
+    found = plan_capacity(config, context_tokens=4096, concurrency=1, free_bytes=4 * GIB, **PLAIN)
+    most = found.fitting_requests
+    for concurrency, fits in ((most, True), (most + 2, False)):  # a batch needs workspace too
+        asked = plan_capacity(
+            config,
+            context_tokens=4096,
+            concurrency=concurrency,
+            free_bytes=4 * GIB + 64 * (1 << 20) * fits,
+            **PLAIN,
+        )
+        assert asked.fits is fits
+    with pytest.raises(ModelError, match="--context 9000: the model's limit is 8192"):
+        plan_capacity(config, context_tokens=9000, concurrency=1, free_bytes=GIB, **PLAIN)
+
+
+def test_the_command_answers_in_words_in_json_and_in_its_exit_code() -> None:
+    fits = CliRunner().invoke(app, ["capacity", "--context", "4096", "--memory", "4", "--json"])
+    assert fits.exit_code == 0
+    shown = json.loads(fits.output)
+    assert shown["fits"] is True
+    assert shown["total"] == shown["kv_bytes"] + shown["weights"] + sum(
+        shown["need"][part] for part in ("process", "workspace")
+    )
+    many = ["capacity", "--concurrency", "64", "--memory", "4"]
+    refused = CliRunner().invoke(app, many)
+    assert refused.exit_code == 1
+    assert "64 requests of 8192 tokens do not fit" in refused.output
+
+
+def test_the_pool_takes_half_of_a_workers_share_of_what_is_free(config: ModelConfig) -> None:
+    need = footprint(config)
+    block = 368_640
+    alone = automatic_blocks(need, block, 8 * GIB, 1, useful_blocks=1 << 20)
+    assert math.isclose(alone * block, (8 * GIB - need.total - need.loading) / 2, rel_tol=0.01)
+    pair = automatic_blocks(need, block, 8 * GIB, 2, useful_blocks=1 << 20)
+    assert 2 * (pair * block + need.total) < 8 * GIB
+    assert automatic_blocks(need, block, 8 * GIB, 1, useful_blocks=100) == 100
+    assert automatic_blocks(need, block, 0, 1, useful_blocks=1 << 20) == 64
+
+
+def test_auto_reaches_the_engine_and_a_number_stays_a_number(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kv_blocks(fleet: FleetConfig) -> int:
+        names = ("worker_id", "role", "redis_url", "fleet_token", "host", "log_dir")
+        fields: Mapping[str, object] = worker_settings(fleet, epoch=1, **dict.fromkeys(names, "x"))
+        settings = ipc.EngineSettings(
+            model=DEFAULT_MODEL,
+            kv_blocks=fields["kv_blocks"],
+            workers_on_host=fields["workers_on_host"],
+            max_context_tokens=fields["max_context_tokens"],
+        )
+        return pool_geometry(settings, config).num_blocks
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("engine.footprint.free_memory_bytes", lambda: 6 * GIB)
+    assert kv_blocks(FleetConfig(kv_blocks_per_worker=200)) == 200
+    pair = kv_blocks(FleetConfig())
+    many = kv_blocks(FleetConfig(pools=PoolsConfig(prefill=4, decode=4)))
+    assert 64 < pair < 6 * GIB // 368_640 // 2
+    assert many == pair  # the cores hold two; the others are elsewhere
+    assert kv_blocks(FleetConfig(max_context_tokens=160)) == 320  # 32 requests of 10 blocks
+
+
+def test_heads_that_cannot_hold_an_aligned_scale_are_refused_by_name(config: ModelConfig) -> None:
+    odd = dataclasses.replace(config, head_dim=66)
+    settings = ipc.EngineSettings(model=DEFAULT_MODEL, kv_dtype="int8")
+    with pytest.raises(ModelError, match="int8: heads of 66 values"):
+        pool_geometry(settings, odd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "weights", "kv"),
+    [
+        ("bf16", "none", "none"),
+        ("fp32", "none", "none"),
+        ("bf16", "int8", "none"),
+        ("bf16", "int8", "int8"),
+        ("bf16", "int4", "fp8"),
+    ],
+)
+async def test_a_full_engine_takes_what_was_said(
+    config: ModelConfig, dtype: str, weights: str, kv: str
+) -> None:
+    context, concurrency = 512, 16
+    said = plan_capacity(
+        config,
+        context_tokens=context,
+        concurrency=concurrency,
+        dtype=dtype,
+        weights=weights,
+        kv=kv,
+        numerics="exact",
+        free_bytes=8 * GIB,
+    )
+    settings = ipc.EngineSettings(
+        model=DEFAULT_MODEL,
+        dtype=dtype,
+        weight_quantisation=weights,
+        kv_dtype="" if kv == "none" else kv,
+        kv_blocks=said.kv_blocks,
+        max_batch_requests=concurrency,
+    )
+    hub = EngineHub(settings)
+    await hub.start()
+    try:
+        await asyncio.gather(*(_fill(hub, number, context) for number in range(concurrency)))
+        measured = psutil.Process(hub.client.pid).memory_info().rss
+    finally:
+        await hub.client.stop()
+    assert hub.load.free < 0.1 * said.kv_blocks, "the pool was filled"
+    assert math.isclose(measured, said.total, rel_tol=0.05), (
+        f"measured {measured / 2**20:.0f} MiB, said {said.total / 2**20:.0f}"
+    )
+
+
+async def _fill(hub: EngineHub, number: int, context: int) -> None:
+    ended = asyncio.get_running_loop().create_future()
+
+    def on_report(report: object) -> None:
+        if isinstance(report, ev.Ended):
+            ended.set_result(report.error_message)
+
+    prompt = [number + 5, *((7 * i) % 40_000 for i in range(context - 17))]
+    params = SamplingParams(max_tokens=16, temperature=0.7, ignore_eos=True, seed=number)
+    packed = wire.pack_tokens(prompt)
+    hub.submit(ipc.Submit(f"r{number}", "full", packed, params, bytes(16), 0, number), on_report)
+    async with asyncio.timeout(120):
+        assert not await ended
