@@ -1,0 +1,69 @@
+"""The step loop and grammars: compiled beside it, and a bad one ends only its own request."""
+
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from engine import ipc
+from engine.core import events as ev
+from engine.core.params import SamplingParams
+from engine.grammars import CompileDesk, Grammars
+from engine.process import EMULATED, EngineProcess
+from engine.text.grammar import Vocabulary, translate
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """The shell's end of an emulated engine that takes grammars."""
+    letters = Vocabulary([bytes([i]) for i in range(256)], [0], [0])
+    build = EngineProcess._build_emulated
+
+    def with_grammars(self):
+        self._desk = CompileDesk(Grammars(lambda: letters, 256))
+        return build(self)
+
+    monkeypatch.setattr(EngineProcess, "_build_emulated", with_grammars)
+    shell, control = socket.socketpair()
+    pool_fd = os.memfd_create("pool")
+    process = EngineProcess(ipc.EngineSettings(model=EMULATED, kv_blocks=32), control, pool_fd)
+    loop = threading.Thread(target=process.run)
+    loop.start()
+    shell.settimeout(10)
+    yield shell
+    shell.sendall(ipc.frame([ipc.Stop()]))
+    loop.join(10)
+    shell.close()
+    control.close()
+    os.close(pool_fd)
+
+
+def submit(name: str, grammar: str = "") -> ipc.Submit:
+    prompt = np.arange(5, dtype="<u4").tobytes()
+    params = SamplingParams(max_tokens=4, ignore_eos=True, grammar=grammar)
+    return ipc.Submit(name, "full", prompt, params, bytes(16), 0, 0)
+
+
+def ends(shell: socket.socket, count: int) -> dict[str, str]:
+    """Error codes of the first ``count`` requests to end."""
+    reader, found = ipc.report_reader(), {}
+    while len(found) < count:
+        for report in reader.feed(shell.recv(1 << 16)):
+            if isinstance(report, ev.Ended):
+                found[report.request_id] = report.error_code
+    return found
+
+
+def test_a_bad_grammar_ends_only_its_own_request(engine):
+    good = translate("regex", "(?s:.*)")
+    commands = [submit("free"), submit("bad", "start: missing"), submit("good", good)]
+    engine.sendall(ipc.frame(commands))
+    assert ends(engine, 3) == {"free": "", "bad": "invalid_grammar", "good": ""}
+
+
+def test_a_request_ends_while_its_grammar_is_compiled(engine):
+    slow = translate("json", '{"enum": ["' + '", "'.join(f"value {i}" for i in range(3000)) + '"]}')
+    engine.sendall(ipc.frame([submit("gone", slow), ipc.Cancel("gone"), submit("free")]))
+    assert ends(engine, 2) == {"gone": "cancelled", "free": ""}
