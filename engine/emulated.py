@@ -80,6 +80,7 @@ class EmulatedRunner:
         self._nan_after_steps = nan_after_steps
         self._steps = 0
         self.adapters = EmulatedAdapters()
+        self.harvests = True
         self._ramp = np.arange(row_bytes, dtype=np.uint64)
 
     @property

@@ -19,6 +19,7 @@ import psutil
 from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED, KvGeometry
 from engine.ipc import EngineSettings
 from engine.models.families import weight_table
+from engine.text.artifact import resolve_model
 from engine.text.model_config import ModelConfig, ModelError
 
 INT4_GROUP_INPUTS = 32
@@ -184,9 +185,14 @@ def pool_geometry(settings: EngineSettings, config: ModelConfig) -> KvGeometry:
         context=context,
     )
     block_bytes = kv_geometry(config, kv_dtype, 1).block_bytes
+    free = free_memory_bytes()
+    if settings.speculation.mode == "draft":  # its weights, and a pool with as many blocks
+        draft = resolve_model(settings.speculation.draft).config
+        free -= settings.workers_on_host * footprint(draft, dtype=settings.dtype).weights
+        block_bytes += kv_geometry(draft, settings.dtype, 1).block_bytes
     useful = blocks_for(context) * settings.max_batch_requests
     workers = settings.workers_on_host
-    blocks = automatic_blocks(need, block_bytes, free_memory_bytes(), workers, useful)
+    blocks = automatic_blocks(need, block_bytes, free, workers, useful)
     return kv_geometry(config, kv_dtype, blocks)
 
 

@@ -136,12 +136,14 @@ class Grammars:
         mask[: len(bits)] = bits[: self._vocab_size]
         return mask
 
-    def admissible(self, spec: SampleSpec, draft: Sequence[int]) -> int:
-        """How many of the tokens of ``draft``, in order, may follow the history.
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """How many of ``guesses``, in order, may follow the history; the rest is not worth a try.
 
-        Speculation cuts its drafts here, so that it only asks for masks that exist.
+        Raises:
+            GrammarError: The history does not follow the grammar.
         """
-        return self._state(spec).matcher.validate_tokens(list(draft))
+        count: int = self._state(spec).matcher.validate_tokens(list(guesses))
+        return count
 
     def _state(self, spec: SampleSpec) -> _State:
         p, prompt = spec.params, spec.prompt_tokens

@@ -5,19 +5,17 @@ dequantised once and kept as safetensors in ``$BATON_CACHE`` (default ``~/.cache
 file there is noticed by its checksum and made again. Nothing is ever unpickled.
 """
 
+import math
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from engine.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from engine.models.decoder import Decoder
@@ -27,7 +25,9 @@ from engine.models.rope import pair_rows
 from engine.numerics import DTYPES, Numerics
 from engine.parallel import Shard
 from engine.quantised import packer
-from engine.text.artifact import ModelArtifact, ModelError
+from engine.safetensors_file import DTYPES as STORED_DTYPES
+from engine.safetensors_file import SafetensorsFile, write_safetensors
+from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
 from engine.text.gguf_file import open_gguf
 
 Progress = Callable[[str, int, int], None]
@@ -37,7 +37,7 @@ Rows = Callable[[str], slice]
 """Canonical name of a weight -> the rows of it that are wanted."""
 
 CACHE_FORMAT = 2
-_SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
+_CHUNK_ELEMENTS = 1 << 22  # dequantised at a time
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -74,10 +74,6 @@ def load_model(
     """
     report = progress or _silent
     quantised = packer(quantisation, dtype)
-    rows = _all_rows if shard is None else shard.rows
-    weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir, rows=rows)
-    if shard is not None:
-        shard.load()  # what had to be converted is in the cache now
     probed: dict[tuple[int, int], RowCounts] = {}
 
     def row_counts(outputs: int, inputs: int) -> RowCounts:
@@ -93,8 +89,24 @@ def load_model(
         layer = quantised(name, weight)
         return layer or Linear(weight, row_counts(*weight.shape))
 
+    if shard is None and quantisation == "none":
+        # before any weight is there: the probes need memory of their own
+        for shape in dict.fromkeys(_shapes(artifact.config)):
+            row_counts(*shape)
+    rows = _all_rows if shard is None else shard.rows
+    weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir, rows=rows)
+    if shard is not None:
+        shard.load()  # what had to be converted is in the cache now
     label = "" if quantisation == "none" else quantisation
     return Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)
+
+
+def _shapes(c: ModelConfig) -> list[tuple[int, int]]:
+    """``(outputs, inputs)`` of the model's products."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    e, f = c.hidden_size, c.intermediate_size
+    router = [(c.num_experts, e)] if c.num_experts else []
+    return [(c.vocab_size, e), (q + 2 * kv, e), (e, q), (2 * f, e), (e, f), *router]
 
 
 def load_weights(
@@ -137,26 +149,38 @@ def load_weights(
 def _read_safetensors(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows
 ) -> dict[str, torch.Tensor]:
+    handles: dict[str, SafetensorsFile] = {}
+    with ExitStack() as files:
+        try:
+            for path in artifact.weight_files:
+                handle = files.enter_context(SafetensorsFile(path))
+                handles.update(dict.fromkeys(handle.keys(), handle))
+        except (ValueError, OSError) as error:
+            raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
+        return _read_shards(artifact, handles, dtype, progress, rows)
+
+
+def _read_shards(
+    artifact: ModelArtifact,
+    handles: Mapping[str, SafetensorsFile],
+    dtype: torch.dtype,
+    progress: Progress,
+    rows: Rows,
+) -> dict[str, torch.Tensor]:
+    """The weights; ``handles`` says which file holds which."""
     table = weight_table(artifact.config, "safetensors")
-    weights: dict[str, torch.Tensor] = {}
-    handles: dict[str, Any] = {}
-    try:
-        for path in artifact.weight_files:
-            handle = safe_open(path, framework="pt")
-            handles.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
     problems = []
     for entry in table:
         if entry.source not in handles:
             problems.append(f"{entry.source} is missing")
             continue
         part = handles[entry.source].get_slice(entry.source)
-        if part.get_dtype() not in _SAFETENSORS_DTYPES:
+        if part.get_dtype() not in STORED_DTYPES:
             problems.append(f"{entry.source} has dtype {part.get_dtype()}, not supported")
         if tuple(part.get_shape()) != entry.shape:
             problems.append(f"{entry.source} is {part.get_shape()}, not {list(entry.shape)}")
     _refuse(artifact, problems, _unknown(handles, table))
+    weights = {}
     for done, entry in enumerate(table):
         weight = handles[entry.source].get_slice(entry.source)[rows(entry.name)]
         weights[entry.name] = _finished(entry, weight, dtype, artifact.config.head_dim)
@@ -200,7 +224,7 @@ def _refuse(artifact: ModelArtifact, problems: list[str], unknown: list[str]) ->
 def _read_gguf(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
 ) -> dict[str, torch.Tensor]:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.constants import GGMLQuantizationType
     from gguf.quants import _type_traits, dequantize
 
     native = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
@@ -215,22 +239,23 @@ def _read_gguf(
         kind = tensor.tensor_type
         if kind not in native and kind not in _type_traits:
             problems.append(f"{entry.source} is {kind.name}, which gguf cannot dequantise")
-        shape = tuple(int(n) for n in reversed(tensor.shape))
+        shape = tuple(reversed(tensor.shape))
         if shape != entry.shape:
             problems.append(f"{entry.source} is {list(shape)}, not {list(entry.shape)}")
-        if tensor.n_bytes * GGML_QUANT_SIZES[kind][0] != (
-            tensor.n_elements * GGML_QUANT_SIZES[kind][1]
-        ):
-            problems.append(f"{entry.source} is truncated")
     _refuse(artifact, problems, _unknown(found, table))
 
     def read(source: str, part: int | None = None) -> torch.Tensor:
+        """Dequantised a few rows at a time, because fp32 takes several times the final size."""
         tensor = found[source]
-        shape = tuple(int(n) for n in reversed(tensor.shape))
+        shape = tuple(reversed(tensor.shape))[0 if part is None else 1 :]
         data = tensor.data if part is None else tensor.data[part]
-        values = dequantize(data, tensor.tensor_type)
-        values = values.reshape(shape if part is None else shape[1:])
-        return torch.from_numpy(np.array(values, dtype=np.float32))  # the file is mapped read-only
+        weight = torch.empty(shape, dtype=torch.float32 if len(shape) == 1 else dtype)
+        rows = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))
+        for begin in range(0, shape[0], rows if len(shape) > 1 else shape[0]):
+            some = slice(begin, begin + rows) if len(shape) > 1 else slice(None)
+            values = dequantize(data[some], tensor.tensor_type).astype(np.float32)
+            weight[some] = torch.from_numpy(values)
+        return weight
 
     weights = {}
     for done, entry in enumerate(table):
@@ -264,14 +289,17 @@ def _read_cache(path: Path, rows: Rows) -> dict[str, torch.Tensor] | None:
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if (file.metadata() or {}).get("checksum") != _checksum(mapped):
-                return None
-            # cloned: a view would keep the file mapped, and change with it
-            return {name: weight[rows(name)].clone() for name, weight in mapped.items()}
-    except (SafetensorError, OSError):
+        with SafetensorsFile(path) as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            expected = file.metadata().get("checksum")
+    except (ValueError, OSError):
         return None
+    if expected != _checksum(weights):
+        return None
+    if rows is not _all_rows:
+        for name in weights:
+            weights[name] = weights[name][rows(name)].clone()
+    return weights
 
 
 def _write_cache(path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -279,9 +307,9 @@ def _write_cache(path: Path, weights: dict[str, torch.Tensor]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _temporary(path.parent) as temporary:
-            save_file(weights, temporary, metadata={"checksum": _checksum(weights)})
+            write_safetensors(temporary, weights, {"checksum": _checksum(weights)})
             temporary.replace(path)
-    except (OSError, SafetensorError):
+    except OSError:
         return
 
 

@@ -16,6 +16,8 @@ from engine.core.errors import InternalError
 
 Numerics = Literal["exact", "fast"]
 
+_CHUNK_ROWS = 8192
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -40,8 +42,13 @@ def cancelling(
 ) -> torch.Tensor:
     """``[rows, width]`` random values ``[u, sign * u]`` along the last dimension."""
     generator = torch.Generator().manual_seed(seed)
-    half = (torch.randn(rows, (width + 1) // 2, generator=generator) * scale).to(dtype)
-    return torch.cat((half, half * sign), dim=-1)[:, :width].contiguous()
+    result = torch.empty(rows, width, dtype=dtype)
+    middle = (width + 1) // 2
+    for part in torch.split(result, _CHUNK_ROWS):  # an LM head in fp32 would need a gigabyte
+        half = torch.randn(part.shape[0], middle, generator=generator) * scale
+        part[:, :middle] = half
+        part[:, middle:] = part[:, : width - middle] * sign
+    return result
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

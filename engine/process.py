@@ -24,7 +24,13 @@ from engine import ipc
 from engine.adapter_desk import AdapterDesk
 from engine.core import events as ev
 from engine.core.core import EngineCore
-from engine.core.errors import BatonError, CancelledError_, GrammarError, NumericsError
+from engine.core.errors import (
+    BatonError,
+    CancelledError_,
+    GrammarError,
+    InvalidRequestError,
+    NumericsError,
+)
 from engine.core.geometry import KvGeometry
 from engine.core.plan import ModelRunner, StepPlan
 from engine.core.scheduler import SchedulerConfig
@@ -129,8 +135,9 @@ class EngineProcess:
             lambda what: self._send([ipc.Progress(what)]),
             self._ranks,
         )
-        if runner.grammars is not None:
-            self._desk = CompileDesk(runner.grammars)
+        grammars = getattr(runner, "grammars", None)
+        if grammars is not None:
+            self._desk = CompileDesk(grammars)
         return runner, info
 
     def _speculation(self, main: ModelRunner) -> Speculation | None:
@@ -259,7 +266,10 @@ class EngineProcess:
             adapter=command.adapter.digest if command.adapter else "",
             pooling=command.pooling,
         )
+        wants_harvest = bool(command.pooling) or command.params.prompt_logprobs is not None
         try:
+            if wants_harvest and not self._core.runner.harvests:
+                raise InvalidRequestError("prompt_logprobs and embeddings need a CPU worker yet")
             self._core.scheduler.submit(request, now_ns)
         except BatonError as error:
             self._end(command.request_id, error)

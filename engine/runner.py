@@ -25,7 +25,7 @@ from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.core.plan import ModelRunner, PlanRow, SampleSpec, StepPlan
 from engine.footprint import give_back_memory, kv_geometry, pool_geometry
 from engine.grammars import Grammars
 from engine.ipc import EngineSettings
@@ -93,6 +93,7 @@ class TorchRunner:
         shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
+        self.harvests = True
         self._refused: dict[int, GrammarError] = {}
         self._mask_ns = 0
         self._model = model
@@ -471,7 +472,7 @@ def open_runner(
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
     ranks: RankProcesses | None = None,
-) -> tuple[TorchRunner, ModelInfo]:
+) -> tuple[ModelRunner, ModelInfo]:
     """Everything that an engine process needs: load, prove, and wrap.
 
     Args:
@@ -507,6 +508,10 @@ def open_runner(
 
     if ranks is not None and settings.weight_quantisation == "int4":
         raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
+    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        from engine.cuda_open import open_cuda_runner  # needs triton
+
+        return open_cuda_runner(settings, artifact, context, map_pool, progress)
     with torch.inference_mode():
         shard = None if ranks is None else lead(artifact.config, ranks)
         model = load_model(

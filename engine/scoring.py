@@ -48,7 +48,7 @@ def reap(
                 raise NotFiniteError
             found.append(_score(logits, wanted, harvest.alternatives))
     rows_TE = model.normed(hidden_TE) if harvest.pooling else hidden_TE[:0]
-    return found, rows_TE.numpy()
+    return found, rows_TE.cpu().numpy()
 
 
 def _score(logits: Logits, targets: list[int], alternatives: int) -> Scores:
@@ -63,5 +63,5 @@ def _score(logits: Logits, targets: list[int], alternatives: int) -> Scores:
         ranks[index] = int((row_V > own).sum()) + 1
         if alternatives:
             values, ids = row_V.topk(alternatives)
-            top_ids[index], top_logprobs[index] = ids.numpy(), values.numpy()
+            top_ids[index], top_logprobs[index] = ids.cpu().numpy(), values.cpu().numpy()
     return logprobs, ranks, top_ids, top_logprobs

@@ -73,7 +73,10 @@ def exact_layouts(
         candidates = [whole] if same_group else candidate_layouts(group)
         for layout in candidates:
             alike = (layout.unit, layout.tile) == (whole.unit, whole.tile)
-            if alike and attention_fault(layout, *shape, config.head_dim, dtype) is None:
+            if (
+                alike
+                and attention_fault(layout, *shape, config.head_dim, dtype, config.window) is None
+            ):
                 found[shape] = layout
                 break
         else:

@@ -274,7 +274,7 @@ class Answer(Exchange):
                 continue  # they come first
             for delta in flight.record.take():
                 flight.record.sent = True  # not before: a prompt that still waits may be moved
-                if delta.text and flight.id not in shown:
+                if (delta.text or delta.calls) and flight.id not in shown:
                     shown.add(flight.id)
                     self._context.observer.first_byte(flight, monotonic_ns())
                 pieces.append(_event(self._layout.chunk(prompt, delta)))

@@ -42,6 +42,7 @@ from router.schema import (
 from router.settings import RouterSettings
 from router.spans import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.structured import wanted_grammar
+from router.tools import messages_of
 
 
 class Router:
@@ -162,7 +163,7 @@ class Router:
         span = gateway_span(self.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body)
+            grammar = await self._grammar(body, size)
             prepared = await off_loop(
                 size, lambda: self.preparer.chat(body, caller, now_ns, grammar)
             )
@@ -182,7 +183,7 @@ class Router:
         span = gateway_span(self.tracing, "text_completion", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body)
+            grammar = await self._grammar(body, size)
             requests = await off_loop(
                 size, lambda: self.preparer.completions(body, caller, now_ns, grammar)
             )
@@ -204,9 +205,9 @@ class Router:
             include_usage=body.include_usage,
         )
 
-    async def _grammar(self, body: GenerationBody) -> str:
+    async def _grammar(self, body: GenerationBody, size: int) -> str:
         """What the answer must follow, tried and found good; empty = free."""
-        wanted = wanted_grammar(body)
+        wanted = await off_loop(size, lambda: wanted_grammar(body))
         return await self.grammars.check(*wanted) if wanted is not None else ""
 
     def _echoes(self, body: CompletionBody) -> list[str]:
@@ -326,7 +327,7 @@ class Router:
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if body.messages is not None:
             return self.model.encode_chat(
-                [{"role": item.role, "content": item.text()} for item in body.messages],
+                messages_of(body.messages),
                 add_generation_prompt=body.add_generation_prompt,
             )
         return self.model.tokenizer.encode(

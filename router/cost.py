@@ -119,6 +119,7 @@ def candidates(
     prompt_tokens: int,
     expected_tokens: int,
     choices: int = 1,
+    moves_kv: bool = True,
 ) -> list[Candidate]:
     """Every placement that ``mode`` allows, cheapest first.
 
@@ -128,9 +129,10 @@ def candidates(
         prompt_tokens: Length of the prompt.
         expected_tokens: Tokens that one answer is expected to have.
         choices: Answers to run at once.
+        moves_kv: False where what prefill says is all of the answer: one token, scores, a vector.
     """
     found: list[Candidate] = []
-    expected = _Work(prompt_tokens, expected_tokens, choices)
+    expected = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
     if mode != "disaggregated":
         found += [_alone(worker, expected) for worker in workers]
     if mode != "colocated":
@@ -165,6 +167,7 @@ class _Work:
     prompt_tokens: int
     expected_tokens: int
     choices: int
+    moves_kv: bool
 
     def uncached(self, worker: WorkerLoad) -> int:
         # The last token is always computed: its logits are wanted.
@@ -213,7 +216,8 @@ def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
     room_s, decode_s, slowdown_s = _decode_terms(decode, work)
     edge = decode.edges.get(prefill.worker_id) or Edge()
     prompt_blocks = -(-work.prompt_tokens // BLOCK_TOKENS)
-    payload_bytes = max(0, prompt_blocks - decode.cached_blocks) * decode.block_bytes
+    lacking = max(0, prompt_blocks - decode.cached_blocks) if work.moves_kv else 0
+    payload_bytes = lacking * decode.block_bytes
     wire_s = payload_bytes / edge.bytes_per_s
     terms = Terms(
         queue_s=prefill.queued_tokens / prefill.prefill_tokens_per_s,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from engine.text.tokenizer import TextTokenizer
+from engine.text.tool_calls import CallDelta
 from router.flight import Flight
 from router.lifecycle import Delta, ShownLogprob
 from router.scores import PromptView
@@ -109,7 +110,9 @@ class ChatFormat(_Format):
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """A piece of content; the last one of a choice has its finish reason."""
-        content = {"content": delta.text} if delta.text else {}
+        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.calls:
+            content["tool_calls"] = [_call_chunk(call) for call in delta.calls]
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         return self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason)
 
@@ -139,7 +142,7 @@ class ChatFormat(_Format):
         choices = [
             {
                 "index": delta.choice,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "message": _message(delta),
                 "logprobs": self._logprobs(delta.logprobs) if wanted else None,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": record.choices[delta.choice].stop_reason,
@@ -165,6 +168,29 @@ class ChatFormat(_Format):
         spelled = self._tokenizer.token_bytes(token_id)
         text = spelled.decode("utf-8", "replace")
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+
+
+def _call_chunk(call: CallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if call.id is None:
+        return {"index": call.index, "function": function}
+    named = {"name": call.name, **function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": named}
+
+
+def _message(delta: Delta) -> dict[str, Any]:
+    """A whole answer, put together from the deltas that a stream would have had."""
+    message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    calls: dict[int, dict[str, Any]] = {}
+    for call in delta.calls:
+        if call.id is not None:
+            function = {"name": call.name, "arguments": ""}
+            calls[call.index] = {"id": call.id, "type": "function", "function": function}
+        calls[call.index]["function"]["arguments"] += call.arguments
+    if calls:
+        message["content"] = delta.text or None
+        message["tool_calls"] = list(calls.values())
+    return message
 
 
 class CompletionFormat(_Format):

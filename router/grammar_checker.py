@@ -16,7 +16,7 @@ from fleet.telemetry import Metrics
 
 COMPILE_LIMIT_S = 2.0
 START_LIMIT_S = 60.0
-_KEPT_VERDICTS = 512
+_KEPT_VERDICTS = 256
 _MAX_WAITING = 32
 _EXPENSIVE = "too expensive: "
 

@@ -17,6 +17,7 @@ from engine.core.errors import BatonError, InternalError
 from engine.core.harvest import PromptScores, ScoresIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
+from engine.text.tool_calls import CallDelta, ToolCallParser
 from router.request import GenerationRequest, unpack
 
 
@@ -35,6 +36,7 @@ class Delta:
 
     choice: int
     text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
     logprobs: list[ShownLogprob] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -50,8 +52,16 @@ class RunResult(NamedTuple):
 class ChoiceRecord:
     """One of the ``n`` answers."""
 
-    def __init__(self, index: int, detokenizer: Detokenizer, *, silent: bool = False) -> None:
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        tools: ToolCallParser | None = None,
+        *,
+        silent: bool = False,
+    ) -> None:
         self.index = index
+        self._tools = tools
         self._silent = silent  # its one token is nobody's business
         self.token_ids: list[int] = []
         self.next_index = 0
@@ -89,22 +99,35 @@ class ChoiceRecord:
         self.token_ids.append(token_id)
         self.next_index += 1
         self.completion_tokens += 1
-        self._pending.text += self._detokenizer.push(token_id)
+        self._show(self._detokenizer.push(token_id))
         if logprob is not None:
             top = zip(unpack(logprob.top_ids), logprob.top_logprobs, strict=True)
             shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
             self._pending.logprobs.append(shown)
 
     def _end(self, reason: str, stop_reason: str | int | None) -> None:
+        self._show(self._detokenizer.finish())
+        if self._tools is not None:
+            text, calls = self._tools.finish()
+            self._pending.text += text
+            self._pending.calls += calls
+            if reason == "stop" and self._tools.calls and not self._tools.cut:
+                reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
         self.stop_reason = stop_reason
-        self._pending.text += self._detokenizer.finish()
+
+    def _show(self, text: str) -> None:
+        calls: list[CallDelta] = []
+        if self._tools is not None:
+            text, calls = self._tools.push(text)
+        self._pending.text += text
+        self._pending.calls += calls
 
     @property
     def has_news(self) -> bool:
         """Whether there is anything to take."""
         pending = self._pending
-        return bool(pending.text or pending.logprobs or pending.finish_reason)
+        return bool(pending.text or pending.calls or pending.logprobs or pending.finish_reason)
 
     def take(self) -> Delta | None:
         """What the client has not got yet, or None. Tokens of several steps come out as one."""
@@ -154,6 +177,7 @@ class RequestRecord:
             ChoiceRecord(
                 index,
                 Detokenizer(self._tokenizer, self.request.stops, sampling.min_tokens),
+                ToolCallParser() if self.request.reads_calls else None,
                 silent=self.request.score_only,
             )
             for index in range(sampling.n)

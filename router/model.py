@@ -10,6 +10,7 @@ from engine.text.artifact import ModelArtifact, resolve_model
 from engine.text.grammar import Vocabulary, vocabulary_of
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from engine.text.tools import Tool, conversation, syntax_of
 from router.adapters import AdapterTable
 from router.settings import RouterSettings
 
@@ -51,8 +52,10 @@ class ServedModel:
         config = artifact.config
         self.vocab_size = config.vocab_size
         eos = config.eos_token_ids[0] if config.eos_token_ids else None
+        source = chat_template or artifact.chat_template
+        self.tool_syntax = syntax_of(source)
         self.template = ChatTemplate(
-            chat_template or artifact.chat_template,
+            source,
             special_tokens_of(self.tokenizer.token_text, bos=config.bos_token_id, eos=eos),
         )
 
@@ -121,14 +124,21 @@ class ServedModel:
         return tokens
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a conversation, by the model's template (which writes its own BOS token).
+
+        Messages and tools are those of ``engine.text.tools.conversation``.
 
         Raises:
             InvalidRequestError: The model has no template, or the template refuses.
         """
-        text = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        told, listed = conversation(messages, tools, self.tool_syntax)
+        text = self.template.render(told, tools=listed, add_generation_prompt=add_generation_prompt)
         tokens = self.tokenizer.encode(text)
         if not tokens:
             raise InvalidRequestError("the chat template made an empty prompt", param="messages")

@@ -141,7 +141,8 @@ class Observer:
             # Only the model's end token says that a grammar was satisfied.
             sampling = flight.request.sampling
             own_stop = (*flight.request.stops, *sampling.stop_token_ids)
-            if sampling.grammar and (reason != "stop" or choice.stop_reason in own_stop):
+            whole = reason in ("stop", "tool_calls") and choice.stop_reason not in own_stop
+            if sampling.grammar and not whole:
                 inc("baton_grammar_incomplete", reason=reason)
 
     def _answered_by(self, adapter: str, record: RequestRecord) -> None:

@@ -126,6 +126,7 @@ class Placer:
             prompt_tokens=len(request.prompt),
             expected_tokens=self._expected_tokens(request),
             choices=request.sampling.n,
+            moves_kv=request.sampling.max_tokens > 1,
         )
         if not found:
             return UnavailableError(

@@ -24,6 +24,7 @@ from router.schema import (
     GenerationBody,
 )
 from router.settings import RouterSettings
+from router.tools import messages_of, offered
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES: dict[str, Mode] = {
@@ -141,8 +142,7 @@ class Preparer:
             raise InvalidRequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
-        messages = [{"role": item.role, "content": item.text()} for item in body.messages]
-        prompt = self._model.encode_chat(messages)
+        prompt = self._model.encode_chat(messages_of(body.messages), offered(body))
         wanted = body.max_completion_tokens or body.max_tokens
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
@@ -150,9 +150,10 @@ class Preparer:
             body, wanted, room, default=room, logprobs=alternatives, grammar=grammar
         )
         sampling = _with_scores(sampling, body.prompt_logprobs, len(prompt))
-        return self._request(
+        request = self._request(
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
+        return replace(request, reads_calls=bool(offered(body)))
 
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""

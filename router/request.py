@@ -25,6 +25,7 @@ class GenerationRequest:
 
     Attributes:
         prompt: Token ids.
+        reads_calls: The answer may hold calls of tools, which are not part of its text.
         cache_scope: Requests of different scopes share no cached prefix.
         adapter: The LoRA adapter to answer with; none is the model itself.
         arrived_ns: Monotonic clock of the router, as is ``deadline_ns``.
@@ -38,6 +39,7 @@ class GenerationRequest:
     prompt: tuple[int, ...] = field(repr=False)
     sampling: SamplingParams
     stops: tuple[str, ...] = ()
+    reads_calls: bool = False
     tenant: str = "default"
     cache_scope: str = ""
     adapter: AdapterRef | None = None

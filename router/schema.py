@@ -14,6 +14,7 @@ from engine.core.errors import InvalidRequestError
 from router.beams import without_beams
 
 _NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+_FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _INT32 = 2**31
@@ -51,22 +52,70 @@ class TextPart(_Strict):
     text: str
 
 
+class CalledFunction(_Strict):
+    """The function of a call, and its arguments as JSON text."""
+
+    name: _FunctionName
+    arguments: str
+
+
+class CalledTool(_Strict):
+    """A call that the assistant made."""
+
+    id: _NonEmpty
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(_Strict):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: _NonEmpty | None = None
 
     neutral = {
         name: _only(None)
         for name in ("name", "refusal", "audio", "function_call", "annotations", "reasoning")
-    } | {"tool_calls": _only(None, [])}
+    }
 
     def text(self) -> str:
         """The content as one string; parts stand on lines of their own."""
+        if self.content is None:
+            return ""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)
+
+
+class FunctionOffered(_Strict):
+    """A function that may be called; ``parameters`` is always kept to, ``strict`` or not."""
+
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolOffered(_Strict):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: FunctionOffered
+
+
+class FunctionNamed(_Strict):
+    """A function, by its name."""
+
+    name: _FunctionName
+
+
+class ToolNamed(_Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionNamed
 
 
 class StreamOptions(_Strict):
@@ -154,11 +203,11 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[ToolOffered], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolNamed | None = None
+    parallel_tool_calls: bool | None = None
 
     neutral = {
-        "tools": _only(None, []),
-        "tool_choice": _only(None, "none"),
-        "parallel_tool_calls": _only(None, True),
         "functions": _only(None, []),
         "function_call": _only(None, "none"),
         "metadata": _is_metadata,

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError
 from engine.text.grammar import ANY_OBJECT, GrammarKind
-from router.schema import GenerationBody
+from router.schema import ChatBody, GenerationBody
+from router.tools import calls_grammar_of, offered
 
 
 class Wanted(NamedTuple):
@@ -23,6 +24,8 @@ def wanted_grammar(body: GenerationBody) -> Wanted | None:
         InvalidRequestError: There is more than one; names them.
     """
     found = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
+    if isinstance(body, ChatBody) and (tools := offered(body)):
+        found.append(Wanted("tools", "grammar", calls_grammar_of(body, tools)))
     if len(found) > 1:
         names = " and ".join(sorted({wanted.param for wanted in found}))
         raise InvalidRequestError(

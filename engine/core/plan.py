@@ -95,6 +95,10 @@ class ModelRunner(Protocol):
     """Executes plans over one KV pool."""
 
     @property
+    def harvests(self) -> bool:
+        """Whether rows may have a ``harvest``."""
+
+    @property
     def adapters(self) -> AdapterStore:
         """What rows may name in ``adapter``."""
 

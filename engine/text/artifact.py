@@ -193,13 +193,13 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
 
     try:
         reader = open_gguf(path)
-        meta = {name: item.contents() for name, item in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ModelError(f"{path}: cannot be read as GGUF ({error})") from error
-    shapes = {t.name: tuple(int(n) for n in t.shape) for t in reader.tensors}
+    meta = reader.metadata
+    shapes = {t.name: t.shape for t in reader.tensors}
     elements: Counter[str] = Counter()
     for tensor in reader.tensors:
-        elements[tensor.tensor_type.name] += int(tensor.n_elements)
+        elements[tensor.tensor_type.name] += tensor.n_elements
     architecture = str(meta.get("general.architecture", "unknown"))
     if check:
         gguf_config.refuse_unsupported(path, architecture, meta)

@@ -1,38 +1,167 @@
-"""Opening GGUF files quickly: the `gguf` package's reader without its numpy memmap overhead."""
+"""Reading GGUF files: the metadata as Python values, the tensors as views of the mapped file.
 
-import sys
+The `gguf` package has a reader of its own, but makes several numpy arrays for each of the 262,144
+strings of a vocabulary (4 s for Gemma 3; this one: 0.3 s), and each process of a fleet opens the
+file. What the numbers of tensor types mean, and how to dequantise, is still the package's.
+
+    magic "GGUF", version, number of tensors, number of keys        little-endian
+    key, type, value            for each key; an array has its own type and length
+    name, dimensions, type, offset                                  for each tensor
+    padding to `general.alignment`, then the data
+"""
+
+import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+_SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+
+_NATIVE: dict[GGMLQuantizationType, npt.DTypeLike] = {
+    GGMLQuantizationType.F16: np.float16,
+    GGMLQuantizationType.F32: np.float32,
+    GGMLQuantizationType.F64: np.float64,
+    GGMLQuantizationType.I8: np.int8,
+    GGMLQuantizationType.I16: np.int16,
+    GGMLQuantizationType.I32: np.int32,
+    GGMLQuantizationType.I64: np.int64,
+}
 
 
-class GgufFile(GGUFReader):  # type: ignore[misc]
-    """``gguf.GGUFReader``, twice as fast on files with a large tokenizer (measured: 1.9 → 0.8 s).
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor.
 
-    The reader slices a ``np.memmap`` for each of the 100,000 strings of a vocabulary, and each
-    slice of that class runs Python code. ``np.frombuffer`` gives the same arrays.
+    Attributes:
+        shape: Innermost dimension first, as GGUF has it.
+        data: A read-only view, outermost dimension first; the last dimension of a quantised
+            tensor counts bytes.
     """
 
-    _buffer: memoryview | None = None
+    name: str
+    tensor_type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    data: npt.NDArray[Any]
 
-    def _get(
-        self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: str | None = None
-    ) -> npt.NDArray[Any]:
-        if sys.byteorder != "little" or self.byte_order != "I":
-            foreign: npt.NDArray[Any] = super()._get(offset, dtype, count, override_order)
-            return foreign
-        if self._buffer is None:
-            self._buffer = memoryview(self.data)
-        return np.frombuffer(self._buffer, dtype, int(count), offset)
+    @property
+    def n_elements(self) -> int:
+        """Number of weights."""
+        return int(np.prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The metadata by key, and the tensors in the order of the file."""
+
+    metadata: dict[str, Any]
+    tensors: list[GgufTensor]
 
 
 def open_gguf(path: Path) -> GgufFile:
     """Read the metadata of a GGUF file; tensors stay mapped.
 
     Raises:
-        ValueError, IndexError, KeyError, OSError: It is not a readable GGUF file.
+        ValueError: It is not a complete, little-endian GGUF file of version 2 or 3.
+        OSError: It cannot be opened.
     """
-    return GgufFile(path)
+    buffer = np.memmap(path, mode="r")
+    try:
+        return _Reader(buffer).read()
+    except struct.error as error:
+        raise ValueError(f"the file ends too early: {error}") from error
+
+
+class _Reader:
+    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
+        self._file = buffer.view(np.ndarray)
+        self._bytes = self._file.data
+        self._at = 0
+
+    def read(self) -> GgufFile:
+        magic, version, tensors, keys = self._take("4sIQQ")
+        if magic != b"GGUF" or version not in _VERSIONS:
+            raise ValueError(f"magic {magic!r}, version {version}")
+        metadata = {}
+        for _ in range(keys):
+            key = self._string()
+            metadata[key] = self._value(self._take("I")[0])
+        infos = [self._info() for _ in range(tensors)]
+        alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+        begin = -(-self._at // alignment) * alignment
+        return GgufFile(metadata, [self._tensor(begin, *info) for info in infos])
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{form}", self._bytes, self._at)
+        self._at += struct.calcsize(f"<{form}")
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._take("Q")
+        end = self._at + length
+        if end > len(self._bytes):
+            raise ValueError("a string runs past the end of the file")
+        text = str(self._bytes[self._at : end], "utf-8")
+        self._at = end
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            return self._take(_SCALARS[kind])[0]
+        if kind != _ARRAY:
+            raise ValueError(f"metadata of type {kind}")
+        kind, count = self._take("IQ")
+        if count > len(self._bytes):
+            raise ValueError(f"an array of {count} runs past the end of the file")
+        if kind in _SCALARS:
+            return list(self._take(f"{count}{_SCALARS[kind]}"))
+        return (
+            self._strings(count) if kind == _STRING else [self._value(kind) for _ in range(count)]
+        )
+
+    def _strings(self, count: int) -> list[str]:
+        """Many strings, so without a function call for each."""
+        found, data, at = [], self._bytes, self._at
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            begin = at + 8
+            at = begin + length_at(data, at)[0]
+            found.append(str(data[begin:at], "utf-8"))
+        if at > len(data):
+            raise ValueError("a string runs past the end of the file")
+        self._at = at
+        return found
+
+    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (dimensions,) = self._take("I")
+        shape = self._take(f"{dimensions}Q")
+        kind, offset = self._take("IQ")
+        return name, shape, kind, offset
+
+    def _tensor(
+        self, begin: int, name: str, shape: tuple[int, ...], kind_id: int, offset: int
+    ) -> GgufTensor:
+        kind = GGMLQuantizationType(kind_id)
+        block, size = GGML_QUANT_SIZES[kind]
+        rows = tuple(reversed(shape))
+        if rows and rows[-1] % block:
+            raise ValueError(f"{name}: {rows[-1]} is no multiple of {kind.name}'s block of {block}")
+        count = int(np.prod(shape)) // block * size
+        data = self._file[begin + offset : begin + offset + count]
+        if data.size != count:
+            raise ValueError(f"{name} is truncated")
+        native = _NATIVE.get(kind)
+        if native is not None:
+            return GgufTensor(name, kind, shape, data.view(native).reshape(rows))
+        return GgufTensor(name, kind, shape, data.reshape(*rows[:-1], rows[-1] // block * size))

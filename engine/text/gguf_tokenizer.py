@@ -163,8 +163,8 @@ def _merges_by_score(
         if kind not in mergeable:
             continue
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
+            left = token[:cut]
+            if left in vocabulary and (right := token[cut:]) in vocabulary:
                 found.append((-score, vocabulary[left], vocabulary[right], left, right))
     found.sort()
     return [(left, right) for *_, left, right in found]

@@ -13,6 +13,7 @@ by a ``Verdict``. The process ends with its stdin.
 
 import os
 import resource
+import signal
 import struct
 import sys
 import threading
@@ -76,6 +77,7 @@ def _serve() -> None:
 
 def main() -> None:
     """Serve until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the router decides
     os.nice(5)  # tokens come first
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -104,9 +104,18 @@ class ChatTemplate:
         return self._template is not None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
     ) -> str:
         """The prompt that a conversation makes.
+
+        Args:
+            messages: In the order of the conversation.
+            tools: What the model may call, for a template that knows of tools.
+            add_generation_prompt: End with the beginning of an answer.
 
         Raises:
             InvalidRequestError: There is no template, it refused the messages, or it went over
@@ -121,6 +130,7 @@ class ChatTemplate:
         values = {
             **self._special_tokens,
             "messages": list(messages),
+            "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:

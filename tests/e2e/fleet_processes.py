@@ -67,7 +67,8 @@ class Fleet:
 
     def start(self, *worker_ids: str, **changes: object) -> "Fleet":
         self.redis.start()
-        (self.folder / "fleet.yaml").write_text(CONFIG)
+        config = CONFIG.replace(MODEL, str(changes.get("model", MODEL)))
+        (self.folder / "fleet.yaml").write_text(config)
         self.start_workers(*worker_ids, **changes)
         self.start_router()
         return self

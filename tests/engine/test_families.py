@@ -15,6 +15,7 @@ import torch
 
 from engine.core.plan import PlanRow, StepPlan
 from engine.loading import load_model
+from engine.numerics import same_bits
 from engine.runner import TorchRunner, attention_layout, geometry_of, verify_exact
 from engine.text.artifact import ModelError, resolve_model
 
@@ -158,6 +159,21 @@ def prove(path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe"])
 def test_exact_holds(tmp_path: Path, name: str, dtype: str) -> None:
     prove(tiny.save(tiny.build(name), tmp_path / "model"), dtype)
+
+
+def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path) -> None:
+    artifact = resolve_model(str(tiny.save(tiny.build("qwen3_moe"), tmp_path / "model")))
+    with torch.inference_mode():
+        model = load_model(artifact, "bf16", "exact")
+        layout = attention_layout(artifact, "bf16", "exact")
+    geometry = geometry_of(artifact, "bf16", 64)
+    runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    rows = [PlanRow(i, tiny.tokens(20 + i), 0, [2 * i, 2 * i + 1]) for i in range(11)]
+    alone = [runner.hidden(StepPlan((row,)))[0] for row in rows]
+    for batch in (rows, rows[3:8], rows[::-2]):
+        together = runner.hidden(StepPlan(tuple(batch)))
+        for row, got in zip(batch, together, strict=True):
+            assert same_bits(got, alone[row.sequence_id])
 
 
 # --- refusals ----------------------------------------------------------------------------------

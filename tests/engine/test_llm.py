@@ -1,11 +1,14 @@
 """The notebook: ten lines, no services."""
 
+import numpy as np
 import pytest
 import torch
 
-from engine.core.errors import InvalidRequestError, PromptTooLongError
+from engine.core.errors import GrammarError, InvalidRequestError, PromptTooLongError
 from engine.core.params import SamplingParams
+from engine.core.sequence import EngineRequest, Kind
 from engine.llm import LLM
+from engine.text.grammar import translate
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,30 @@ def test_several_choices_share_their_prompt(llm: LLM) -> None:
     assert [o.tokens for o in again] == [o.tokens for o in outputs]
 
 
+def test_a_drawn_token_has_the_same_score_when_it_stands_in_a_prompt(llm: LLM) -> None:
+    """To the bit: prefill in chunks and decode token by token agree on the logits."""
+    prompt = llm.tokenizer.encode("In a village of La Mancha, the name of which I have no desire")
+    [drawn] = llm.generate([prompt], max_tokens=12, logprobs=3, temperature=0.8, seed=3)
+    [again] = llm.generate([[*prompt, *drawn.token_ids]], max_tokens=1, prompt_logprobs=3)
+    assert again.scores is not None
+    own = np.frombuffer(again.scores.logprobs, "<f4")[len(prompt) - 1 :]
+    assert own.tolist() == [token.logprob for token in drawn.tokens]
+    ids = np.frombuffer(again.scores.top_ids, "<u4").reshape(-1, 3)[len(prompt) - 1 :]
+    assert ids.tolist() == [[token for token, _ in entry.top] for entry in drawn.tokens]
+
+
+@pytest.mark.slow
+def test_preemption_does_not_show_in_scores_and_vectors(llm: LLM) -> None:
+    prompts = [[(i * 31 + j * 7) % 40_000 for j in range(250)] for i in range(5)]
+    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+    before = llm.core.scheduler.preemptions
+    crowded = llm.generate(prompts, params)  # 5 x 320 tokens into 96 x 16
+    assert llm.core.scheduler.preemptions > before
+    [alone] = llm.generate([prompts[4]], max_tokens=1, prompt_logprobs=1)
+    assert alone.scores == crowded[4].scores
+    assert (llm.embed(prompts)[4] == llm.embed([prompts[4]])[0]).all()
+
+
 def test_bad_prompts_are_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError):
         llm.generate([[]], max_tokens=4)
@@ -77,3 +104,41 @@ def test_the_dense_yardstick_computes_the_same_model(llm: LLM) -> None:
             tokens = dense.step(tokens, position)
             drawn.append(int(tokens))
     assert drawn == llm.generate([prompt], max_tokens=6, ignore_eos=True)[0].token_ids
+
+
+def test_a_grammar_holds_through_preemption_and_forks(llm: LLM) -> None:
+    grammar = translate("json", '{"type": "array", "items": {"type": "string"}, "minItems": 99}')
+    prompts = [[(i * 31 + j * 7) % 40_000 for j in range(310)] for i in range(4)]
+    fields = {"max_tokens": 40, "temperature": 0.8, "seed": 5, "grammar": grammar, "n": 2}
+    before = llm.core.scheduler.preemptions
+    crowded = llm.generate(prompts, **fields)  # 4 x 310 + 8 x 40 tokens into 96 x 16
+    assert llm.core.scheduler.preemptions > before
+    alone = llm.generate([prompts[3]], **fields)  # the last ticket is preempted first
+    assert [o.token_ids for o in alone] == [o.token_ids for o in crowded[6:]]
+    assert all(output.text.startswith("[") for output in crowded)
+
+
+def test_a_complete_answer_stops(llm: LLM) -> None:
+    for fields in ({}, {"ignore_eos": True}, {"min_tokens": 20}):
+        answer = llm.generate(["Yes or no?"], grammar=translate("choice", '["yes"]'), **fields)[0]
+        assert (answer.text, answer.finish_reason) == ("yes", "stop")
+
+
+def test_a_grammar_that_fails_ends_only_its_request(llm: LLM) -> None:
+    with pytest.raises(GrammarError, match="unknown name"):
+        llm.generate(["a"], grammar="start: missing")
+    request = EngineRequest(
+        "off",
+        Kind.FULL,
+        [1, 2, 3],
+        SamplingParams(max_tokens=9, grammar=translate("regex", "a+")),
+        bytes(16),
+        ticket=10**9,
+    )
+    llm.core.scheduler.submit(request, 0)
+    sequence = next(s for s in llm.core.scheduler._queue if s.request is request)
+    # An answer that the grammar never allowed:
+    sequence.tokens += llm.tokenizer.encode("zzz")
+    assert llm.generate(["The sea is"], max_tokens=4)[0].tokens
+    assert "off" not in llm.core.scheduler._requests
+    llm.core.scheduler.check_integrity()

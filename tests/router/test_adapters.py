@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,9 +112,10 @@ async def test_a_request_in_flight_outlives_its_adapter(make_fleet, served, path
 
 async def test_what_cannot_be_loaded_is_refused_and_named(make_fleet, served, path, tmp_path):
     fleet = await make_fleet({"decode-0": None}, served)
-    wrong = write_adapter(tmp_path / "wrong", SimpleNamespace(
-        num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=64, intermediate_size=96, num_layers=1
-    ))  # fmt: skip
+    smaller = replace(
+        served.artifact.config, num_heads=4, head_dim=16, hidden_size=64, num_layers=1
+    )
+    wrong = write_adapter(tmp_path / "wrong", smaller)
     large = write_adapter(tmp_path / "large", served.artifact.config, rank=65, layers=(0,))
     cases = [
         ("a", tmp_path / "nowhere", 400, "not a directory"),

@@ -305,5 +305,5 @@ async def test_a_flood_is_refused_and_others_are_not(make_fleet):
         if refused.status_code == 429:
             assert int(refused.headers["retry-after"]) >= 1
             assert "this tenant's" in refused.json()["error"]["message"]
-    assert fleet.router.gateway.in_flight == 0
+    await until(lambda: fleet.router.gateway.in_flight == 0)
     assert fleet.router.gateway.admission.running == 0

@@ -34,9 +34,9 @@ def worker(worker_id: str, **more) -> WorkerLoad:
     return replace(base, **more)
 
 
-def found(workers, mode="auto", prompt=1000, expected=100, choices=1):
+def found(workers, mode="auto", prompt=1000, expected=100, choices=1, **more):
     return candidates(
-        workers, mode=mode, prompt_tokens=prompt, expected_tokens=expected, choices=choices
+        workers, mode=mode, prompt_tokens=prompt, expected_tokens=expected, choices=choices, **more
     )
 
 
@@ -65,6 +65,13 @@ def test_a_busy_decode_worker_is_spared_the_prompt():
     workers = [worker("prefill-0", decode_step_s=0.1), worker("decode-0", streams=16)]
     best = found(workers)[0]
     assert best.mode == "disaggregated"
+
+
+def test_what_prefill_says_by_itself_is_not_charged_for_a_transfer():
+    workers = [worker("prefill-0"), worker("decode-0")]
+    [pair] = found(workers, "disaggregated", expected=1)
+    [alone] = found(workers, "disaggregated", expected=1, moves_kv=False)
+    assert alone.terms.transfer_s == Edge().overhead_s < pair.terms.transfer_s
 
 
 def test_a_slow_edge_makes_the_hand_off_not_worth_it():

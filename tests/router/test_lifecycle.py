@@ -1,6 +1,7 @@
 """The record of a request: each token once, whatever the frames do; one end."""
 
 import struct
+from dataclasses import replace
 
 import pytest
 from batonpb.decode_pb2 import RequestRoute, TokenRun
@@ -201,3 +202,34 @@ def test_silence_does_not_count_while_our_own_loop_stood_still():
     assert silence.grown_ns(1100, heard_ns=0, late_ns=900) == 200
     assert silence.grown_ns(1200, heard_ns=0, late_ns=0) == 300
     assert silence.grown_ns(1300, heard_ns=1250, late_ns=0) == 50
+
+
+CALL = 'Wait. <tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "reason"),
+    [
+        (CALL, "stop", "tool_calls"),
+        (CALL, "length", "length"),
+        (CALL[:-20], "length", "length"),
+        (CALL + "<tool_call>{", "stop", "stop"),
+        ("Wait. ", "stop", "stop"),
+    ],
+)
+def test_calls_are_apart_from_text_and_the_end_tells_of_whole_ones(model, text, end, reason):
+    record = RequestRecord(replace(request(), reads_calls=True), model.tokenizer)
+    record.next_attempt()
+    ids = model.tokenizer.encode(text)
+    deltas = []
+    for index, token in enumerate(ids):
+        last = index == len(ids) - 1
+        record.on_run(run(index, [token], reason=end if last else ""), 5)
+        deltas += record.take()
+    assert "".join(delta.text for delta in deltas).startswith("Wait. ")
+    assert deltas[-1].finish_reason == reason
+    calls = [call for delta in deltas for call in delta.calls]
+    assert [call.name for call in calls if call.id] == ["f"] * ("<tool_call>" in text)
+    written = "".join(call.arguments for call in calls)
+    assert bool(written) is bool(calls)
+    assert '{"a": [1, 2]}'.startswith(written)

@@ -1,6 +1,5 @@
 """Prompt log-probabilities and embeddings over HTTP, against emulated workers."""
 
-import asyncio
 import base64
 import math
 import struct
@@ -8,7 +7,7 @@ import struct
 import openai
 import pytest
 
-from tests.router.conftest import MODEL, events_of
+from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
 
 TEXT = "The capital of France is Paris"
@@ -194,8 +193,7 @@ async def test_a_failure_of_one_input_fails_the_call_and_stops_the_others(make_f
     fleet = await make_fleet({"decode-0": Script(fail=("numerics_error", "NaN", False))})
     response = await embed(fleet, [[5]] * 100)
     assert response.status_code == 500
-    await asyncio.sleep(0.1)
-    assert fleet.router.gateway.in_flight == 0
+    await until(lambda: fleet.router.gateway.in_flight == 0)
 
 
 @pytest.mark.parametrize(

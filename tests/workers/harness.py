@@ -105,6 +105,7 @@ class MiniRouter:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def connect(self) -> None:
+        self.status = None
         self._channel = grpc_transport.open_channel(self.worker.record.address)
         stub = decode_pb2_grpc.DecodeStub(self._channel)
         self.call = stub.Serve(metadata=grpc_transport.token_metadata(TOKEN))

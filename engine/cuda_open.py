@@ -1,0 +1,201 @@
+"""From a model on disk to a proven ``CudaRunner``."""
+
+# ruff: noqa: N806 - suffixes such as x_TE give shapes
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.cuda import CudaDecoder, DecoderShape
+from engine.cuda_runner import CudaRunner
+from engine.ipc import EngineSettings
+from engine.kernels.attention import Span
+from engine.kernels.configs import SPLIT_TOKENS
+from engine.loading import load_weights
+from engine.models.rope import ROPE_ORDER, rope_frequencies
+from engine.numerics import DTYPES, NumericsSetupError, digest, same_bits
+from engine.process import ModelInfo
+from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
+
+_PROBE_TOKENS = 2 * SPLIT_TOKENS + 5 * BLOCK_TOKENS + 3  # three splits, the last page not full
+_ARCHITECTURES = ("llama", "LlamaForCausalLM")
+_SETTINGS = (
+    "model",
+    "dtype",
+    "numerics",
+    "device",
+    "kv_blocks",
+    "threads",
+    "max_context_tokens",
+    "max_batch_requests",
+    "max_step_tokens",
+    "poison_token",
+    "workers_on_host",
+    "check_every_step",
+    "max_adapters",  # none is served: whoever asks for one is told so
+    "max_adapter_rank",
+)
+_BESIDE = 10  # tokens of another sequence in the same step: enough to be a prefill
+
+
+def shape_of(config: ModelConfig, max_context_tokens: int) -> DecoderShape:
+    """The decoder's numbers for a model."""
+    return DecoderShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        max_context_tokens=max_context_tokens,
+    )
+
+
+def make_decoder(
+    config: ModelConfig,
+    weights: dict[str, torch.Tensor],
+    geometry: KvGeometry,
+    device: torch.device,
+    max_context_tokens: int,
+    *,
+    exact: bool,
+) -> CudaDecoder:
+    """A decoder from loaded weights (``engine.loading.load_weights``), which are emptied.
+
+    Raises:
+        ModelError: Weights are left over, so the model is not of Llama's shape.
+    """
+    frequencies = rope_frequencies(config, weights.pop("rope_factors", None))
+    decoder = CudaDecoder(
+        shape_of(config, max_context_tokens),
+        weights,
+        frequencies,
+        dtype=DTYPES[geometry.dtype],
+        device=device,
+        num_blocks=geometry.num_blocks,
+        block_tokens=geometry.block_tokens,
+        exact=exact,
+    )
+    if weights:
+        raise ModelError(f"CUDA has no use for the weights {', '.join(sorted(weights)[:4])}")
+    return decoder
+
+
+def verify_exact(decoder: CudaDecoder) -> None:
+    """Prove ``exact`` on the loaded model: same bits in one chunk, in odd chunks, and in a batch.
+
+    Uses the first blocks of the pool, and leaves them zero.
+
+    Raises:
+        NumericsSetupError: The message names the positions that differ.
+        ModelError: The pool is too small for the proof.
+    """
+    length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
+    tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
+    blocks = -(-length // decoder.block_tokens)
+    if decoder.pool.shape[2] < 2 * blocks:
+        raise ModelError(f"kv_blocks is {decoder.pool.shape[2]}; the proof needs {2 * blocks}")
+    tables = [list(range(blocks)), list(range(2 * blocks - 1, blocks - 1, -1))]
+
+    def run(*parts: tuple[int, int, int]) -> list[torch.Tensor]:
+        """``(table, start, end)`` together in one step."""
+        flat: list[int] = []
+        spans = []
+        for number, (_, start, end) in enumerate(parts):
+            spans.append(Span(len(flat), start, end - start, number))
+            flat += tokens[start:end]
+        x_TE = decoder.forward(decoder.batch(flat, spans, [tables[t] for t, _, _ in parts]))
+        return [x_TE[s.row : s.row + s.count] for s in spans]
+
+    whole = run((0, 0, length))[0].clone()
+    cuts = [0, length // 2 - 3, length - 8, length - 7, length - 2, length - 1, length]
+    for start, end in pairwise(cuts):
+        # beside it, in the same step, the other sequence computes something else
+        got = run((1, start, end), (0, 0, min(end, _BESIDE)))[0]
+        if not same_bits(got, whole[start:end]):
+            raise NumericsSetupError(
+                f"numerics exact: positions {start} to {end - 1} computed apart differ from one "
+                f"chunk on {_name(decoder.device)}; use numerics: fast"
+            )
+    decoder.pool[:, :, : 2 * blocks].zero_()
+
+
+def numerics_id(decoder: CudaDecoder, dtype: str) -> str:
+    """What two workers must have in common for their KV and tokens to be interchangeable."""
+    length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
+    tokens = [(104729 * i + 5) % decoder.shape.vocab_size for i in range(length)]
+    blocks = list(range(-(-length // decoder.block_tokens)))
+    x_TE = decoder.forward(decoder.batch(tokens, [Span(0, 0, length, 0)], [blocks]))
+    logits_SV = decoder.logits(x_TE[-1:].contiguous())
+    decoder.pool[:, :, blocks].zero_()
+    mode = "exact" if decoder.exact else "fast"
+    cut = f"m{decoder.decode_config.block_m}k{decoder.decode_config.kv_tile}"
+    cut += f"s{decoder.decode_config.split}"
+    bits = digest((x_TE.cpu(), logits_SV.cpu()))
+    return f"{mode}/{dtype}/{ROPE_ORDER}/cuda-{cut}/{bits}"
+
+
+def open_cuda_runner(
+    settings: EngineSettings,
+    artifact: ModelArtifact,
+    max_context_tokens: int,
+    map_pool: Callable[[KvGeometry], memoryview],
+    progress: Callable[[str], None],
+    device: torch.device | None = None,
+) -> tuple[CudaRunner, ModelInfo]:
+    """Load, prove, and wrap (see ``engine.runner.open_runner``).
+
+    Args:
+        settings: Dtype, numerics and number of blocks.
+        artifact: The model.
+        max_context_tokens: Longest sequence.
+        map_pool: Gives the memory of the pool that others see, zeroed.
+        progress: Called with one line of text at a time.
+        device: By default ``cuda``.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        NumericsSetupError: ``exact`` cannot be kept on this device.
+    """
+    _refuse(settings, artifact)
+    device = device or torch.device("cuda")
+    c = artifact.config
+    geometry = KvGeometry(
+        num_layers=c.num_layers,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        num_blocks=settings.kv_blocks,
+        dtype=settings.dtype,
+    )
+    weights = load_weights(artifact, settings.dtype)
+    exact = settings.numerics != "fast"
+    progress(f"moving weights to {_name(device)}")
+    decoder = make_decoder(c, weights, geometry, device, max_context_tokens, exact=exact)
+    if exact:
+        progress(f"checking that numerics are exact on {_name(device)}")
+        verify_exact(decoder)
+    identity = numerics_id(decoder, settings.dtype)
+    runner = CudaRunner(decoder, map_pool(geometry), geometry, c.eos_token_ids)
+    return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
+
+
+def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
+    """Name what the CUDA path does not have; a setting that it does not know is one of them."""
+    escape = "hide the GPU with CUDA_VISIBLE_DEVICES= to serve on the CPU"
+    if artifact.architecture not in _ARCHITECTURES:
+        raise ModelError(
+            f"{artifact.source}: architecture {artifact.architecture} does not run on CUDA yet "
+            f"(supported: {', '.join(_ARCHITECTURES)}); {escape}"
+        )
+    plain = EngineSettings(model=settings.model)
+    for name in EngineSettings.__struct_fields__:
+        if name not in _SETTINGS and getattr(settings, name) != getattr(plain, name):
+            raise ModelError(f"{name} is not supported on CUDA yet; {escape}")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"

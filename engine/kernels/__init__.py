@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA; importing this package imports neither torch nor triton."""

@@ -1,0 +1,94 @@
+"""How the kernels are cut, as data. ``python3 -m loadtest.bench.gpu --tune`` prints better rows.
+
+``exact`` uses one cut for prefill, decode and verification, so that a query's bits do not depend on
+which of them it came through. ``fast`` chooses by the kind of work.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["decode", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """One way to cut attention.
+
+    Attributes:
+        block_m: Rows of a tile (queries times the query heads that share a KV head).
+        kv_tile: Keys per inner step; a multiple of 16 (the matrix units' smallest side).
+        split: Tokens per split, a multiple of ``kv_tile``; 0 = one split (prefill in ``fast``).
+        num_warps: Triton's.
+        num_stages: Triton's.
+    """
+
+    block_m: int
+    kv_tile: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+    def queries(self, group: int) -> int:
+        """Queries of one tile when ``group`` query heads share a KV head."""
+        return self.block_m // group
+
+
+SPLIT_TOKENS = 256
+"""Never chosen by batch or context: it decides the order of summation."""
+
+EXACT = AttentionConfig(block_m=64, kv_tile=32, split=SPLIT_TOKENS, num_warps=4, num_stages=4)
+"""64 rows: the smallest tile of Hopper's wide matrix instructions, which prefill needs."""
+
+# (kind, head dim up to) -> cut; not tuned on any machine yet, see docs/gpu.md
+FAST: dict[tuple[Kind, int], AttentionConfig] = {
+    ("decode", 64): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=4),
+    ("decode", 128): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=4),
+    ("decode", 256): AttentionConfig(16, 32, SPLIT_TOKENS, num_warps=4, num_stages=3),
+    ("prefill", 64): AttentionConfig(128, 64, 0, num_warps=4, num_stages=3),
+    ("prefill", 128): AttentionConfig(128, 64, 0, num_warps=8, num_stages=3),
+    ("prefill", 256): AttentionConfig(64, 32, 0, num_warps=8, num_stages=2),
+}
+
+
+def attention_config(kind: Kind, head_dim: int, *, exact: bool) -> AttentionConfig:
+    """The cut for a kind of work and a head dim.
+
+    Raises:
+        ValueError: Heads wider than 256.
+    """
+    if head_dim > 256:
+        raise ValueError(f"head_dim is {head_dim}; the attention kernels take at most 256")
+    if exact and head_dim <= 128:
+        return EXACT
+    if exact:  # two accumulators of 64 x 256 would not fit into registers
+        return AttentionConfig(64, 32, SPLIT_TOKENS, num_warps=8, num_stages=2)
+    width = next(limit for limit in (64, 128, 256) if head_dim <= limit)
+    return FAST[kind, width]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """One way to cut a matrix product: rows, outputs and inputs of a step, and Triton's two."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+EXACT_ROWS = LinearConfig(64, 32, 128, num_warps=4, num_stages=4)
+"""Narrow, so that one row already keeps every multiprocessor busy with reading weights."""
+
+EXACT_MANY_ROWS = LinearConfig(128, 128, 64, num_warps=8, num_stages=3)
+
+# (outputs, inputs) -> [(rows up to, cut)]: where ours was measured to beat cuBLAS; none was yet
+FAST_LINEAR: dict[tuple[int, int], list[tuple[int, LinearConfig]]] = {}
+
+
+def tuned_linear(rows: int, outputs: int, inputs: int) -> LinearConfig | None:
+    """The cut for a product in ``fast``; ``None`` = cuBLAS."""
+    for limit, config in FAST_LINEAR.get((outputs, inputs), []):
+        if rows <= limit:
+            return config
+    return None

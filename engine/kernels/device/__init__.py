@@ -1,0 +1,12 @@
+"""Code that runs on the GPU, or, under ``TRITON_INTERPRET=1``, in Triton's interpreter.
+
+The variable must be set before anything imports triton (``transformers`` does): set it for the
+whole process.
+"""
+
+from triton import knobs
+
+from engine.kernels import interpreter
+
+if knobs.runtime.interpret:
+    interpreter.repair()

@@ -1,0 +1,132 @@
+"""Launches of the kernels between the matrix products, and of the sampling kernel.
+
+T rows of a step, E hidden size, F feed-forward size, H query heads, K KV heads, D head dim,
+V vocabulary, S block table rows
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
+
+import torch
+import triton
+
+from engine.kernels.device import rows, sampling
+
+_SILU_TILE = 1024
+_DRAW_TILE = 256  # counters of one program, of four tokens each
+
+
+def add_norm(
+    x_TE: torch.Tensor,
+    delta_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Add ``delta`` to the fp32 sum ``x`` in place; returns its RMS norm in ``dtype``."""
+    count, width = x_TE.shape
+    out_TE = torch.empty(count, width, dtype=dtype, device=x_TE.device)
+    padded = triton.next_power_of_2(width)
+    rows.add_norm_kernel[(count,)](
+        x_TE,
+        x_TE if delta_TE is None else delta_TE,
+        weight_E,
+        out_TE,
+        width,
+        eps,
+        ADD=delta_TE is not None,
+        WIDTH_PAD=padded,
+        num_warps=8 if padded >= 4096 else 4,
+    )
+    return out_TE
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    heads: int,
+    positions_T: torch.Tensor,
+    sequences_T: torch.Tensor,
+    rotation: torch.Tensor,
+    tables_SB: torch.Tensor,
+    pool_2BTKD: torch.Tensor,
+) -> None:
+    """Rotate Q in place, rotate K, and write K and V into the pages of each row's sequence.
+
+    Args:
+        qkv: ``[T, (H + 2 K) D]``, contiguous.
+        heads: H.
+        positions_T: int32.
+        sequences_T: int32 row of the block tables, -1 = a row that only pads.
+        rotation: ``[positions, D / 2, 2]`` fp32 cosines and sines.
+        tables_SB: int32 block ids.
+        pool_2BTKD: K and V of one layer.
+    """
+    _, _, block, kv_heads, dim = pool_2BTKD.shape
+    rows.rope_write_kernel[(qkv.shape[0],)](
+        qkv,
+        positions_T,
+        sequences_T,
+        rotation,
+        tables_SB,
+        pool_2BTKD[0],
+        pool_2BTKD[1],
+        tables_SB.stride(0),
+        H=heads,
+        K=kv_heads,
+        D=dim,
+        BLOCK=block,
+        H_PAD=triton.next_power_of_2(heads),
+        K_PAD=triton.next_power_of_2(kv_heads),
+        D_PAD=triton.next_power_of_2(dim),
+        HALF_PAD=triton.next_power_of_2(dim // 2),
+        num_warps=8 if heads * dim >= 4096 else 4,
+    )
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of ``[T, 2 F]``."""
+    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out_TF = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (count, triton.cdiv(width, _SILU_TILE))
+    rows.silu_mul_kernel[grid](gate_up, out_TF, width, TILE=_SILU_TILE, num_warps=4)
+    return out_TF
+
+
+def draw(
+    logits_SV: torch.Tensor,
+    temperatures_S: torch.Tensor,
+    seeds_S: torch.Tensor,
+    choices_S: torch.Tensor,
+    positions_S: torch.Tensor,
+) -> torch.Tensor:
+    """``[S]`` int64 tokens, as ``engine.sampling`` draws them without filters and penalties.
+
+    Args:
+        logits_SV: Any float dtype, contiguous.
+        temperatures_S: fp64, 0 = greedy.
+        seeds_S: int64 holding the bits of the unsigned seed.
+        choices_S: int64.
+        positions_S: int64 index of the token that is drawn.
+    """
+    count, vocabulary = logits_SV.shape
+    parts = triton.cdiv(vocabulary, 4 * _DRAW_TILE)
+    device = logits_SV.device
+    scores = torch.empty(count, parts, dtype=torch.float64, device=device)
+    tokens = torch.empty(count, parts, dtype=torch.int32, device=device)
+    out_S = torch.empty(count, dtype=torch.int64, device=device)
+    sampling.draw_kernel[(count, parts)](
+        logits_SV,
+        temperatures_S,
+        seeds_S,
+        choices_S,
+        positions_S,
+        scores,
+        tokens,
+        vocabulary,
+        parts,
+        TILE=_DRAW_TILE,
+        num_warps=4,
+    )
+    sampling.reduce_draw_kernel[(count,)](
+        scores, tokens, out_S, vocabulary, parts, PARTS_PAD=triton.next_power_of_2(parts)
+    )
+    return out_S

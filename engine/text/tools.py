@@ -1,0 +1,184 @@
+"""Tools for a model: how it is told of them, and the grammar of the calls that it may write.
+
+A call is always the same text, whoever asked for it:
+
+    <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>
+
+Qwen, Hermes and their children learned it with line breaks inside the tags, and their chat
+templates list the tools themselves. For every other model Baton writes the list into the system
+message. ``engine/text/tool_calls.py`` reads calls back out of an answer.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
+MAX_CALLS = 8
+"""Calls in one answer where the client demands some: a weak model would never stop."""
+
+_PROMPT = """\
+You can call these functions, described as JSON:
+{tools}
+To call one, write nothing but its name and its arguments as JSON, like this:
+{example}
+The result comes back in <tool_response></tool_response>. Otherwise answer with text."""
+
+Choice = Literal["auto", "required"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the client offers.
+
+    Attributes:
+        name: Letters, digits, ``_`` and ``-``.
+        parameters: JSON schema of the arguments, an object.
+    """
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+
+    def described(self) -> dict[str, Any]:
+        """OpenAI's form, which chat templates know."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSyntax:
+    """A family of models.
+
+    Attributes:
+        gap: What stands between a tag and the JSON inside, and between two calls.
+        in_template: The chat template lists the tools and writes calls and results itself.
+    """
+
+    gap: str
+    in_template: bool
+
+    def call(self, name: str, arguments: str) -> str:
+        """The text of one call; ``arguments`` is JSON already."""
+        inside = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
+        return f"{OPEN_TAG}{self.gap}{inside}{self.gap}{CLOSE_TAG}"
+
+
+TEMPLATE = ToolSyntax("\n", in_template=True)
+PROMPTED = ToolSyntax("", in_template=False)
+
+
+def syntax_of(template: str | None) -> ToolSyntax:
+    """The family of a chat template.
+
+    One that knows tools but writes calls otherwise counts as one that does not know them.
+    """
+    knows = template is not None and "tools" in template and OPEN_TAG in template
+    return TEMPLATE if knows else PROMPTED
+
+
+# --- what the model reads ----------------------------------------------------------------------
+
+
+def conversation(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages and tools as the chat template gets them.
+
+    Args:
+        messages: With ``role`` and ``content``; a call of the assistant is an entry
+            ``{"id", "name", "arguments"}`` of ``tool_calls``, arguments as JSON text; a result has
+            the role ``tool``.
+        tools: What may be called; empty for none.
+        syntax: Of the template.
+    """
+    if syntax.in_template:
+        return [_for_template(message) for message in messages], [t.described() for t in tools]
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        text = message["content"]
+        if message["role"] == "tool":
+            text = f"<tool_response>{text}</tool_response>"
+            if plain and plain[-1].get("results"):  # several results are one turn
+                plain[-1]["content"] += f"\n{text}"
+            else:
+                plain.append({"role": "user", "content": text, "results": True})
+            continue
+        calls = [syntax.call(call["name"], call["arguments"]) for call in _calls(message)]
+        text = "\n".join(part for part in (text, *calls) if part)
+        plain.append({"role": message["role"], "content": text})
+    if tools:
+        _add_prompt(plain, tools, syntax)
+    return [{"role": m["role"], "content": m["content"]} for m in plain], []
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return message.get("tool_calls") or ()
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    if calls := _calls(message):
+        found["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call["id"],
+                "function": {"name": call["name"], "arguments": json.loads(call["arguments"])},
+            }
+            for call in calls
+        ]
+    return found
+
+
+def _add_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax) -> None:
+    listed = "\n".join(json.dumps(t.described()["function"], ensure_ascii=False) for t in tools)
+    example = syntax.call("function-name", '{"argument": "value"}')
+    prompt = _PROMPT.format(tools=listed, example=example)
+    if messages and messages[0]["role"] == "system":
+        prompt = f"{messages.pop(0)['content']}\n\n{prompt}"
+    messages.insert(0, {"role": "system", "content": prompt})
+
+
+# --- what the model may write -------------------------------------------------------------------
+
+
+def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> str:
+    """A Lark grammar for answers with calls.
+
+    Args:
+        tools: What may be called, at least one.
+        choice: ``auto``: text, in which a call that was begun is completed; ``required``: calls.
+        parallel: Several calls in one answer.
+    """
+    if choice == "required":
+        more = f" (gap call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+        rules = [f"start: call{more}", f'call: "{OPEN_TAG}" inside']
+    else:
+        # Lazy: as soon as the tag is complete, it is a tag and no text any more.
+        rules = [
+            "start: call* TEXT" if parallel else "start: TEXT | call",
+            "TEXT: /(.|\\n)*/",
+            f'head[lazy]: TEXT "{OPEN_TAG}"',
+            "call: head inside",
+        ]
+    heads = [json.dumps(f'{tool.name}", "arguments": ') for tool in tools]
+    functions = " | ".join(f'{head} arguments_{i} "}}"' for i, head in enumerate(heads))
+    rules += [
+        f'inside: gap "{{\\"name\\": \\"" function gap "{CLOSE_TAG}"',
+        "gap: /\\n?/",
+        f"function: {functions}",
+    ]
+    rules += [
+        f"arguments_{index}: %json {json.dumps(_schema(tool))}" for index, tool in enumerate(tools)
+    ]
+    return "\n".join(rules)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """The schema of the arguments; what it does not name is not written."""
+    given = tool.parameters or {}
+    return {"type": "object", "properties": {}, "additionalProperties": False, **given}

@@ -1,0 +1,181 @@
+"""Are the kernels right on this device? Each check gives ``None``, or what is wrong."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from engine.cuda import CudaDecoder
+from engine.cuda_loop import DecodeLoop, DecodeRow
+from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from engine.kernels.configs import AttentionConfig, attention_config
+from loadtest.bench.gpu_model import Machine, random_decoder, scattered_tables
+
+Result = tuple[str, str | None]
+
+
+# (heads, KV heads, head dim, window); compiling each takes seconds, so they cover and do not cross
+SHAPES = ((32, 8, 128, 0), (32, 8, 128, 24), (6, 2, 64, 0), (2, 2, 64, 24), (8, 1, 256, 0))
+SPANS = {
+    "decode": [(1000, 1), (0, 1), (255, 1)],
+    "verify": [(700, 5), (0, 2), (511, 3)],
+    "prefill": [(0, 333), (290, 185), (0, 1)],
+}
+SMOKE_SHAPES = ((3, 1, 16, 0), (3, 1, 16, 24))
+SMOKE_SPANS = {
+    "decode": [(40, 1), (0, 1), (15, 1)],
+    "verify": [(37, 4), (0, 2)],
+    "prefill": [(0, 21), (29, 11)],
+}
+
+
+def checks(machine: Machine) -> Iterator[Result]:
+    """All of them, one by one."""
+    for heads, kv_heads, dim, window in SMOKE_SHAPES if machine.smoke else SHAPES:
+        for name, spans in (SMOKE_SPANS if machine.smoke else SPANS).items():
+            title = f"{name}, {heads}/{kv_heads} heads of {dim}, window {window}"
+            yield title, _attention(machine, spans, heads, kv_heads, dim, window)
+    yield from _decoder(machine)
+
+
+def _oracle(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int
+) -> torch.Tensor:
+    keys = torch.arange(k.shape[0], device=q.device)
+    positions = torch.arange(start, start + q.shape[0], device=q.device).view(-1, 1)
+    seen = keys <= positions
+    if window:
+        seen &= keys > positions - window
+    q, k, v = (x.float().transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _attention(
+    machine: Machine,
+    spans: Sequence[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int,
+) -> str | None:
+    """Against SDPA; and in ``exact``: splits, other batches and one program give the same bits."""
+    device, dtype = machine.device, machine.dtype
+    generator = torch.Generator(device).manual_seed(3)
+    lengths = [start + count for start, count in spans]
+    widths = [-(-length // 16) for length in lengths]
+    order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(3)).tolist()
+    pool = torch.full((2, len(order), 16, kv_heads, dim), float("nan"), dtype=dtype, device=device)
+    table = torch.zeros(len(spans), max(widths), dtype=torch.int32)
+    given: list[Span] = []
+    rows, used = 0, 0
+    kvs = []
+    for number, ((start, count), width) in enumerate(zip(spans, widths, strict=True)):
+        blocks = order[used : used + width]
+        table[number, :width] = torch.tensor(blocks, dtype=torch.int32)
+        kv = torch.randn(2, start + count, kv_heads, dim, generator=generator, device=device)
+        flat = torch.full((2, width * 16, kv_heads, dim), float("nan"), device=device)
+        flat[:, : start + count] = kv
+        pool[:, blocks] = flat.view(2, width, 16, kv_heads, dim).to(dtype)
+        kvs.append(kv.to(dtype))
+        given.append(Span(rows, start, count, number))
+        rows, used = rows + count, used + width
+    q = torch.randn(rows, heads, dim, generator=generator, device=device).to(dtype)
+    tables = table.to(device)
+
+    def run(cut: AttentionConfig, some: Sequence[Span], *, spread: bool) -> torch.Tensor:
+        queries = cut.queries(heads // kv_heads)
+        tiles = torch.tensor(tiles_of(some, queries), dtype=torch.int32).t().contiguous()
+        splits = -(-max(lengths) // cut.split) if spread else 0
+        out = torch.zeros_like(q)
+        paged_attention(
+            q,
+            pool,
+            tables,
+            Tiles(tiles.to(device), splits, queries),
+            out,
+            cut,
+            Workspace(device),
+            window=window,
+        )
+        return out
+
+    parts = zip(given, kvs, strict=True)
+    wanted = torch.cat(
+        [_oracle(q[s.row : s.row + s.count], kv[0], kv[1], s.start, window) for s, kv in parts]
+    )
+    limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    exact = attention_config("decode", dim, exact=True)
+    merged = run(exact, given, spread=False)
+    decode, prefill = (
+        attention_config("decode", dim, exact=False),
+        attention_config("prefill", dim, exact=False),
+    )
+    results = {
+        "exact": merged,
+        "fast decode": run(decode, given, spread=True),
+        "fast prefill": run(prefill, given, spread=False),
+    }
+    for name, got in results.items():
+        worst = float(((got.float() - wanted).abs() / (1 + wanted.abs())).max())
+        if not worst <= limit:  # NaN is worse than anything
+            return f"{name} is off by {worst:.2g}"
+    if not torch.equal(run(exact, given, spread=True), merged):
+        return "exact: splits give other bits than one program"
+    for span in given:
+        alone = run(exact, [span], spread=True)
+        mine = slice(span.row, span.row + span.count)
+        if not torch.equal(alone[mine], merged[mine]):
+            return "exact: a sequence alone has other bits than in its batch"
+    return None
+
+
+def _decoder(machine: Machine) -> Iterator[Result]:
+    decoder = random_decoder(machine, 24 if machine.smoke else 256, exact=True)
+    yield "decoder, exact: any chunking, any batch, same bits", _chunkings(machine, decoder)
+    yield "steps launched ahead draw the tokens of steps one by one", _ahead(machine, decoder)
+
+
+def _chunkings(machine: Machine, decoder: CudaDecoder) -> str | None:
+    length = 40 if machine.smoke else 700
+    tokens = [(7919 * i + 13) % machine.shape.vocab_size for i in range(length)]
+    tables = scattered_tables(decoder, 2, length)
+
+    def run(*parts: tuple[int, int, int]) -> torch.Tensor:
+        flat: list[int] = []
+        spans = []
+        for number, (_, start, end) in enumerate(parts):
+            spans.append(Span(len(flat), start, end - start, number))
+            flat += tokens[start:end]
+        batch = decoder.batch(flat, spans, [tables[t] for t, _, _ in parts])
+        return decoder.forward(batch)[: parts[0][2] - parts[0][1]].clone()
+
+    whole = run((0, 0, length))
+    if not bool(torch.isfinite(whole).all()):
+        return "hidden states are not finite"
+    cuts = [0, length // 3, length // 2 + 5, length - 8, length - 7, length - 2, length]
+    for start, end in pairwise(cuts):
+        if not torch.equal(run((1, start, end), (0, 0, min(end, 50))), whole[start:end]):
+            return f"positions {start} to {end - 1} computed apart have other bits"
+    return None
+
+
+def _ahead(machine: Machine, decoder: CudaDecoder) -> str | None:
+    context, steps = (20, 2) if machine.smoke else (300, 8)
+    tables = scattered_tables(decoder, 3, context + steps)
+    rows = [
+        DecodeRow(7, context - 1, tables[0]),
+        DecodeRow(8, context - 9, tables[1], temperature=0.9, seed=11),
+        DecodeRow(9, 3, tables[2], temperature=1.5, seed=(1 << 63) + 5),
+    ]
+    found = []
+    for graphs in (None, False):
+        loop = DecodeLoop(decoder, max_blocks=max(map(len, tables)), graphs=graphs)
+        loop.start(rows)
+        for _ in range(steps):
+            loop.launch()
+        found.append([loop.read() for _ in range(steps)])
+    if any(token < 0 for step in found[0] for token in step):
+        return "logits are not finite"
+    return None if found[0] == found[1] else f"{found[0]} with graphs, {found[1]} without"

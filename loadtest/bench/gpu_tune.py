@@ -1,0 +1,133 @@
+"""Search for better cuts, and print them as rows for ``engine/kernels/configs.py``."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from engine.kernels.configs import AttentionConfig, LinearConfig, attention_config
+from engine.kernels.products import fixed_linear
+from loadtest.bench.gpu_model import BLOCK, Machine
+
+ROWS = (1, 8, 16, 32, 64, 128, 256)
+MARGIN = 0.97  # a cut replaces cuBLAS only when it takes less than this of its time
+
+
+def tune(machine: Machine, report: Any) -> None:
+    """Attention for decode and prefill, then the four products of a layer."""
+    smoke = machine.smoke
+    for batch, context in ((2, 40),) if smoke else ((1, 32768), (32, 4096), (256, 1024)):
+        spans = [Span(i, context - 1, 1, i) for i in range(batch)]
+        _attention(machine, report, "decode", spans, context)
+    context = 24 if smoke else 8192
+    _attention(machine, report, "prefill", [Span(0, 0, context, 0)], context)
+    s = machine.shape
+    shapes = {
+        "qkv": (s.qkv_width, s.hidden_size),
+        "o": (s.hidden_size, s.num_heads * s.head_dim),
+        "gate_up": (2 * s.intermediate_size, s.hidden_size),
+        "down": (s.hidden_size, s.intermediate_size),
+    }
+    for name, (outputs, inputs) in shapes.items():
+        for rows in ROWS[:1] if smoke else ROWS:
+            if report.left_s < 0:
+                report.skip("tune", f"{name}, {rows} rows", "out of time")
+            else:
+                _linear(machine, report, f"{name}, {rows} rows", rows, outputs, inputs)
+
+
+def _attention_cuts(machine: Machine, kind: str) -> Iterable[AttentionConfig]:
+    base = attention_config("decode" if kind == "decode" else "prefill", 128, exact=False)
+    if machine.smoke:
+        yield replace(base, block_m=16, kv_tile=16)
+        return
+    tiles = (16,) if kind == "decode" else (64, 128)
+    # a split is part of the order of summation: one size for every kind of work
+    splits = (128, 256, 512) if kind == "decode" else (0,)
+    for m, n, split, warps, stages in product(tiles, (32, 64, 128), splits, (4, 8), (2, 3, 4)):
+        yield AttentionConfig(m, n, split, num_warps=warps, num_stages=stages)
+
+
+def _attention(machine: Machine, report: Any, kind: str, spans: list[Span], context: int) -> None:
+    s, device, dtype = machine.shape, machine.device, machine.dtype
+    width = -(-context // BLOCK)
+    pool_shape = (2, len(spans) * width, BLOCK, s.num_kv_heads, s.head_dim)
+    pool = torch.randn(pool_shape, device=device, dtype=dtype)
+    order = torch.randperm(len(spans) * width).to(torch.int32)
+    tables = order.view(len(spans), width).to(device)
+    rows = sum(span.count for span in spans)
+    q = torch.randn(rows, s.num_heads, s.head_dim, device=device, dtype=dtype)
+    out, space = torch.empty_like(q), Workspace(device)
+    found = []
+    for cut in _attention_cuts(machine, kind):
+        if report.left_s < 0:
+            break
+        queries = 1 if kind == "decode" else cut.queries(s.num_heads // s.num_kv_heads)
+        splits = -(-context // cut.split) if kind == "decode" else 0
+        table = torch.tensor(tiles_of(spans, queries), dtype=torch.int32).t().contiguous()
+        tiles = Tiles(table.to(device), splits, queries)
+        work = partial(paged_attention, q, pool, tables, tiles, out, cut, space)
+        seconds = _try(machine, work)
+        if seconds is not None:
+            found.append((seconds, cut))
+    case = f"{kind}, {len(spans)} x {context}"
+    if not found:
+        report.skip("tune", case, "no cut ran in time")
+        return
+    found.sort(key=lambda pair: pair[0])
+    seconds, best = found[0]
+    moved = pool.numel() * pool.element_size() / seconds / 1e9
+    report.add(
+        "tune", case, f"{1e6 * seconds:.0f} us, {moved:.0f} GB/s of KV: {best}", us=1e6 * seconds,
+        cut=str(best), others=[f"{1e6 * t:.0f} us {c}" for t, c in found[1:4]],
+    )  # fmt: skip
+
+
+def _linear(machine: Machine, report: Any, case: str, rows: int, outputs: int, inputs: int) -> None:
+    x = torch.randn(rows, inputs, device=machine.device, dtype=machine.dtype)
+    # several weights in turn, so that none stays in the cache
+    weights = [
+        torch.randn(outputs, inputs, device=machine.device, dtype=machine.dtype)
+        for _ in range(1 if machine.smoke else 4)
+    ]
+
+    def through(cut: LinearConfig | None) -> None:
+        for weight in weights:
+            F.linear(x, weight) if cut is None else fixed_linear(x, weight, cut, machine.dtype)
+
+    theirs = _try(machine, partial(through, None)) or float("inf")
+    cuts = [LinearConfig(16, 16, 32, num_warps=4, num_stages=2)]
+    if not machine.smoke:
+        m_tiles = [m for m in (16, 32, 64, 128) if m < 2 * rows or m == 16]
+        options = product(m_tiles, (16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4))
+        cuts = [LinearConfig(*option) for option in options]
+    found = []
+    for cut in cuts:
+        if report.left_s < 0:
+            break
+        seconds = _try(machine, partial(through, cut))
+        if seconds is not None:
+            found.append((seconds, cut))
+    if not found:
+        report.skip("tune", case, "no cut ran in time")
+        return
+    ours, best = min(found, key=lambda pair: pair[0])
+    ratio = ours / theirs
+    row = f"({outputs}, {inputs}): ({rows}, {best})" if ratio < MARGIN else "cuBLAS stays"
+    report.add("tune", case, f"{ratio:.2f} of cuBLAS's time: {row}", ratio=ratio, cut=str(best))
+
+
+def _try(machine: Machine, work: Any) -> float | None:
+    """Seconds, or ``None`` where a cut needs more than the device has."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        work()
+    except OutOfResources:
+        return None
+    return machine.timed(work, 1 if machine.smoke else 5)

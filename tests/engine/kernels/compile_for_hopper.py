@@ -1,0 +1,111 @@
+"""Compile every kernel for compute capability 9.0, without a GPU; prints one JSON line for each.
+
+python tests/engine/kernels/compile_for_hopper.py
+
+Triton's compiler and ``ptxas`` need no driver. A driver that only names the device is put in place
+of the real one, and launches end after compiling.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from engine.kernels import configs, products, rows
+from engine.kernels.attention import Tiles, Workspace, paged_attention
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+BF16 = torch.bfloat16
+KV_HEADS, GROUP = 8, 4
+
+
+class NoDevice:
+    """What the compiler asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+class Compiler:
+    """Stands in for launches."""
+
+    def __init__(self) -> None:
+        self.title = ""
+        self._run = JITFunction.run
+
+    def __call__(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = self._run(kernel, *args, grid=grid, warmup=True, **options)
+        ptx = compiled.asm["ptx"]
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(ptx)
+            file.flush()
+            command = [str(PTXAS), "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        found = {
+            "case": self.title,
+            "kernel": kernel.__name__,
+            "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+            "spill_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),
+            "shared_bytes": compiled.metadata.shared,
+            "wgmma": "wgmma.mma_async" in ptx,
+            "wide_async_copies": len(re.findall(r"cp\.async\.cg.* 0x10", ptx)),
+        }
+        print(json.dumps(found), flush=True)
+        return compiled
+
+
+def attention(cut: configs.AttentionConfig, dim: int, *, spread: bool, window: int = 0) -> None:
+    pool = torch.zeros(2, 8, 16, KV_HEADS, dim, dtype=BF16)
+    q = torch.zeros(64, KV_HEADS * GROUP, dim, dtype=BF16)
+    tables = torch.zeros(4, 16, dtype=torch.int32)
+    queries = 1 if spread else cut.queries(GROUP)
+    tiles = Tiles(torch.zeros(4, 16, dtype=torch.int32), 4 if spread else 0, queries)
+    space = Workspace(torch.device("cpu"))
+    paged_attention(q, pool, tables, tiles, torch.zeros_like(q), cut, space, window=window)
+
+
+def main() -> None:
+    driver.set_active(NoDevice())
+    compiler = Compiler()
+    JITFunction.run = lambda kernel, *args, **options: compiler(kernel, *args, **options)
+    for dim in (64, 128, 256):
+        for kind in ("decode", "prefill"):
+            for exact in (False, True):
+                compiler.title = f"{'exact' if exact else 'fast'} {kind} {dim}"
+                cut = configs.attention_config(kind, dim, exact=exact)
+                attention(cut, dim, spread=kind == "decode")
+    compiler.title = "fast prefill 128, window"
+    attention(configs.attention_config("prefill", 128, exact=False), 128, spread=False, window=99)
+    compiler.title = "rows"
+    x, delta = torch.zeros(64, 4096), torch.zeros(64, 4096, dtype=BF16)
+    rows.add_norm(x, delta, torch.zeros(4096), 1e-5, BF16)
+    rows.silu_mul(torch.zeros(64, 2 * 14336, dtype=BF16))
+    index = torch.zeros(64, dtype=torch.int32)
+    qkv, pool = torch.zeros(64, 48 * 128, dtype=BF16), torch.zeros(2, 8, 16, 8, 128, dtype=BF16)
+    tables = torch.zeros(4, 16, dtype=torch.int32)
+    rows.rope_write(qkv, 32, index, index, torch.zeros(99, 64, 2), tables, pool)
+    zeros = torch.zeros(4, dtype=torch.int64)
+    rows.draw(torch.zeros(4, 128256), zeros.double(), zeros, zeros, zeros)
+    for name, cut in (("few", configs.EXACT_ROWS), ("many", configs.EXACT_MANY_ROWS)):
+        compiler.title = f"product of {name} rows"
+        weight = torch.zeros(6144, 4096, dtype=BF16)
+        products.fixed_linear(torch.zeros(64, 4096, dtype=BF16), weight, cut, BF16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Plans on CUDA against plans on the CPU, the pool that others see included."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+import pytest
+import torch
+
+from engine.core.errors import InternalError, NumericsError
+from engine.core.params import SamplingParams
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.cuda_runner import on_device
+from tests.engine.kernels import tiny
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+SEEDED = SamplingParams(max_tokens=8, temperature=1.2, seed=77, n=2)
+FILTERED = SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=5, logprobs=2)
+
+
+def pools(c: tiny.ModelConfig, dtype: str) -> tuple[bytearray, bytearray]:
+    size = tiny.geometry(c, dtype).pool_bytes
+    return bytearray(size), bytearray(size)
+
+
+def view(pool: bytearray, c: tiny.ModelConfig) -> torch.Tensor:
+    return torch.frombuffer(pool, dtype=torch.float32).view(tiny.geometry(c, "fp32").shape)
+
+
+def test_a_mixed_batch_draws_the_tokens_of_the_cpu_and_leaves_the_same_kv() -> None:
+    c = tiny.config(heads=4, kv_heads=2)
+    mine, theirs = pools(c, "fp32")
+    cuda, cpu = tiny.cuda_runner(c, "fp32", mine), tiny.torch_runner(c, "fp32", theirs)
+    a, b, d = (list(tiny.tokens(n, seed=n)) for n in (21, 34, 5))
+    tables = [1, 8], [3, 2, 5], [7]
+
+    def both(plan: StepPlan) -> list[list[int]]:
+        got, wanted = cuda.execute(plan), cpu.execute(plan)
+        assert [[s.token for s in drawn] for drawn in got] == [
+            [s.token for s in drawn] for drawn in wanted
+        ]
+        for left, right in zip(chain(*got), chain(*wanted), strict=True):
+            assert (left.logprob is None) == (right.logprob is None)
+            if left.logprob is not None:
+                assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
+        return [[s.token for s in drawn] for drawn in got]
+
+    first = both(
+        StepPlan(
+            (
+                tiny.row(1, a, 0, 21, tables[0], GREEDY),
+                tiny.row(2, b, 0, 17, tables[1]),
+                tiny.row(3, d, 0, 5, tables[2], FILTERED),
+            )
+        )
+    )
+    a.append(first[0][0])
+    d.append(first[2][0])
+    second = both(
+        StepPlan(
+            (
+                tiny.row(1, a, 21, 22, tables[0], GREEDY, 21),
+                tiny.row(3, d, 5, 6, tables[2], FILTERED, 5),
+                tiny.row(2, b, 17, 34, tables[1], SEEDED),
+            )
+        )
+    )
+    b.append(second[2][0])
+    both(StepPlan((tiny.row(2, b, 34, 35, tables[1], GREEDY, 34),)))
+    torch.testing.assert_close(view(mine, c), view(theirs, c), atol=1e-5, rtol=1e-5)
+
+
+def test_kv_that_others_wrote_into_the_pool_is_used_also_in_pages_used_before() -> None:
+    c = tiny.config()
+    mine, theirs = pools(c, "fp32")
+    cuda, cpu = tiny.cuda_runner(c, "fp32", mine), tiny.torch_runner(c, "fp32", theirs)
+    text, table = tiny.tokens(20), [4, 5]
+    tiny.step(cuda, tiny.row(1, tiny.tokens(20, seed=9), 0, 20, table))  # the pages' old content
+    tiny.step(cpu, tiny.row(2, text, 0, 19, table))
+    view(mine, c)[:, :, table] = view(theirs, c)[:, :, table]  # a hand-off
+    last = tiny.row(2, text, 19, 20, table, GREEDY)
+    assert tiny.step(cuda, last) == tiny.step(cpu, last)
+
+
+def test_copies_happen_before_anything_else_and_in_both_pools() -> None:
+    c = tiny.config()
+    mine, theirs = pools(c, "fp32")
+    cuda, cpu = tiny.cuda_runner(c, "fp32", mine), tiny.torch_runner(c, "fp32", theirs)
+    text = tiny.tokens(25)
+    for runner in (cuda, cpu):
+        tiny.step(runner, tiny.row(1, text, 0, 24, [4, 5]))
+    fork = StepPlan((tiny.row(2, text, 24, 25, [4, 9], GREEDY),), copies=((5, 9),))
+    assert cuda.execute(fork) == cpu.execute(fork)
+    torch.testing.assert_close(view(mine, c)[:, :, 9], view(theirs, c)[:, :, 9])
+
+
+def test_nan_is_a_typed_error_for_its_row_and_the_other_goes_on() -> None:
+    c = tiny.config()
+    mine, _ = pools(c, "fp32")
+    runner = tiny.cuda_runner(c, "fp32", mine)
+    good = tiny.row(1, tiny.tokens(12, 1), 0, 12, [1], GREEDY)
+    expected = tiny.step(runner, good)
+    text = tiny.tokens(20, 2)
+    tiny.step(runner, tiny.row(2, text, 0, 18, [2, 3]))
+    view(mine, c)[1, 0, 2, 3] = float("nan")
+    bad = tiny.row(5, text, 18, 20, [2, 3], GREEDY)
+    with pytest.raises(NumericsError, match="1 of 2 rows") as caught:
+        tiny.step(runner, good, bad)
+    assert caught.value.rows == (1,)  # type: ignore[attr-defined]
+    assert not view(mine, c)[:, :, 3, 2:].any(), "what it wrote is zeroed"
+    assert tiny.step(runner, good) == expected
+    assert runner.rewritten_rows == ()
+
+
+def test_layers_are_announced_when_their_kv_is_in_the_pool_that_others_see() -> None:
+    c = tiny.config()
+    mine, _ = pools(c, "fp32")
+    runner = tiny.cuda_runner(c, "fp32", mine)
+    seen = []
+    plan = StepPlan((tiny.row(1, tiny.tokens(16), 0, 16, [6]),))
+    written = view(mine, c)[:, :, 6]
+    runner.execute(plan, lambda done: seen.append((done, bool(written[done - 1].all()))))
+    assert seen == [(1, True), (2, True)]
+    assert runner.execute(StepPlan(())) == []
+
+
+def test_a_row_with_something_unknown_is_a_typed_error() -> None:
+    @dataclass(frozen=True)
+    class NewRow(PlanRow):
+        adapter: str = ""
+
+    c = tiny.config(layers=1)
+    runner = tiny.cuda_runner(c, "fp32", pools(c, "fp32")[0])
+    with pytest.raises(InternalError, match="adapter of a plan's row is not known on CUDA"):
+        tiny.step(runner, NewRow(1, [5], 0, [3], adapter="a"))
+
+
+@pytest.mark.parametrize(
+    ("change", "here"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, True),
+        ({"stop_token_ids": (4,), "n": 3}, True),
+        ({"top_k": 4}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False),
+        ({"logprobs": 0}, False),
+        ({"logit_bias": ((1, 2.0),)}, False),
+        ({"presence_penalty": 0.5}, False),
+        ({"min_tokens": 1}, False),
+    ],
+)
+def test_only_plain_draws_stay_on_the_device(change: dict[str, object], here: bool) -> None:
+    params = SamplingParams(**{"max_tokens": 8, "temperature": 1.0, **change})  # type: ignore[arg-type]
+    assert on_device(SampleSpec(0, params, [1, 2], 2)) is here

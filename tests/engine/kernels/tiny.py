@@ -1,0 +1,110 @@
+"""A small random Llama in both engines."""
+
+import functools
+
+import torch
+
+from engine import selftest
+from engine.core.geometry import KvGeometry
+from engine.core.params import SampledToken, SamplingParams
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.cuda import CudaDecoder
+from engine.cuda_open import make_decoder
+from engine.cuda_runner import CudaRunner
+from engine.models.decoder import Decoder
+from engine.models.families import weight_table
+from engine.numerics import DTYPES
+from engine.runner import TorchRunner
+from engine.text.artifact import ModelConfig
+
+BLOCK = 16
+BLOCKS = 24
+CPU = torch.device("cpu")
+
+
+def config(
+    heads: int = 3, kv_heads: int = 1, *, layers: int = 2, tied: bool = False
+) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=24,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=16,
+        intermediate_size=40,
+        vocab_size=97,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        max_context_tokens=36,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_ids=(2,),
+    )
+
+
+def weights(c: ModelConfig, dtype: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    found = {}
+    for entry in weight_table(c, "gguf"):
+        matrix = len(entry.shape) > 1
+        value = torch.randn(entry.shape) * (0.3 if matrix else 0.1) + (0.0 if matrix else 1.0)
+        found[entry.name] = value.to(DTYPES[dtype])
+    return found
+
+
+def geometry(c: ModelConfig, dtype: str) -> KvGeometry:
+    return KvGeometry(
+        num_layers=c.num_layers,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        num_blocks=BLOCKS,
+        dtype=dtype,
+    )
+
+
+def decoder(
+    c: ModelConfig | None = None, dtype: str = "fp32", *, exact: bool = True
+) -> CudaDecoder:
+    c = c or config()
+    return make_decoder(
+        c, weights(c, dtype), geometry(c, dtype), CPU, c.max_context_tokens, exact=exact
+    )
+
+
+def cuda_runner(c: ModelConfig, dtype: str, pool: bytearray) -> CudaRunner:
+    return CudaRunner(decoder(c, dtype), pool, geometry(c, dtype), c.eos_token_ids)
+
+
+def torch_runner(c: ModelConfig, dtype: str, pool: bytearray) -> TorchRunner:
+    model = Decoder(c, weights(c, dtype), DTYPES[dtype])
+    layout = selftest.fast_layout(c.num_heads // c.num_kv_heads)
+    return TorchRunner(model, pool, geometry(c, dtype), layout, c.eos_token_ids)
+
+
+@functools.cache
+def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(97, (count,), generator=generator).tolist())
+
+
+def row(
+    sequence: int,
+    all_tokens: list[int] | tuple[int, ...],
+    start: int,
+    end: int,
+    table: list[int],
+    params: SamplingParams | None = None,
+    prompt: int = 0,
+) -> PlanRow:
+    specs: tuple[SampleSpec, ...] = ()
+    if params is not None:
+        specs = tuple(
+            SampleSpec(choice, params, list(all_tokens), prompt or len(all_tokens))
+            for choice in range(params.n)
+        )
+    return PlanRow(sequence, list(all_tokens[start:end]), start, table[: -(-end // BLOCK)], specs)
+
+
+def step(runner: CudaRunner | TorchRunner, *rows: PlanRow) -> list[list[SampledToken]]:
+    return runner.execute(StepPlan(rows))

@@ -1,0 +1,97 @@
+"""Calls are read as they arrive; nothing that was written is lost."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.text.tool_calls import ToolCallParser
+
+ONE = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+TWO = '<tool_call>\n{"name": "add", "arguments": {"x": [1, {"y": "}]\\"{"}]}}\n</tool_call>'
+
+
+def read(pieces):
+    """Content, calls as (name, arguments), whether it was cut."""
+    ids = itertools.count()
+    parser = ToolCallParser(lambda: f"call_{next(ids)}")
+    content, calls = "", {}
+    for text, deltas in [*map(parser.push, pieces), parser.finish()]:
+        content += text
+        for delta in deltas:
+            if delta.id is not None:
+                assert delta.id == f"call_{delta.index}"
+                calls[delta.index] = [delta.name, ""]
+            calls[delta.index][1] += delta.arguments
+    return content, [tuple(calls[i]) for i in sorted(calls)], parser.cut
+
+
+PARIS = ("weather", '{"city": "Paris"}')
+ADD = ("add", '{"x": [1, {"y": "}]\\"{"}]}')
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("", "", []),
+        ("  hello\n", "  hello\n", []),
+        ("\n", "\n", []),
+        (ONE, "", [PARIS]),
+        (ONE + TWO, "", [PARIS, ADD]),
+        (ONE + "\n" + TWO + "\n", "", [PARIS, ADD]),
+        ("Let me see. " + ONE + " Done.", "Let me see.  Done.", [PARIS]),
+        ("\n\n" + TWO, "", [ADD]),
+        ("a <tool_cal b <", "a <tool_cal b <", []),
+        # Written otherwise, and still a call:
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
+        # Not a call: shown as it was written.
+        ("<tool_call>hello</tool_call>!", "<tool_call>hello</tool_call>!", []),
+        ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+        ("<tool_call>[1]</tool_call>" + ONE, "<tool_call>[1]</tool_call>", [PARIS]),
+        ("<tool_call>" + "x" * 5000, "<tool_call>" + "x" * 5000, []),
+        ('<tool_call>{"name": "f", "arguments": {}} or', "} or", [("f", "{}")]),
+    ],
+)
+def test_what_is_read(text, content, calls):
+    assert read([text])[:2] == (content, calls)
+
+
+@given(st.data())
+def test_pieces_do_not_matter(data):
+    parts = [ONE, TWO, "text", " ", "\n", "<tool_call>", "</tool_call>", "<tool", '{"a": "<']
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=6)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert read(pieces) == read([text]) == read(list(text))
+
+
+def test_arguments_come_as_they_are_written():
+    parser = ToolCallParser()
+    parser.push('<tool_call>{"name": "f", "argu')
+    _, [start, first] = parser.push('ments": {"a": 1')
+    assert (start.index, start.name, start.arguments) == (0, "f", "")
+    assert start.id.startswith("call_")
+    assert (first.id, first.name, first.arguments) == (None, None, '{"a": 1')
+    _, [second] = parser.push("2}")
+    assert second.arguments == "2}"
+    assert parser.push("}</tool_call>") == ("", [])
+    assert parser.calls == 1
+
+
+def test_text_is_held_no_longer_than_it_may_be_a_tag():
+    parser = ToolCallParser()
+    assert parser.push("a <tool")[0] == "a "
+    assert parser.push("s>")[0] == "<tools>"
+
+
+@pytest.mark.parametrize("size", range(len("<tool_call>"), len(ONE)))
+def test_a_cut_call_says_so_or_is_complete(size):
+    content, calls, cut = read([ONE[:size]])
+    complete = bool(calls) and calls[0] == PARIS
+    assert cut is not complete
+    if complete:
+        json.loads(calls[0][1])
+    assert content in ("", ONE[:size])
+    assert content or calls

@@ -1,0 +1,112 @@
+"""How models are told of tools, and which calls they may write."""
+
+import json
+
+import pytest
+
+from engine.text.grammar import GrammarCompiler, translate, vocabulary_of
+from engine.text.template import ChatTemplate
+from engine.text.tools import PROMPTED, TEMPLATE, Tool, calls_grammar, conversation, syntax_of
+
+WEATHER = Tool(
+    name="weather",
+    description="Weather of a city",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+    },
+)
+NOW = Tool(name="now", description=None, parameters=None)
+CALLED = {"id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
+MESSAGES = [
+    {"role": "user", "content": "Weather in Rome?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "18 C"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+]
+# Ours, in the manner of templates that know tools.
+KNOWS = """\
+{%- if tools %}{% for tool in tools %}[{{ tool | tojson }}]{% endfor %}{% endif %}
+{%- for message in messages %}
+{{- message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %};
+{%- endfor %}"""
+
+
+def test_a_template_that_knows_tools_writes_them_itself():
+    assert syntax_of(KNOWS) is TEMPLATE
+    told, tools = conversation(MESSAGES, [WEATHER], TEMPLATE)
+    text = ChatTemplate(KNOWS).render(told, tools=tools)
+    assert text.startswith('[{"type": "function", "function": {"name": "weather", "description"')
+    assert '\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>;' in text
+    assert "tool: 18 C;" in text
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{{ messages }}", "{% if tools %}[TOOL_CALLS]{% endif %}"]
+)
+def test_every_other_one_gets_batons_prompt(template):
+    assert syntax_of(template) is PROMPTED
+    told, tools = conversation(MESSAGES, [WEATHER, NOW], PROMPTED)
+    assert tools == []
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "user"]
+    system, _, call, results = (message["content"] for message in told)
+    assert '{"name": "weather", "description": "Weather of a city", "parameters": {' in system
+    assert '{"name": "now", "parameters": {"type": "object", "properties": {}}}' in system
+    assert call == '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    assert results == ("<tool_response>18 C</tool_response>\n<tool_response>sunny</tool_response>")
+
+
+def test_the_clients_own_system_message_stays_first():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    told, _ = conversation(messages, [NOW], PROMPTED)
+    assert told[0]["content"].startswith("Be brief.\n\nYou can call")
+    assert conversation(messages, [], PROMPTED)[0] == messages
+
+
+@pytest.fixture(scope="module")
+def compiler(smollm):
+    return GrammarCompiler(vocabulary_of(smollm, smollm.vocab_size, (2,)))
+
+
+def call(name, arguments, gap=""):
+    inside = f'{{"name": "{name}", "arguments": {json.dumps(arguments)}}}'
+    return f"<tool_call>{gap}{inside}{gap}</tool_call>"
+
+
+ROME = call("weather", {"city": "Rome"})
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "text", "fits"),
+    [
+        ("required", True, ROME, True),
+        ("required", True, call("weather", {"city": "Rome"}, "\n"), True),
+        ("required", True, f"{ROME}\n{call('now', {})}", True),
+        ("required", True, f"Well, {ROME}", False),
+        ("required", True, "", False),
+        ("required", True, ROME * 9, False),
+        ("required", False, ROME, True),
+        ("required", False, ROME * 2, False),
+        ("required", True, call("weather", {"days": 3}), False),
+        ("required", True, call("weather", {"city": "Rome", "more": 1}), False),
+        ("required", True, call("rain", {}), False),
+        ("required", True, call("now", {"a": 1}), False),
+        ("auto", True, "Just text <b> and < and <tool", True),
+        ("auto", True, f"Well, {ROME} and {ROME}.", True),
+        ("auto", True, "<tool_call>hm", False),
+        ("auto", True, f"{ROME}<tool_call>hm", False),
+        ("auto", False, f"Well, {ROME}", True),
+        ("auto", False, f"{ROME} and", False),
+    ],
+)
+def test_what_may_be_written(compiler, smollm, choice, parallel, text, fits):
+    source = calls_grammar([WEATHER, NOW], choice, parallel=parallel)
+    matcher = compiler.compile(translate("grammar", source))
+    ids = smollm.encode(text)
+    assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits

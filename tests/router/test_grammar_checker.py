@@ -1,0 +1,136 @@
+"""A bad or expensive grammar is a 400 for one client, and nothing else."""
+
+import asyncio
+import json
+
+import pytest
+
+from engine.core.errors import GrammarError
+from engine.text.grammar import MAX_SOURCE_CHARACTERS
+from fleet.telemetry import Metrics
+from router.grammar_checker import GrammarChecker
+from tests.router.emulated_worker import Script
+
+DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(2500)) + '\nr2500: "b"'
+# Every "allOf" doubles what llguidance has to build.
+SLOW = json.dumps(
+    {
+        "allOf": [
+            {"anyOf": [{"type": "object", "required": [f"{side}{i}"]} for side in "ab"]}
+            for i in range(11)
+        ]
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model):
+    return model.vocabulary()
+
+
+@pytest.fixture
+async def make_checker(vocabulary):
+    made = []
+
+    def make(**fields) -> GrammarChecker:
+        made.append(GrammarChecker(lambda: vocabulary, Metrics("router", model="m"), **fields))
+        return made[-1]
+
+    yield make
+    for checker in made:
+        await checker.close()
+
+
+async def test_a_good_one_comes_back_as_a_grammar_and_is_tried_once(make_checker):
+    checker = make_checker()
+    first = await checker.check("guided_regex", "regex", "a+")
+    process = checker._process
+    assert "a+" in first
+    await checker.close()
+    assert process.returncode is not None
+    assert await checker.check("guided_regex", "regex", "a+") == first
+    assert checker._process is None, "what was tried before needs no process"
+
+
+async def test_one_that_kills_the_compiler_is_refused_and_the_next_is_served(make_checker):
+    checker = make_checker()
+    with pytest.raises(GrammarError, match=r"guided_grammar: too expensive.*nested") as caught:
+        await checker.check("guided_grammar", "grammar", DEEP)
+    assert caught.value.param == "guided_grammar"
+    assert checker._process is None
+    assert await checker.check("guided_choice", "choice", '["a"]')
+    with pytest.raises(GrammarError, match="nested"):
+        await checker.check("guided_grammar", "grammar", DEEP)
+    assert checker._process is not None, "it was remembered, not tried again"
+    refusals = checker._metrics.value("baton_grammar_refusals", reason="too_expensive")
+    assert refusals == 2
+
+
+async def test_one_that_takes_too_long_is_refused_and_the_next_is_served(make_checker):
+    checker = make_checker(limit_s=0.05)
+    await checker.check("guided_choice", "choice", '["a"]')
+    with pytest.raises(GrammarError, match=r"over 0\.05 s to compile"):
+        await checker.check("response_format", "json", SLOW)
+    checker._limit_s = 5.0
+    assert await checker.check("guided_choice", "choice", '["b"]')
+
+
+async def test_a_client_that_goes_away_leaves_no_answer_behind(make_checker):
+    checker = make_checker()
+    await checker.check("guided_choice", "choice", '["a"]')
+    gone = asyncio.create_task(checker.check("response_format", "json", SLOW))
+    await asyncio.sleep(0.02)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert "[0-9]" in await checker.check("guided_regex", "regex", "[0-9]")
+
+
+REFUSED = [
+    ({"guided_json": {"type": "bogus"}}, "guided_json", "Invalid type: bogus"),
+    ({"guided_json": "nonsense"}, "guided_json", "Expecting value"),
+    ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+    ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
+    ({"guided_regex": "x" * (MAX_SOURCE_CHARACTERS + 1)}, "guided_regex", "at most 65536"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
+    ({"guided_choice": []}, "guided_choice", "at least 1 item"),
+    (
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        "response_format",
+        "guided_regex and response_format",
+    ),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "is required",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "is required",
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+]
+
+
+async def test_refused_by_name_before_admission(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    for body, param, message in REFUSED:
+        answer = await fleet.chat(**body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert message in error["message"]
+        assert error["type"] == "invalid_request_error"
+    assert not fleet.workers["decode-0"].submissions
+
+
+async def test_the_grammar_travels_with_the_request(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    answer = await fleet.complete(response_format={"type": "json_object"})
+    assert answer.status_code == 200
+    [submission] = fleet.workers["decode-0"].submissions
+    assert '"type": "object"' in submission.sampling.grammar
+    assert (await fleet.complete(response_format={"type": "text"})).status_code == 200
+    assert fleet.workers["decode-0"].submissions[-1].sampling.grammar == ""
+    shown = (await fleet.http.get("/metrics")).text
+    assert "baton_grammar_compile_seconds_count" in shown

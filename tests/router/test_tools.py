@@ -1,0 +1,76 @@
+"""What a chat may say about tools, and what is refused by name."""
+
+from tests.router.emulated_worker import Script
+
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+LIST = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "5"}
+
+REFUSED = [
+    ({"tools": [TOOL, TOOL]}, "tools[1]"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+            ]
+        },
+        "tools[0].function.parameters",
+    ),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"messages": [USER, RESULT]}, "messages[1].tool_call_id"),
+    ({"messages": [USER, CALLED, RESULT | {"tool_call_id": "c2"}]}, "messages[2].tool_call_id"),
+    ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    ({"messages": [USER | {"tool_call_id": "c1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[]"}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+]
+
+
+async def test_refused_by_name(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    for body, param in REFUSED:
+        answer = await fleet.chat(**body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not fleet.workers["decode-0"].submissions
+
+
+async def test_what_reaches_the_workers(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    plain = await fleet.chat(tools=[], tool_choice="auto")
+    none = await fleet.chat(tools=[TOOL], tool_choice="none")
+    auto = await fleet.chat(tools=[TOOL])
+    told = await fleet.chat(messages=[USER, CALLED, RESULT], tools=[TOOL])
+    assert {r.status_code for r in (plain, none, auto, told)} == {200}
+    seen = fleet.workers["decode-0"].submissions
+    assert [bool(s.sampling.grammar) for s in seen] == [False, False, True, True]
+    assert seen[0].prompt_tokens == seen[1].prompt_tokens != seen[2].prompt_tokens
+
+
+async def test_an_answer_that_is_no_call_is_text(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    free = (await fleet.chat()).json()["choices"][0]
+    offered = (await fleet.chat(tools=[TOOL])).json()["choices"][0]
+    assert offered["message"]["content"] == free["message"]["content"]
+    assert "tool_calls" not in offered["message"]
