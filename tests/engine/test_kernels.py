@@ -30,6 +30,7 @@ def run(which: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(500)  # seconds when alone, but an interpreter suffers from neighbours
 def test_the_kernels_in_the_interpreter() -> None:
     assert " passed" in run("not slow")
 

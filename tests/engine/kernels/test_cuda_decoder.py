@@ -26,7 +26,7 @@ def expected(c: tiny.ModelConfig, dtype: str, text: tuple[int, ...]) -> tuple[to
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tied", "dtype", "exact"),
     [
-        (3, 1, False, "fp32", True),
+        pytest.param(3, 1, False, "fp32", True, marks=pytest.mark.slow),
         pytest.param(4, 4, True, "fp32", False, marks=pytest.mark.slow),
         (8, 2, False, "bf16", True),
     ],
@@ -74,6 +74,7 @@ def test_a_device_that_sums_otherwise_in_a_batch_is_found_out(
         verify_exact(decoder)
 
 
+@pytest.mark.slow
 def test_the_numerics_id_names_mode_dtype_and_cut() -> None:
     exact = numerics_id(tiny.decoder(SHALLOW), "fp32")
     assert exact.startswith("exact/fp32/adjacent/cuda-m64k32s256/")
