@@ -27,10 +27,11 @@ from engine.runner import TorchRunner, attention_layout, geometry_of
 from engine.text.adapter_artifact import TARGETS, AdapterArtifact, AdapterError, read_adapter
 from engine.text.artifact import ModelArtifact, resolve_model
 from tests.engine import tiny_models as tiny
-from tests.engine.conftest import Driver
+from tests.engine.conftest import MODEL, Driver
 from tests.engine.core.guesses import oracle
 from tests.engine.core.test_scheduler import answers, run
 from tests.engine.lora_files import module_of, write_adapter
+from tests.engine.test_tensor_parallel import replica
 
 MAX_LOGIT_ERROR = 1e-4  # fp32; measured: 3e-6
 
@@ -207,6 +208,29 @@ def test_the_notebook_takes_an_adapter_for_each_prompt(paths: dict[str, Path]) -
     assert len({tuple(tokens) for tokens in alone}) == 3
     together = llm.generate([prompt] * 6, params, [*names, *names])
     assert [output.token_ids for output in together] == [*alone, *alone]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (3, "bf16"), (2, "fp32")])
+def test_the_width_of_a_replica_does_not_show_either(
+    artifact: ModelArtifact, paths: dict[str, Path], ranks: int, dtype: str
+) -> None:
+    def hidden(width: int) -> list[torch.Tensor]:
+        with replica(MODEL, width, dtype=dtype) as opened:
+            names = [load_into(opened.runner, path, artifact) for path in paths.values()]
+            tokens = prompt_of(60)
+            tables = [opened.driver.blocks(64) for _ in range(3)]
+            found = []
+            for start, end in ((0, 37), (37, 59), (59, 60)):
+                rows = [
+                    replace(opened.driver.row(tokens, start, end, table), adapter=name)
+                    for name, table in zip(("", *names), tables, strict=True)
+                ]
+                found += opened.runner.hidden(StepPlan(tuple(rows)))
+            return found
+
+    for got, want in zip(hidden(ranks), hidden(1), strict=True):
+        assert same_bits(got, want)
 
 
 def test_what_has_changed_since_it_was_named_is_not_loaded(
