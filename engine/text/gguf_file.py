@@ -10,6 +10,7 @@ file. What the numbers of tensor types mean, and how to dequantise, is still the
     padding to `general.alignment`, then the data
 """
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class GgufTensor:
     @property
     def n_elements(self) -> int:
         """Number of weights."""
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ class _Reader:
             key = self._string()
             metadata[key] = self._value(self._take("I")[0])
         infos = [self._info() for _ in range(tensors)]
-        alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise ValueError(f"general.alignment = {alignment!r}")
         begin = -(-self._at // alignment) * alignment
         return GgufFile(metadata, [self._tensor(begin, *info) for info in infos])
 
@@ -123,11 +126,11 @@ class _Reader:
         kind, count = self._take("IQ")
         if count > len(self._bytes):
             raise ValueError(f"an array of {count} runs past the end of the file")
-        if kind in _SCALARS:
-            return list(self._take(f"{count}{_SCALARS[kind]}"))
-        return (
-            self._strings(count) if kind == _STRING else [self._value(kind) for _ in range(count)]
-        )
+        if kind == _STRING:
+            return self._strings(count)
+        if kind not in _SCALARS:
+            raise ValueError(f"an array of type {kind}")
+        return list(self._take(f"{count}{_SCALARS[kind]}"))
 
     def _strings(self, count: int) -> list[str]:
         """Many strings, so without a function call for each."""
@@ -157,7 +160,7 @@ class _Reader:
         rows = tuple(reversed(shape))
         if rows and rows[-1] % block:
             raise ValueError(f"{name}: {rows[-1]} is no multiple of {kind.name}'s block of {block}")
-        count = int(np.prod(shape)) // block * size
+        count = math.prod(shape) // block * size
         data = self._file[begin + offset : begin + offset + count]
         if data.size != count:
             raise ValueError(f"{name} is truncated")

@@ -1,5 +1,6 @@
 """Finding models and describing them."""
 
+import random
 import sys
 from pathlib import Path
 
@@ -56,6 +57,27 @@ def test_a_file_that_is_not_gguf_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"hello" * 100)
     with pytest.raises(ModelError, match=r"bad\.gguf: cannot be read as GGUF"):
         resolve_model(str(tmp_path / "bad.gguf"))
+
+
+def test_a_damaged_gguf_file_is_an_error_of_its_own(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    damaged = tmp_path / "damaged.gguf"
+    generator, refused = random.Random(3), 0
+    for round_ in range(60):
+        data = bytearray(whole)
+        if round_ % 3:
+            for _ in range(8):
+                data[generator.randrange(5_000)] = generator.randrange(256)
+        else:
+            del data[generator.randrange(len(data)) :]
+        damaged.write_bytes(data)
+        try:
+            resolve_model(str(damaged))
+        except ModelError as error:
+            assert "damaged.gguf" in str(error)
+            refused += 1
+    assert refused >= 20  # each that ends too early
 
 
 def test_the_weights_digest_follows_every_byte_and_the_config(tmp_path: Path) -> None:
