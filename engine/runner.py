@@ -348,11 +348,10 @@ class TorchRunner:
         return guilty
 
     def _clear(self, plan: StepPlan, rows: Iterable[int]) -> None:
-        """Zero the KV that rows of the plan wrote."""
+        """Zero the KV that rows of the plan wrote, also what other ranks wrote of it."""
+        tokens = self._pool.flatten(2, 3)  # [layers, 2, slots, heads, elements]
         for index in rows:
-            slots = torch.from_numpy(self._slots(plan.rows[index]))
-            for tokens in self._attention.tokens:
-                tokens[:, slots] = 0
+            tokens[:, :, torch.from_numpy(self._slots(plan.rows[index]))] = 0
 
     def _fail(self, plan: StepPlan, broken: set[int]) -> None:
         rows = tuple(sorted(broken))

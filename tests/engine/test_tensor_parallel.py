@@ -122,12 +122,12 @@ def damage_stays_where_it_is(driver: Driver) -> None:
     good_row = driver.row(good, 0, 20, good_table, prompt=20, params=GREEDY)
     bad_row = driver.row(bad, 32, 36, bad_table, prompt=36, params=GREEDY)
     expected = driver.step(good_row)
-    driver.runner._pool[1, 0, bad_table[1], 3, 0, 5] = float("nan")
+    driver.runner._pool[0, 0, bad_table[1], 3, 0, 5] = float("nan")  # so layer 1 writes NaN
     with pytest.raises(NumericsError) as caught:
         driver.step(good_row, bad_row)
     assert caught.value.rows == (1,)
     assert not driver.runner._pool[:, :, bad_table[2]].isnan().any()
-    driver.runner._pool[1, 0, bad_table[1], 3, 0, 5] = 0.0
+    driver.runner._pool[0, 0, bad_table[1], 3, 0, 5] = 0.0
     assert driver.step(good_row) == expected
 
 
@@ -246,11 +246,12 @@ def test_a_product_whose_columns_depend_on_their_number_is_noticed(
     assert fault == "o of rank 0 (32 of 80 columns)"
 
 
-def test_a_stopped_rank_is_waited_for_no_longer_than_a_step_may_take(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
+def test_damage_in_heads_of_another_rank_and_a_stopped_rank_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.parallel.STEP_TIMEOUT_S", 1.0)  # the leader's patience
-    with replica(tiny, 2) as group:
+    with replica(write_llama(tmp_path / "tiny", kv_heads=2), 2) as group:
+        damage_stays_where_it_is(group.driver)
         os.kill(group.ranks.pids[0], signal.SIGSTOP)
         began_s = time.monotonic()
         with pytest.raises(RankError, match="does not answer"):
