@@ -299,6 +299,8 @@ class HandoffIntake:
                         record.manifest_digest,
                     )
                 )
+            case "published" | "commit":  # not wanted, but prefill says nothing else meanwhile
+                self._machine.queued(now_ns)
             case "failed":
                 self._perform(self._machine.prefill_failed(event.failed.message))
 

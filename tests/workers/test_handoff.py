@@ -3,12 +3,18 @@
 import asyncio
 import os
 import signal
+from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
 from batonpb import decode_pb2 as pb
 from batonpb import decode_pb2_grpc
+from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published
 
+from decode_worker.handoff import HandoffIntake
+from engine.core import events as ev
+from engine.core.geometry import KvGeometry
 from kvtransfer import grpc_transport, wire
 from tests.workers.harness import TOKEN, MiniRouter, routed, workers
 
@@ -58,6 +64,34 @@ async def test_one_token_needs_no_transfer():
         assert end.times.transfer_bytes == 0
         assert len(router.tokens["a"][0]) == 1
         await router.baseline()
+
+
+async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
+    """Prefill sends heartbeats only while it has nothing to publish."""
+    now_s = 0
+    clock = SimpleNamespace(monotonic_ns=lambda: now_s * 10**9)
+    monkeypatch.setattr("decode_worker.handoff.time", clock)
+    geometry = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
+    submission = pb.Submission(request_id="a", prompt_tokens=wire.pack_tokens(range(400)))
+    submission.sampling.max_tokens = 1
+    pool, peers = SimpleNamespace(geometry=geometry), AsyncMock()
+    hub, metrics, ask, ignore = Mock(), Mock(), Mock(), Mock()
+    intake = HandoffIntake(
+        submission, "d/a/1", hub, pool, peers, None, metrics, ignore, ask, ignore
+    )
+    intake.on_report(ev.Reserved("d/a/1", generation=1, skip_blocks=0))
+    intake._on_event(PrefillEvent(accepted=PrefillAccepted()))
+    for block in range(25):
+        now_s += 1
+        place = Published(layer_count=4, block_begin=block, block_count=1, valid_tokens=16)
+        intake._on_event(PrefillEvent(published=place))
+        intake.tick(clock.monotonic_ns())
+    ask.assert_not_called()
+    now_s += 11
+    intake.tick(clock.monotonic_ns())
+    ask.assert_called_once_with("no progress for 10.0 s", False)
+    for task in intake._tasks:
+        task.cancel()
 
 
 @pytest.mark.parametrize("when", ["queued", "computing", "decoding"])
