@@ -8,6 +8,7 @@ Nothing here must be handed over, preempted or forked: whoever asks brings the a
 kept only saves work. A copy takes microseconds, and so does each token that is fed again.
 """
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -128,9 +129,7 @@ class Grammars:
             GrammarError: The history does not follow the grammar, or the grammar takes too much
                 work at this place.
         """
-        state = self._state(spec)
-        packed = state.matcher.compute_bitmask()
-        check(state.matcher)
+        packed = self._ask(spec, LLMatcher.compute_bitmask)
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
         mask = np.zeros(self._vocab_size, dtype=np.bool_)
         mask[: len(bits)] = bits[: self._vocab_size]
@@ -142,20 +141,36 @@ class Grammars:
         Raises:
             GrammarError: The history does not follow the grammar.
         """
-        count: int = self._state(spec).matcher.validate_tokens(list(guesses))
-        return count
+        return self._ask(spec, lambda matcher: matcher.validate_tokens(list(guesses)))
 
-    def _state(self, spec: SampleSpec) -> _State:
+    def _ask(self, spec: SampleSpec, question: Callable[[LLMatcher], _T]) -> _T:
+        """What a matcher that has seen the answer so far says to ``question``.
+
+        A matcher keeps its errors, and some limits count all that it ever did. So if one fails that
+        was used before, a new one has the last word: former use must not show.
+        """
         p, prompt = spec.params, spec.prompt_tokens
         # The key only finds a state that is likely near; whether it fits, its tokens decide.
         tail = tuple(spec.history[max(prompt - _KEY_TOKENS, 0) : prompt])
         key = (p.grammar, p.seed, spec.choice, prompt, tail)
-        state = self._states.pop(key, None) or _State(self.prepare(p.grammar).deep_copy())
-        state.follow(list(spec.history[prompt:]))
+        answer = list(spec.history[prompt:])
+        kept = self._states.pop(key, None)
+        if kept is not None:
+            with contextlib.suppress(GrammarError):
+                return self._ask_state(key, kept, answer, question)
+        new = _State(self.prepare(p.grammar).deep_copy())
+        return self._ask_state(key, new, answer, question)
+
+    def _ask_state(
+        self, key: _Key, state: _State, answer: list[int], question: Callable[[LLMatcher], _T]
+    ) -> _T:
+        state.follow(answer)
+        said = question(state.matcher)
+        check(state.matcher)
         self._states[key] = state  # a state that failed is not kept
         while len(self._states) > _KEPT_STATES:
             self._states.popitem(last=False)
-        return state
+        return said
 
 
 def _common(left: list[int], right: list[int]) -> int:

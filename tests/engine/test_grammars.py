@@ -96,6 +96,17 @@ def test_an_answer_off_the_grammar_ends_only_its_own_row(grammars, tokenizer):
     assert grammars.mask_ns == 0
 
 
+def test_a_matcher_that_failed_is_replaced(grammars, tokenizer):
+    """It never leaves that state, and limits count what it did for earlier questions too."""
+    wanted = spec(YES_NO, tokenizer.encode("ye"), seed=77)
+    mask = grammars.allowed(wanted)
+    for damage in (EOS, PADDED + 1):
+        (kept,) = (state for key, state in grammars._states.items() if key[1] == 77)
+        assert not kept.matcher.consume_token(damage)
+        assert np.array_equal(grammars.allowed(wanted), mask)
+        assert grammars.admissible(wanted, tokenizer.encode("s")) == 1
+
+
 def test_the_desk_compiles_beside_the_step_loop(grammars):
     desk: CompileDesk[str] = CompileDesk(grammars)
     desk.add("good", "one", translate("regex", "[a-f]+"))
