@@ -88,6 +88,7 @@ class CudaDecoder:
         weights: By canonical name (``engine.models.families.weight_table``); Q and K with adjacent
             pairs. Emptied while packing.
         frequencies: Angle per position of each pair, ``[D / 2]`` fp32.
+        magnitude: What rotated pairs are multiplied with.
         dtype: Of weights, activations and KV.
         device: ``cuda``, or ``cpu`` for the interpreter.
         num_blocks: Size of the pool.
@@ -106,6 +107,7 @@ class CudaDecoder:
         num_blocks: int,
         block_tokens: int = 16,
         exact: bool = True,
+        magnitude: float = 1.0,
     ) -> None:
         s = shape
         self.shape, self.dtype, self.device, self.exact = shape, dtype, device, exact
@@ -140,7 +142,8 @@ class CudaDecoder:
         ]
         positions = torch.arange(s.max_context_tokens, dtype=torch.float32).view(-1, 1)
         angles = positions * frequencies.float().cpu()
-        self._rotation = torch.stack((angles.cos(), angles.sin()), dim=-1).to(device)
+        turned = torch.stack((angles.cos(), angles.sin()), dim=-1) * magnitude
+        self._rotation = turned.to(device)
         first = self._layers[0]
         for weight in (first.qkv, first.o, first.gate_up, first.down, self._head):
             self._product.prepare(weight)

@@ -14,7 +14,7 @@ from engine.ipc import EngineSettings
 from engine.kernels.attention import Span
 from engine.kernels.configs import SPLIT_TOKENS
 from engine.loading import load_weights
-from engine.models.rope import ROPE_ORDER, rope_frequencies
+from engine.models.rope import ROPE_ORDER, rope_frequencies, rope_magnitude
 from engine.numerics import DTYPES, NumericsSetupError, digest, same_bits
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
@@ -79,6 +79,7 @@ def make_decoder(
         num_blocks=geometry.num_blocks,
         block_tokens=geometry.block_tokens,
         exact=exact,
+        magnitude=rope_magnitude(config),
     )
     if weights:
         raise ModelError(f"CUDA has no use for the weights {', '.join(sorted(weights)[:4])}")

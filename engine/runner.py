@@ -15,6 +15,7 @@ is zeroed before they fail.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -510,7 +511,8 @@ def open_runner(
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         from engine.cuda_open import open_cuda_runner  # needs triton
 
-        return open_cuda_runner(settings, artifact, context, map_pool, progress)
+        sized = msgspec.structs.replace(settings, kv_blocks=geometry.num_blocks)
+        return open_cuda_runner(sized, artifact, context, map_pool, progress)
     with torch.inference_mode():
         shard = None if ranks is None else lead(artifact.config, ranks)
         model = load_model(

@@ -1,5 +1,6 @@
 """From settings to a runner on CUDA, and what is refused there by name."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_the_device_is_the_setting_and_auto_is_what_is_there(
     else:
         with pytest.raises(OnTheCpuError):
             runner.open_runner(settings, memory, print)
+
+
+def test_a_pool_that_nobody_sized_has_blocks(
+    monkeypatch: pytest.MonkeyPatch, artifact: Any
+) -> None:
+    monkeypatch.setattr(cuda_open, "open_cuda_runner", lambda sized, *_: sized.kv_blocks)
+    automatic = msgspec.structs.replace(SETTINGS, kv_blocks=0)
+    context_blocks = -(-SHALLOW.max_context_tokens // tiny.BLOCK)
+    blocks = runner.open_runner(automatic, memory, print)
+    assert blocks == automatic.max_batch_requests * context_blocks
+
+
+def test_rope_scaling_reaches_the_device() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    scaled = dataclasses.replace(SHALLOW, rope_scaling=yarn)
+    turned = tiny.decoder(scaled)._rotation
+    twin = tiny.torch_runner(scaled, "fp32", bytearray(1 << 20))._model
+    (expected,) = twin.rotations(tiny.torch.arange(len(turned)))
+    assert tiny.torch.allclose(turned, tiny.torch.view_as_real(expected[:, 0]))
 
 
 def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> None:
