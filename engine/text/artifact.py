@@ -15,7 +15,7 @@ from typing import Any, Literal
 from engine.text import gguf_config, hf_config
 from engine.text.hf_config import read_json
 from engine.text.locate import locate
-from engine.text.model_config import ModelConfig, ModelError
+from engine.text.model_config import ModelConfig, ModelError, refuse_numbers
 
 __all__ = ["ModelArtifact", "ModelConfig", "ModelError", "TokenizerSource", "resolve_model"]
 
@@ -28,6 +28,8 @@ _GGUF_SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+# what a value of another kind than expected raises, wherever it is used
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -80,15 +82,18 @@ def resolve_model(reference: str, *, allow_unsupported: bool = False) -> ModelAr
         ModelError: Not found, not complete, or not supported; the message says which.
     """
     path, revision = locate(reference)
-    if path.is_dir():
-        artifact = _from_directory(reference, path, revision, check=not allow_unsupported)
-    elif path.suffix == ".gguf":
-        artifact = _from_gguf(reference, path, revision, check=not allow_unsupported)
-    else:
+    if not path.is_dir() and path.suffix != ".gguf":
         raise ModelError(
             f"{path}: not a model; a .gguf file or a directory with config.json is needed"
         )
-    return artifact
+    describe = _from_directory if path.is_dir() else _from_gguf
+    try:
+        return describe(reference, path, revision, check=not allow_unsupported)
+    except ModelError:
+        raise
+    except _NONSENSE as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{path}: a value in its metadata has no sense ({why})") from error
 
 
 # --- Hugging Face directories ------------------------------------------------------------------
@@ -105,6 +110,8 @@ def _from_directory(
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
     config = hf_config.read_config(folder, raw, generation, architecture)
+    if check:
+        refuse_numbers(str(folder / "config.json"), config)
     files = _safetensors_files(folder)
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.exists():
@@ -204,6 +211,8 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
     if check:
         gguf_config.refuse_unsupported(path, architecture, meta)
     config = gguf_config.read_config(path, architecture, meta, shapes)
+    if check:
+        refuse_numbers(str(path), config)
     tokenizer = {k: v for k, v in meta.items() if k.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in tokenizer:
         raise ModelError(f"{path}: the tokenizer is missing (tokenizer.ggml.tokens)")

@@ -4,6 +4,7 @@ Both readers, ``hf_config.py`` and ``gguf_config.py``, make a ``ModelConfig``; w
 into one, or what the engine does not compute, they refuse by name. No torch here.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,50 @@ def refuse_rope(where: str, kind: str) -> None:
     if kind not in ("default", *ROPE_TYPES):
         supported = ", ".join(ROPE_TYPES)
         raise ModelError(f"{where}: RoPE scaling {kind!r} is not supported (only {supported})")
+
+
+_MOST = 1 << 24  # of anything that is counted
+_ROPE_NUMBERS: dict[Any, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_MOST_LAYERS = _MOST_EXPERTS = 4096
+
+
+def refuse_numbers(where: str, config: ModelConfig) -> None:
+    """Raise unless these can be the numbers of a model.
+
+    Raises:
+        ModelError: It names the first that cannot.
+    """
+    c = config
+    counts = {
+        "num_layers": (1, c.num_layers, _MOST_LAYERS),
+        "num_kv_heads": (1, c.num_kv_heads, c.num_heads),
+        "num_experts": (0, c.num_experts, _MOST_EXPERTS),
+        "experts_per_token": (min(c.num_experts, 1), c.experts_per_token, c.num_experts),
+        "sliding window": (1, 1 if c.window is None else c.window, _MOST),
+    }
+    names = ("hidden_size", "num_heads", "head_dim", "intermediate_size", "vocab_size")
+    counts |= {name: (1, getattr(c, name), _MOST) for name in (*names, "max_context_tokens")}
+    for name, (least, value, most) in counts.items():
+        if not least <= value <= most:
+            raise ModelError(f"{where}: {name} = {value} must be from {least} to {most}")
+    if c.num_heads % c.num_kv_heads:
+        raise ModelError(f"{where}: {c.num_heads} heads cannot share {c.num_kv_heads} KV heads")
+    if c.head_dim % 2:
+        raise ModelError(f"{where}: head_dim = {c.head_dim} must be even")
+    scaling = c.rope_scaling or {}
+    reals = {"rope_theta": c.rope_theta, "rms_norm_eps": c.rms_norm_eps}
+    reals |= {
+        name: float(scaling[name]) for name in _ROPE_NUMBERS.get(scaling.get("rope_type"), ())
+    }
+    for name, real in reals.items():
+        if not 0.0 < real < math.inf:
+            raise ModelError(f"{where}: {name} = {real} must be positive")
+    if not all(isinstance(stop, int) for stop in c.eos_token_ids):
+        raise ModelError(f"{where}: end tokens {c.eos_token_ids} must be numbers")
 
 
 def windows(window: int | None, local: list[bool]) -> tuple[int | None, ...]:

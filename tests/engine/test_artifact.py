@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGUFWriter
 
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from tests.engine.conftest import MODEL
@@ -78,6 +79,45 @@ def test_a_damaged_gguf_file_is_an_error_of_its_own(tmp_path: Path) -> None:
             assert "damaged.gguf" in str(error)
             refused += 1
     assert refused >= 20  # each that ends too early
+
+
+NONSENSE = [
+    {"num_attention_heads": 0},
+    {"num_attention_heads": 3, "hidden_size": 48},
+    {"num_key_value_heads": -2},
+    {"num_hidden_layers": 10**9},
+    {"hidden_size": float("inf")},
+    {"head_dim": 15},
+    {"vocab_size": 0},
+    {"rms_norm_eps": float("nan")},
+    {"rope_theta": -1.0},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 0}},
+    {"rope_scaling": "linear"},
+    {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+    {"architectures": ["Qwen3ForCausalLM"], "layer_types": 7},
+    {"architectures": {"a": 1}},
+    {"quantization_config": [1]},
+    {"max_position_embeddings": "many"},
+]
+
+
+@pytest.mark.parametrize("changes", NONSENSE, ids=str)
+def test_a_config_without_sense_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    write_directory(tmp_path, shards=1, **changes)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        resolve_model(str(tmp_path))
+
+
+def test_gguf_metadata_without_sense_is_refused_by_name(tmp_path: Path) -> None:
+    def no_heads(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["llama.attention.head_count"].value = 0
+
+    write_gguf(tmp_path / "m.gguf", change=no_heads)
+    with pytest.raises(ModelError, match=r"m\.gguf"):
+        resolve_model(str(tmp_path / "m.gguf"))
 
 
 def test_the_weights_digest_follows_every_byte_and_the_config(tmp_path: Path) -> None:
