@@ -64,6 +64,8 @@ class AdapterDesk:
         for report in reports:
             if isinstance(report, ev.Ended):
                 self._room.ended(report.request_id)
+                if self._room.waiting:  # perhaps for that one's place: no time to be idle
+                    os.eventfd_write(self._bell, 1)
 
     def advance(self) -> list[ipc.Submit]:
         """Take in what was loaded, begin what can begin; returns requests that may go on."""

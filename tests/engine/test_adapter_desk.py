@@ -1,0 +1,56 @@
+"""The step loop's desk for requests that wait for their adapter."""
+
+import select
+from collections.abc import Callable
+
+from engine import ipc
+from engine.adapter_desk import AdapterDesk
+from engine.core.adapters import AdapterRef
+from engine.core.events import Ended
+from engine.core.params import SamplingParams
+
+
+class Store:
+    """Holds anything at once."""
+
+    def prepare(self, ref: AdapterRef) -> str:
+        return ref.name
+
+    def add(self, ref: AdapterRef, prepared: str) -> None:
+        pass
+
+    def remove(self, digest: str) -> None:
+        pass
+
+
+def submit(request_id: str, adapter: str) -> ipc.Submit:
+    ref = AdapterRef(adapter, adapter, f"/{adapter}")
+    params = SamplingParams(max_tokens=1)
+    return ipc.Submit(request_id, "full", b"", params, b"", 0, 0, adapter=ref)
+
+
+def rings(desk: AdapterDesk, within_s: float) -> bool:
+    return bool(select.select([desk], [], [], within_s)[0])
+
+
+def advance_until(desk: AdapterDesk, done: Callable[[list[ipc.Submit]], bool]) -> list[ipc.Submit]:
+    ready = desk.advance()
+    while not done(ready):
+        assert rings(desk, 5.0)
+        ready = desk.advance()
+    return ready
+
+
+def test_a_place_that_falls_free_wakes_the_idle_loop() -> None:
+    desk = AdapterDesk(max_loaded=1)
+    desk.open(Store())
+    desk.want(submit("first", "a"))
+    (first,) = advance_until(desk, bool)
+    assert first.request_id == "first"
+    desk.want(submit("second", "b"))
+    assert desk.advance() == []
+    assert not rings(desk, 0.0)
+    desk.note([Ended("first")])
+    assert rings(desk, 0.0), "nothing else would wake a loop without work for a second"
+    (second,) = advance_until(desk, bool)
+    assert second.request_id == "second"
