@@ -7,6 +7,7 @@ import mmap
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -41,14 +42,18 @@ class EngineClient:
         self._stderr = stderr
         self._reader = ipc.report_reader()
         self._fatal = ""
+        self._heard_s = 0.0
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[ipc.Ready] = asyncio.get_running_loop().create_future()
 
     async def start(self, timeout_s: float = 120.0) -> ipc.Ready:
         """Start the process and wait until it takes requests.
 
+        Args:
+            timeout_s: How long it may say nothing; to load a large model takes longer.
+
         Raises:
-            InternalError: It died while loading; the message says why.
+            InternalError: It died or hangs while loading; the message says why.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -73,15 +78,22 @@ class EngineClient:
                 asyncio.create_task(self._listen(reader)),
                 asyncio.create_task(self._watch()),
             ]
-            async with asyncio.timeout(timeout_s):
-                self.ready = await self._ready
+            self.ready = await self._until_ready(timeout_s)
             self.pool = memoryview(mmap.mmap(pool_fd, self.ready.geometry.pool_bytes))
         except TimeoutError as error:
             await self.stop(grace_s=0)
-            raise InternalError(f"the engine was not ready within {timeout_s:.0f} s") from error
+            raise InternalError(f"the engine said nothing for {timeout_s:.0f} s") from error
         finally:
             os.close(pool_fd)
         return self.ready
+
+    async def _until_ready(self, timeout_s: float) -> ipc.Ready:
+        self._heard_s = time.monotonic()
+        while (left_s := self._heard_s + timeout_s - time.monotonic()) > 0:
+            done, _ = await asyncio.wait([self._ready], timeout=left_s)
+            if done:
+                return self._ready.result()
+        raise TimeoutError
 
     def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads)
@@ -134,6 +146,7 @@ class EngineClient:
         for report in reports:
             match report:
                 case ipc.Progress():
+                    self._heard_s = time.monotonic()
                     self._on_progress(report.what)
                 case ipc.Ready():
                     if not self._ready.done():
