@@ -131,7 +131,7 @@ class AdapterSet:
         """See ``AdapterStore``."""
         if self._shard is not None:
             self._shard.drop(digest)
-        del self._held[digest]
+        self._held.pop(digest, None)  # a rank may have failed to read it
 
     @torch.inference_mode()
     def prepare(self, ref: AdapterRef) -> Adapter:

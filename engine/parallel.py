@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import (
 
 from engine.attention import Layout
 from engine.core.adapters import AdapterRef
+from engine.core.errors import AdapterLoadError
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
 from engine.linear import Linear
@@ -285,9 +286,17 @@ class Shard:
             self._others.send(Forward(rows_of(rows), isolated))
 
     def adapt(self, ref: AdapterRef) -> None:
-        """Let the ranks hold an adapter."""
-        if self._others is not None:
-            self._others.send(Adapt(ref))
+        """Let the ranks hold an adapter, all of them or none.
+
+        Raises:
+            AdapterLoadError: One could not read it: its files have gone since the leader did.
+        """
+        if self._others is None:
+            return
+        self._others.send(Adapt(ref))
+        if problems := self._others.wait_adapted():
+            self.drop(ref.digest)
+            raise AdapterLoadError(problems[0])
 
     def drop(self, digest: str) -> None:
         """Let the ranks forget an adapter."""

@@ -19,6 +19,8 @@ import torch
 from engine import ranks
 from engine.adapters import AdapterSet
 from engine.attention import Layout
+from engine.core.adapters import AdapterRef
+from engine.core.errors import AdapterLoadError
 from engine.ipc import EngineSettings
 from engine.loading import load_model
 from engine.numerics import DTYPES, Numerics
@@ -70,7 +72,7 @@ class Rank:
                     case ranks.Open():
                         self._open(order)
                     case ranks.Adapt():
-                        self._adapters.add(order.ref, self._adapters.prepare(order.ref))
+                        self._adapt(order.ref)
                     case ranks.Drop():
                         self._adapters.remove(order.digest)
                     case ranks.Forward():
@@ -78,6 +80,14 @@ class Rank:
                         self._runner.follow(rows, isolated=order.isolated)
                     case ranks.Logits():
                         self._model.follow_logits(order.rows)
+
+    def _adapt(self, ref: AdapterRef) -> None:
+        problem = ""
+        try:
+            self._adapters.add(ref, self._adapters.prepare(ref))
+        except AdapterLoadError as error:  # the adapter's fault: the replica lives on
+            problem = error.message
+        self._leader.sendall(ranks.frame(ranks.Adapted(problem)))
 
     def _load(self, artifact: ModelArtifact) -> None:
         settings = self._settings

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -79,7 +79,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Adapt(msgspec.Struct, frozen=True, tag=True):
-    """Hold this adapter from here on; the leader has read it already."""
+    """Hold this adapter from here on, and say so; the leader has read it already."""
 
     ref: AdapterRef
 
@@ -114,13 +114,19 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A rank holds its weights."""
 
 
+class Adapted(msgspec.Struct, frozen=True, tag=True):
+    """A rank holds the adapter, or (``problem``) could not read it."""
+
+    problem: str = ""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A rank cannot go on; its process ends."""
 
     message: str
 
 
-Answer = Started | Loaded | Failed
+Answer = Started | Loaded | Adapted | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -142,6 +148,7 @@ class _Rank:
     socket: socket.socket
     reader: FrameReader[Answer]
     reached: list[type] = field(default_factory=list)
+    adapted: list[Adapted] = field(default_factory=list)
     closed: bool = False
     said: str = ""
 
@@ -206,11 +213,23 @@ class RankProcesses:
         Raises:
             RankError: One is gone, or says what went wrong.
         """
+        self._wait(lambda rank: stage in rank.reached, stage.__name__)
+
+    def wait_adapted(self) -> list[str]:
+        """Until every rank has answered ``Adapt``; what went wrong at some of them.
+
+        Raises:
+            RankError: One is gone.
+        """
+        self._wait(lambda rank: bool(rank.adapted), Adapted.__name__)
+        return [problem for rank in self._ranks if (problem := rank.adapted.pop().problem)]
+
+    def _wait(self, is_done: Callable[[_Rank], bool], what: str) -> None:
         until = time.monotonic() + LOAD_TIMEOUT_S
-        while waiting := [rank for rank in self._ranks if stage not in rank.reached]:
+        while waiting := [rank for rank in self._ranks if not is_done(rank)]:
             left = until - time.monotonic()
             if not select.select([rank.socket for rank in waiting], [], [], max(left, 0.0))[0]:
-                raise RankError(f"a rank was not {stage.__name__} within {LOAD_TIMEOUT_S:.0f} s")
+                raise RankError(f"a rank was not {what} within {LOAD_TIMEOUT_S:.0f} s")
             self.check()
 
     def check(self) -> None:
@@ -231,6 +250,8 @@ class RankProcesses:
                 for answer in rank.reader.feed(data):
                     if isinstance(answer, Failed):
                         rank.said = answer.message
+                    elif isinstance(answer, Adapted):
+                        rank.adapted.append(answer)
                     else:
                         rank.reached.append(type(answer))
 

@@ -85,7 +85,11 @@ class AdapterStore(Protocol):
         """
 
     def add(self, ref: AdapterRef, prepared: Any) -> None:
-        """Hold what ``prepare`` returned; between steps only."""
+        """Hold what ``prepare`` returned; between steps only.
+
+        Raises:
+            AdapterLoadError: Another rank could not read it meanwhile.
+        """
 
     def remove(self, digest: str) -> None:
         """Let an adapter go that no row needs any more; between steps only."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from engine import ipc
 from engine.adapter_desk import AdapterDesk
 from engine.core.adapters import AdapterRef
+from engine.core.errors import AdapterLoadError
 from engine.core.events import Ended
 from engine.core.params import SamplingParams
 
@@ -39,6 +40,22 @@ def advance_until(desk: AdapterDesk, done: Callable[[list[ipc.Submit]], bool]) -
         assert rings(desk, 5.0)
         ready = desk.advance()
     return ready
+
+
+def test_an_adapter_that_a_rank_cannot_read_ends_its_requests() -> None:
+    class Ranks(Store):
+        def add(self, ref: AdapterRef, prepared: str) -> None:
+            raise AdapterLoadError("rank 1 cannot read it")
+
+    desk = AdapterDesk(max_loaded=1)
+    desk.open(Ranks())
+    desk.want(submit("first", "a"))
+    assert desk.advance() == []
+    assert rings(desk, 5.0)
+    assert desk.advance() == []
+    ended, changed = desk.take_events()
+    assert (ended.request_id, ended.error_code) == ("first", "adapter_load_failed")
+    assert (changed.what, changed.held) == ("failed", 0)
 
 
 def test_a_place_that_falls_free_wakes_the_idle_loop() -> None:

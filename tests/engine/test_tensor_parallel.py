@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.core.errors import NumericsError
+from engine.core.adapters import AdapterRef
+from engine.core.errors import AdapterLoadError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import StepPlan
 from engine.ipc import EngineSettings
@@ -21,8 +22,10 @@ from engine.process import map_pool
 from engine.ranks import Loaded, RankError, RankProcesses, splits_of
 from engine.runner import numerics_id, open_runner
 from engine.splitcheck import product_split_fault
+from engine.text.adapter_artifact import read_adapter
 from engine.text.artifact import ModelError, resolve_model
 from tests.engine.conftest import MODEL, Driver
+from tests.engine.lora_files import write_adapter
 from tests.engine.tiny_llama import write_llama
 
 SEEDED = SamplingParams(max_tokens=4, temperature=0.9, top_p=0.95, seed=1234)
@@ -129,6 +132,21 @@ def damage_stays_where_it_is(driver: Driver) -> None:
     assert not driver.runner._pool[:, :, bad_table[2]].isnan().any()
     driver.runner._pool[0, 0, bad_table[1], 3, 0, 5] = 0.0
     assert driver.step(good_row) == expected
+
+
+def an_adapter_that_vanishes_ends_no_rank(group: Replica, path: Path) -> None:
+    """Its files go after the leader has read them, and before the other ranks do."""
+    config, adapters = group.runner._model.config, group.runner.adapters
+    write_adapter(path, config, layers=(0,))
+    ref = AdapterRef("mine", read_adapter(path, config, 64).digest.hex(), str(path))
+    prepared = adapters.prepare(ref)
+    path.rename(path.with_name("elsewhere"))
+    with pytest.raises(AdapterLoadError, match="adapter mine"):
+        adapters.add(ref, prepared)
+    path.with_name("elsewhere").rename(path)
+    adapters.add(ref, prepared)
+    adapters.remove(ref.digest)
+    assert group.driver.answer(prompt_of(9, 512), GREEDY)
 
 
 def a_copied_block_is_copied_for_all_ranks(driver: Driver) -> None:
@@ -246,12 +264,13 @@ def test_a_product_whose_columns_depend_on_their_number_is_noticed(
     assert fault == "o of rank 0 (32 of 80 columns)"
 
 
-def test_damage_in_heads_of_another_rank_and_a_stopped_rank_is_not_waited_for_long(
+def test_damage_at_another_rank_is_cleared_and_a_stopped_rank_is_not_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.parallel.STEP_TIMEOUT_S", 1.0)  # the leader's patience
     with replica(write_llama(tmp_path / "tiny", kv_heads=2), 2) as group:
         damage_stays_where_it_is(group.driver)
+        an_adapter_that_vanishes_ends_no_rank(group, tmp_path / "lora")
         os.kill(group.ranks.pids[0], signal.SIGSTOP)
         began_s = time.monotonic()
         with pytest.raises(RankError, match="does not answer"):
