@@ -91,6 +91,7 @@ REFUSED = [
     ({"guided_json": "nonsense"}, "guided_json", "Expecting value"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
+    ({"guided_grammar": 'root ::= "a'}, "guided_grammar", "at line 1"),
     ({"guided_regex": "x" * (MAX_SOURCE_CHARACTERS + 1)}, "guided_regex", "at most 65536"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
     ({"guided_choice": []}, "guided_choice", "at least 1 item"),
