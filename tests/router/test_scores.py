@@ -183,10 +183,13 @@ async def test_base64_dimensions_pooling_and_raw_vectors(fleet, ids):
 async def test_many_inputs_run_a_few_at_a_time_and_keep_their_order(make_fleet):
     worker = Script(prefill_s=0.005)
     fleet = await make_fleet({"decode-0": worker}, window_requests=4, max_queued_requests=2)
-    answer = (await embed(fleet, [[5] * (1 + i % 50) for i in range(120)])).json()
+    response = await embed(fleet, [[5] * (1 + i % 50) for i in range(120)])
+    answer = response.json()
     assert [round(e["embedding"][2] / e["embedding"][0] * 3) for e in answer["data"]] == [
         1 + i % 50 for i in range(120)
     ]
+    story = await fleet.http.get(f"/fleet/requests/{response.headers['x-request-id']}")
+    assert len(story.json()["parts"]) == 120
 
 
 async def test_a_failure_of_one_input_fails_the_call_and_stops_the_others(make_fleet):
