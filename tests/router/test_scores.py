@@ -116,6 +116,11 @@ async def test_more_scores_than_workers_should_hold_are_refused_with_the_limit(f
     response = await fleet.complete([5] * 100, echo=True, logprobs=4, max_tokens=0)
     assert response.status_code == 400
     assert "at most 25 tokens" in response.json()["error"]["message"]
+    assert (await fleet.complete([5] * 20, prompt_logprobs=4)).status_code == 200
+    for body in ({"prompt": [[5] * 20] * 2}, {"prompt": [5] * 20, "n": 2}):  # of one call
+        response = await fleet.complete(prompt_logprobs=4, **body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt_logprobs"
 
 
 async def test_a_whole_prompt_is_priced_as_uncached(fleet):
