@@ -147,7 +147,7 @@ def open_cuda_runner(
     progress: Callable[[str], None],
     device: torch.device | None = None,
 ) -> tuple[CudaRunner, ModelInfo]:
-    """Load, prove, and wrap (see ``engine.runner.open_runner``).
+    """Load, prove, and wrap (see ``engine.opening.open_runner``).
 
     Args:
         settings: Dtype, numerics and number of blocks.

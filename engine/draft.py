@@ -10,7 +10,8 @@ from engine.core.speculation import Speculation
 from engine.ipc import EngineSettings
 from engine.loading import load_model
 from engine.numerics import Numerics
-from engine.runner import TorchRunner, attention_layout, geometry_of
+from engine.opening import attention_layout, geometry_of
+from engine.runner import TorchRunner
 from engine.text.artifact import resolve_model
 from engine.text.same_tokens import check_same_tokens
 

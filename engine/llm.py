@@ -31,14 +31,8 @@ from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculation import Speculation
 from engine.loading import load_model
 from engine.numerics import DTYPES, Numerics
-from engine.runner import (
-    TorchRunner,
-    attention_layout,
-    geometry_of,
-    numerics_id,
-    open_grammars,
-    verify_exact,
-)
+from engine.opening import attention_layout, geometry_of, numerics_id, open_grammars, verify_exact
+from engine.runner import TorchRunner
 from engine.text.adapter_artifact import read_adapter
 from engine.text.artifact import resolve_model
 from engine.text.template import ChatTemplate, special_tokens_of

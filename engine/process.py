@@ -125,7 +125,7 @@ class EngineProcess:
         settings = self._settings
         if settings.model == EMULATED:
             return self._build_emulated()
-        from engine.runner import open_runner  # torch is loaded here and nowhere else
+        from engine.opening import open_runner  # torch is loaded here and nowhere else
 
         if settings.tensor_parallel > 1:
             self._ranks = RankProcesses(settings, self._pool_fd)

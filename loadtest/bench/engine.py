@@ -29,7 +29,8 @@ from engine.core.sequence import EngineRequest, Kind
 from engine.llm import DEFAULT_MODEL
 from engine.loading import load_model, load_weights
 from engine.numerics import Numerics
-from engine.runner import TorchRunner, attention_layout, geometry_of
+from engine.opening import attention_layout, geometry_of
+from engine.runner import TorchRunner
 from engine.text.artifact import ModelArtifact, resolve_model
 from loadtest.bench.dense import DenseLlama
 

@@ -284,7 +284,15 @@ async def test_no_worker_is_503(tmp_path):
             assert (await client.get("/health/ready")).status_code == 503
 
 
-@pytest.mark.parametrize("drill", ["flip:2", "swap:3", "replay:3", "incarnation:2"])
+@pytest.mark.parametrize(
+    "drill",
+    [
+        "flip:2",
+        "replay:3",
+        pytest.param("swap:3", marks=pytest.mark.slow),
+        pytest.param("incarnation:2", marks=pytest.mark.slow),
+    ],
+)
 async def test_damaged_kv_is_never_shown(tmp_path, drill):
     with fleet(tmp_path, "prefill-0", "decode-0", drill=drill) as running:
         body = chat(LONG_PROMPT, max_tokens=12)

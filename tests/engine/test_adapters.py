@@ -23,7 +23,8 @@ from engine.core.sequence import EngineRequest, Kind
 from engine.llm import LLM
 from engine.loading import load_model
 from engine.numerics import same_bits
-from engine.runner import TorchRunner, attention_layout, geometry_of
+from engine.opening import attention_layout, geometry_of
+from engine.runner import TorchRunner
 from engine.text.adapter_artifact import TARGETS, AdapterArtifact, AdapterError, read_adapter
 from engine.text.artifact import ModelArtifact, resolve_model
 from tests.engine import tiny_models as tiny

@@ -14,7 +14,8 @@ from engine.loading import load_weights
 from engine.models.decoder import Decoder
 from engine.models.families import weight_table
 from engine.models.rope import unpair_rows
-from engine.runner import TorchRunner, geometry_of
+from engine.opening import geometry_of
+from engine.runner import TorchRunner
 from engine.selftest import fast_layout
 from engine.text.artifact import ModelArtifact
 from engine.text.tokenizer import load_tokenizer

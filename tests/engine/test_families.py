@@ -16,7 +16,8 @@ import torch
 from engine.core.plan import PlanRow, StepPlan
 from engine.loading import load_model
 from engine.numerics import same_bits
-from engine.runner import TorchRunner, attention_layout, geometry_of, verify_exact
+from engine.opening import attention_layout, geometry_of, verify_exact
+from engine.runner import TorchRunner
 from engine.text.artifact import ModelError, resolve_model
 
 pytest.importorskip("transformers")

@@ -17,6 +17,7 @@ from engine.linear import Linear
 from engine.loading import load_model
 from engine.models.decoder import Decoder
 from engine.numerics import same_bits
+from engine.opening import attention_layout, geometry_of, numerics_id, verify_exact
 from engine.quantised import (
     Int4Linear,
     Int8Linear,
@@ -25,13 +26,7 @@ from engine.quantised import (
     packer,
     quantise_groups,
 )
-from engine.runner import (
-    TorchRunner,
-    attention_layout,
-    geometry_of,
-    numerics_id,
-    verify_exact,
-)
+from engine.runner import TorchRunner
 from engine.text.artifact import ModelArtifact, ModelError, resolve_model
 from tests.engine.conftest import Driver
 from tests.engine.test_runner import prompt_of

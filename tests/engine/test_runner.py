@@ -11,7 +11,7 @@ from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.models.decoder import Decoder
 from engine.numerics import NumericsSetupError, same_bits
-from engine.runner import numerics_id, verify_exact
+from engine.opening import numerics_id, verify_exact
 from engine.selftest import fast_layout
 from tests.engine.conftest import Driver
 

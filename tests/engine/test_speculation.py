@@ -25,7 +25,8 @@ from engine.core.speculation import (
 from engine.draft import open_draft
 from engine.ipc import EngineSettings
 from engine.models.decoder import Decoder
-from engine.runner import TorchRunner, attention_layout, geometry_of, open_grammars
+from engine.opening import attention_layout, geometry_of, open_grammars
+from engine.runner import TorchRunner
 from engine.text.artifact import ModelArtifact, resolve_model
 from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer

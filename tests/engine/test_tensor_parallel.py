@@ -16,10 +16,10 @@ from engine.core.params import SamplingParams
 from engine.core.plan import StepPlan
 from engine.ipc import EngineSettings
 from engine.numerics import same_bits
+from engine.opening import numerics_id, open_runner
 from engine.parallel import lead
 from engine.process import map_pool
 from engine.ranks import Loaded, RankError, RankProcesses, splits_of
-from engine.runner import numerics_id, open_runner
 from engine.splitcheck import product_split_fault
 from engine.text.artifact import ModelError, resolve_model
 from tests.engine.conftest import MODEL, Driver

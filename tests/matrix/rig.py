@@ -20,9 +20,10 @@ from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculation import NgramProposer, Speculation
 from engine.ipc import EngineSettings
+from engine.opening import open_runner
 from engine.process import map_pool
 from engine.ranks import RankProcesses
-from engine.runner import TorchRunner, open_runner
+from engine.runner import TorchRunner
 from engine.text.adapter_artifact import read_adapter
 from engine.text.artifact import resolve_model
 from kvtransfer import chunk

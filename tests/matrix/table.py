@@ -31,8 +31,7 @@ MIDDLE = """
 What of it belongs to the request may show in the tokens: {request}. Nothing else may: each case
 below must give the tokens of the same request taken alone, whole, cold, on one rank and without
 guesses. On a tiny random model all cases of the covering set run in `make test`, and on
-SmolLM2-135M the first ones; `make test-all` runs all of them on both (without three ranks on the
-real model), and on the tiny model the full product of {product:,} cases.
+SmolLM2-135M those on one rank; `make test-all` runs those on two ranks too, and on the tiny model the full product of {product:,} cases.
 
 Blocks are recounted after every step. The hand-off takes the bytes in wire order, with digests;
 what streams, losses and deaths may do to it is tested in `tests/kvtransfer` and `tests/workers`,

@@ -23,7 +23,10 @@ async def answer(
     return router.tokens[name]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 11, "n": 3}])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param({}, marks=pytest.mark.slow), {"temperature": 0.9, "seed": 11, "n": 3}],
+)
 async def test_exact_the_path_never_shows_in_the_tokens(sampling):
     async with workers("prefill-0", "decode-0", model=MODEL, kv_blocks=160) as (prefill, decode):
         async with routed(decode) as router, routed(prefill, "other") as other:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import cuda_open, runner
+from engine import cuda_open, opening
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.ipc import EngineSettings
@@ -23,7 +23,7 @@ def artifact(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = SimpleNamespace(
         source="tiny", architecture="llama", config=SHALLOW, weights_digest=b"digest"
     )
-    monkeypatch.setattr(runner, "resolve_model", lambda _: found)
+    monkeypatch.setattr(opening, "resolve_model", lambda _: found)
     return found
 
 
@@ -59,14 +59,14 @@ def test_the_device_is_the_setting_and_auto_is_what_is_there(
 
     marker = object()
     monkeypatch.setattr(cuda_open, "open_cuda_runner", lambda *_: marker)
-    monkeypatch.setattr(runner, "load_model", on_the_cpu)
-    monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(opening, "load_model", on_the_cpu)
+    monkeypatch.setattr(opening.torch.cuda, "is_available", lambda: has_gpu)
     settings = msgspec.structs.replace(SETTINGS, device=device)
     if cuda:
-        assert runner.open_runner(settings, memory, print) is marker
+        assert opening.open_runner(settings, memory, print) is marker
     else:
         with pytest.raises(OnTheCpuError):
-            runner.open_runner(settings, memory, print)
+            opening.open_runner(settings, memory, print)
 
 
 def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> None:
