@@ -114,17 +114,20 @@ def describe_model(config: FleetConfig) -> str:
     """The model in one line.
 
     Raises:
-        ValueError: It cannot be found or is not supported.
+        ValueError: It, its draft or an adapter cannot be found or is not supported.
     """
     from engine.ranks import splits_of
+    from engine.text.adapter_artifact import read_adapter
     from engine.text.artifact import resolve_model
     from engine.text.same_tokens import check_same_tokens
 
     artifact = resolve_model(config.model)
     if config.speculation.draft:
         check_same_tokens(artifact, resolve_model(config.speculation.draft))
-    for width in sorted(set(config.pools.ranks)):
+    for width in sorted(set(config.pools.ranks) - {1}):  # one rank has everything, experts too
         splits_of(artifact.config, width)
+    for path in config.adapters.load.values():
+        read_adapter(path, artifact.config, config.adapters.max_rank)
     limit = artifact.config.max_context_tokens
     if config.max_context_tokens is not None and config.max_context_tokens > limit:
         raise ValueError(

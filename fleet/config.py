@@ -203,6 +203,14 @@ class FleetConfig(BaseModel):
             raise ValueError(f"adapters.load: {taken[0]!r} is a name of the model itself")
         return self
 
+    @model_validator(mode="after")
+    def _four_bits_have_one_kernel(self) -> Self:
+        if self.quantisation.weights == "int4" and self.dtype != "bf16":
+            raise ValueError(f"quantisation.weights: int4 needs dtype bf16, not {self.dtype}")
+        if self.quantisation.weights == "int4" and max(self.pools.ranks) > 1:
+            raise ValueError("pools.tensor_parallel: int4 weights are not split; int8 ones are")
+        return self
+
     @field_validator("pools")
     @classmethod
     def _someone_works(cls, value: PoolsConfig) -> PoolsConfig:

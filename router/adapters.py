@@ -88,9 +88,9 @@ class AdapterTable:
         self._task: asyncio.Task[None] | None = None
 
     def find(self, name: str) -> AdapterEntry | None:
-        """The adapter of that name."""
+        """The adapter of that name; a name of the model itself is never one."""
         entry = self._fixed.get(name) or self._shared.get(name)
-        return None if entry is None or entry.gone else entry
+        return None if entry is None or entry.gone or name in self._reserved else entry
 
     def served(self) -> list[AdapterEntry]:
         """Every adapter that may be named."""
@@ -215,7 +215,7 @@ class AdapterTable:
     def _read(self, name: str, path: str, changed_ms: int) -> AdapterEntry:
         if not self._max_loaded:
             raise AdapterError("this fleet serves no adapters (adapters.max_loaded is 0)")
-        artifact = read_adapter(Path(path).expanduser(), self._config, self._max_rank)
+        artifact = read_adapter(path, self._config, self._max_rank)
         return AdapterEntry(
             name=name,
             digest=artifact.digest.hex(),

@@ -257,10 +257,10 @@ class Answer(Exchange):
         for prompt, flight in enumerate(self._flights):
             if flight.record.scores is None or flight.id in self._scored:
                 continue
+            flight.record.sent = True  # while they are written it must not be moved
             work = partial(self._written_scores, prompt, flight)
             chunks = await off_loop(_bulk_bytes(flight), work)
             self._scored.add(flight.id)
-            flight.record.sent = True
             await self._write(send, chunks)
 
     def _written_scores(self, prompt: int, flight: Flight) -> bytes:

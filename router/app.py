@@ -163,7 +163,7 @@ class Router:
         span = gateway_span(self.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body, size)
+            grammar = await self._grammar(body, size, caller.tenant)
             prepared = await off_loop(
                 size, lambda: self.preparer.chat(body, caller, now_ns, grammar)
             )
@@ -183,7 +183,7 @@ class Router:
         span = gateway_span(self.tracing, "text_completion", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body, size)
+            grammar = await self._grammar(body, size, caller.tenant)
             requests = await off_loop(
                 size, lambda: self.preparer.completions(body, caller, now_ns, grammar)
             )
@@ -205,10 +205,10 @@ class Router:
             include_usage=body.include_usage,
         )
 
-    async def _grammar(self, body: GenerationBody, size: int) -> str:
+    async def _grammar(self, body: GenerationBody, size: int, tenant: str) -> str:
         """What the answer must follow, tried and found good; empty = free."""
         wanted = await off_loop(size, lambda: wanted_grammar(body))
-        return await self.grammars.check(*wanted) if wanted is not None else ""
+        return await self.grammars.check(*wanted, tenant) if wanted is not None else ""
 
     def _echoes(self, body: CompletionBody) -> list[str]:
         decode = self.model.tokenizer.decode

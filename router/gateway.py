@@ -47,7 +47,7 @@ from router.observe import Observer
 from router.placement import Placer
 from router.repair import MAX_ATTEMPTS, after_worker_death
 from router.request import GenerationRequest, part_id
-from router.schema import MAX_PROMPTS
+from router.schema import MAX_INPUTS
 from router.settings import RouterSettings
 from router.streams import WorkerLink, own_wire
 from router.workers import WorkerTable
@@ -164,12 +164,12 @@ class Gateway:
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """What was decided for a request and why; None when it is not known (any more).
 
-        A call with several prompts is one request for each of them: all its parts are listed.
+        A call with several prompts or inputs is one request for each: all its parts are listed.
         """
         flight = self._kept.get(request_id)
         if flight is not None:
             return flight.explain()
-        names = [part_id(request_id, index) for index in range(MAX_PROMPTS)]
+        names = [part_id(request_id, index) for index in range(MAX_INPUTS)]
         parts = [self._kept[name].explain() for name in names if name in self._kept]
         return {"id": request_id, "parts": parts} if parts else None
 

@@ -1,10 +1,15 @@
-"""Tries grammars before admission: off the event loop, with a time limit, one after the other."""
+"""Tries grammars before admission: off the event loop, with a time limit, one after the other.
+
+Of each tenant only one stands in the common line, so tenants take turns: many expensive grammars of
+one hold another's up by one.
+"""
 
 import asyncio
 import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic
 
 import msgspec
@@ -17,8 +22,16 @@ from fleet.telemetry import Metrics
 COMPILE_LIMIT_S = 2.0
 START_LIMIT_S = 60.0
 _KEPT_VERDICTS = 256
-_MAX_WAITING = 32
+_MAX_WAITING = 256  # of one tenant
 _EXPENSIVE = "too expensive: "
+
+
+@dataclass(slots=True)
+class _Line:
+    """A tenant's grammars."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0
 
 
 class GrammarChecker:
@@ -44,19 +57,22 @@ class GrammarChecker:
         self._known: OrderedDict[Question, Verdict] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._lines: dict[str, _Line] = {}  # of tenants that have any
 
-    async def check(self, param: str, kind: GrammarKind, source: str) -> str:
+    async def check(
+        self, param: str, kind: GrammarKind, source: str, tenant: str = "default"
+    ) -> str:
         """The llguidance grammar of what a client asks for.
 
         Args:
             param: The request's field, for errors.
             kind: What ``source`` is.
             source: What the client wrote, as text.
+            tenant: Whose it is.
 
         Raises:
             GrammarError: It cannot be used, or costs too much; says why.
-            UnavailableError: Too many other grammars are being tried.
+            UnavailableError: Too many of the tenant's are waiting, or none can be tried now.
         """
         if len(source) > MAX_SOURCE_CHARACTERS:
             self._refused("too_large")
@@ -67,8 +83,9 @@ class GrammarChecker:
         question = Question(kind, source)
         verdict = self._known.get(question)
         if verdict is None:
-            verdict = await self._in_turn(question)
-        self._known.move_to_end(question)
+            verdict = await self._in_turn(question, tenant)
+        else:
+            self._known.move_to_end(question)
         if verdict.error:
             self._refused("too_expensive" if verdict.error.startswith(_EXPENSIVE) else "invalid")
             raise GrammarError(f"{param}: {verdict.error}", param=param)
@@ -78,16 +95,19 @@ class GrammarChecker:
         """End the process."""
         await self._kill()
 
-    async def _in_turn(self, question: Question) -> Verdict:
-        if self._waiting >= _MAX_WAITING:
-            raise UnavailableError(f"{self._waiting} grammars are waiting to be compiled")
-        self._waiting += 1
+    async def _in_turn(self, question: Question, tenant: str) -> Verdict:
+        line = self._lines.setdefault(tenant, _Line())
+        if line.waiting >= _MAX_WAITING:
+            raise UnavailableError(f"{line.waiting} grammars are waiting to be compiled")
+        line.waiting += 1
         try:
-            async with self._turn:
+            async with line.lock, self._turn:
                 verdict = self._known.get(question)
                 return verdict if verdict is not None else await self._try(question)
         finally:
-            self._waiting -= 1
+            line.waiting -= 1
+            if not line.waiting:
+                del self._lines[tenant]
 
     async def _try(self, question: Question) -> Verdict:
         process = self._process or await self._start()
@@ -95,9 +115,9 @@ class GrammarChecker:
         try:
             async with asyncio.timeout(self._limit_s):
                 verdict = await self._ask(process, frame(question))
-        except TimeoutError:
+        except TimeoutError:  # not remembered: the machine may have been busy
             await self._kill()
-            verdict = Verdict(error=f"{_EXPENSIVE}it takes over {self._limit_s:g} s to compile")
+            return Verdict(error=f"{_EXPENSIVE}it takes over {self._limit_s:g} s to compile")
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
             await self._kill()
             verdict = Verdict(error=f"{_EXPENSIVE}it is nested too deeply, or needs much memory")
@@ -124,6 +144,9 @@ class GrammarChecker:
             vocabulary = frame(await asyncio.to_thread(self._vocabulary))
             async with asyncio.timeout(START_LIMIT_S):
                 loaded = await self._ask(process, vocabulary)
+        except (OSError, EOFError) as error:
+            await self._kill()
+            raise UnavailableError("grammars cannot be tried: their process fails") from error
         except BaseException:
             await self._kill()
             raise

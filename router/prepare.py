@@ -3,7 +3,7 @@
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import TypeVar
@@ -36,7 +36,7 @@ _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _LARGE_BYTES = 16 * 1024
-MAX_SCORES_BYTES = 8 * 1024 * 1024  # of one prompt; every worker on its way holds them once
+MAX_SCORES_BYTES = 8 * 1024 * 1024  # of one call; as JSON they take fifty times that here
 
 _T = TypeVar("_T")
 
@@ -149,10 +149,11 @@ class Preparer:
         sampling = self._sampling(
             body, wanted, room, default=room, logprobs=alternatives, grammar=grammar
         )
-        sampling = _with_scores(sampling, body.prompt_logprobs, len(prompt))
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_logprobs)
         request = self._request(
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
+        _check_scores(body, [request])
         return replace(request, reads_calls=bool(offered(body)))
 
     def completions(
@@ -191,10 +192,11 @@ class Preparer:
                 logprobs=body.logprobs,
                 grammar=grammar,
             )
-            sampling = _with_scores(sampling, body.prompt_alternatives, len(prompt))
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_alternatives)
             name = request_id if len(prompts) == 1 else part_id(request_id, index)
             request = self._request(name, body, caller, prompt, sampling, now_ns)
             requests.append(replace(request, score_only=scores_only))
+        _check_scores(body, requests)
         return requests
 
     def embeddings(
@@ -354,21 +356,20 @@ class Preparer:
         return f"{owner}\0{salt or ''}"
 
 
-def _with_scores(
-    sampling: SamplingParams, alternatives: int | None, prompt_tokens: int
-) -> SamplingParams:
-    """``sampling`` with the prompt's scores, if they are wanted and not too many."""
+def _check_scores(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
+    """Refuse more scores of prompts than one answer should hold; each choice has them again."""
+    alternatives = requests[0].sampling.prompt_logprobs
     if alternatives is None:
-        return sampling
-    size = prompt_tokens * bytes_per_row(alternatives)
-    if size > MAX_SCORES_BYTES:
-        most = MAX_SCORES_BYTES // bytes_per_row(alternatives)
+        return
+    tokens = sum(len(request.prompt) * request.sampling.n for request in requests)
+    most = MAX_SCORES_BYTES // bytes_per_row(alternatives)
+    if tokens > most:
         raise InvalidRequestError(
-            f"log-probabilities of {prompt_tokens} prompt tokens with {alternatives} alternatives "
-            f"each are too many; at most {most} tokens, or fewer alternatives",
-            param="logprobs",
+            f"log-probabilities of {tokens} prompt tokens (of all prompts, times n) with "
+            f"{alternatives} alternatives each are too many for one call; at most {most} tokens, "
+            "or fewer alternatives",
+            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
         )
-    return msgspec.structs.replace(sampling, prompt_logprobs=alternatives)
 
 
 def _first(*values: _T | None) -> _T:

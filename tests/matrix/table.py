@@ -51,7 +51,7 @@ TAIL = """
 | `tensor_parallel` and a mixture of experts | start of the worker | experts are not split |
 | `tensor_parallel` and int4 weights | start of the worker | the 4-bit kernel is not proved by columns |
 | `tensor_parallel` and a width at which the proof fails | start of the worker | bits would differ |
-| int8 or int4 weights and `dtype: fp32` | start of the worker | the kernels take bf16 |
+| int4 weights and `dtype: fp32` | start of the worker | the kernel takes bf16 |
 | `numerics: exact` on a machine whose kernels fail the self-test | start of the worker | |
 | workers with different KV formats, numerics or weights | handshake, before routing | |
 | CUDA with adapters, grammars, scores, embeddings, speculation, quantisation, several ranks, other families than Llama | start of the worker, or the request | not built yet |

@@ -119,6 +119,8 @@ async def test_what_cannot_be_loaded_is_refused_and_named(make_fleet, served, pa
     large = write_adapter(tmp_path / "large", served.artifact.config, rank=65, layers=(0,))
     cases = [
         ("a", tmp_path / "nowhere", 400, "not a directory"),
+        ("a", "~no-such-user/lora", 400, "cannot be read"),
+        ("a", "x" * 5000, 400, "cannot be read"),
         ("a", wrong, 400, "is [8, 64], not [8, 576]"),
         ("a", large, 400, "rank 65 is above adapters.max_rank = 64"),
         ("x" * 201, path, 400, "must be 1 to 200 printable characters"),
@@ -200,6 +202,10 @@ async def test_routers_share_the_table_and_heal_an_emptied_redis(artifact, path,
     again = AdapterTable(artifact.config)
     again.start(None, tmp_path / "adapters.json")
     assert again.served() == one.served(), "a restart while Redis is away"
+    renamed = AdapterTable(artifact.config, ("pirate",))
+    renamed.start(None, tmp_path / "adapters.json")
+    assert renamed.find("pirate") is None, "the model has that name now, and keeps it"
+    assert renamed.served() == []
 
 
 async def test_a_name_that_was_taken_away_is_forgotten_after_a_day(artifact, tmp_path):

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from engine.core.errors import GrammarError
+from engine.core.errors import GrammarError, UnavailableError
 from engine.text.grammar import MAX_SOURCE_CHARACTERS
+from engine.text.grammar_check import Question, Verdict
 from fleet.telemetry import Metrics
 from router.grammar_checker import GrammarChecker
 from tests.router.emulated_worker import Script
@@ -73,6 +74,40 @@ async def test_one_that_takes_too_long_is_refused_and_the_next_is_served(make_ch
         await checker.check("response_format", "json", SLOW)
     checker._limit_s = 5.0
     assert await checker.check("guided_choice", "choice", '["b"]')
+    with pytest.raises(GrammarError, match="over 0 s"):
+        checker._limit_s = 0
+        await checker.check("guided_regex", "regex", "a+")
+    checker._limit_s = 5.0
+    assert await checker.check("guided_regex", "regex", "a+"), (
+        "a busy machine is not held against it"
+    )
+
+
+async def test_tenants_take_turns_and_a_full_line_is_the_tenants_own(make_checker, monkeypatch):
+    checker, order = make_checker(), []
+
+    async def tried(question: Question) -> Verdict:
+        order.append(question.source)
+        await asyncio.sleep(0)
+        return Verdict(grammar="g")
+
+    monkeypatch.setattr(checker, "_try", tried)
+    many = [checker.check("guided_regex", "regex", f"a{i}", "busy") for i in range(300)]
+    one = checker.check("guided_regex", "regex", "b", "other")
+    *busy, other = await asyncio.gather(*many, one, return_exceptions=True)
+    assert order.index("b") == 1
+    assert other == "g"
+    assert sum(isinstance(found, UnavailableError) for found in busy) == 300 - 256
+    assert not checker._lines
+
+
+async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(vocabulary, make_checker):
+    checker = make_checker()
+    checker._vocabulary = lambda: "not a vocabulary"
+    with pytest.raises(UnavailableError, match="cannot be tried"):
+        await checker.check("guided_regex", "regex", "a+")
+    checker._vocabulary = lambda: vocabulary
+    assert await checker.check("guided_regex", "regex", "a+")
 
 
 async def test_a_client_that_goes_away_leaves_no_answer_behind(make_checker):
@@ -91,6 +126,7 @@ REFUSED = [
     ({"guided_json": "nonsense"}, "guided_json", "Expecting value"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
+    ({"guided_grammar": 'root ::= "a'}, "guided_grammar", "at line 1"),
     ({"guided_regex": "x" * (MAX_SOURCE_CHARACTERS + 1)}, "guided_regex", "at most 65536"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
     ({"guided_choice": []}, "guided_choice", "at least 1 item"),

@@ -116,6 +116,11 @@ async def test_more_scores_than_workers_should_hold_are_refused_with_the_limit(f
     response = await fleet.complete([5] * 100, echo=True, logprobs=4, max_tokens=0)
     assert response.status_code == 400
     assert "at most 25 tokens" in response.json()["error"]["message"]
+    assert (await fleet.complete([5] * 20, prompt_logprobs=4)).status_code == 200
+    for body in ({"prompt": [[5] * 20] * 2}, {"prompt": [5] * 20, "n": 2}):  # of one call
+        response = await fleet.complete(prompt_logprobs=4, **body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt_logprobs"
 
 
 async def test_a_whole_prompt_is_priced_as_uncached(fleet):
@@ -183,10 +188,13 @@ async def test_base64_dimensions_pooling_and_raw_vectors(fleet, ids):
 async def test_many_inputs_run_a_few_at_a_time_and_keep_their_order(make_fleet):
     worker = Script(prefill_s=0.005)
     fleet = await make_fleet({"decode-0": worker}, window_requests=4, max_queued_requests=2)
-    answer = (await embed(fleet, [[5] * (1 + i % 50) for i in range(120)])).json()
+    response = await embed(fleet, [[5] * (1 + i % 50) for i in range(120)])
+    answer = response.json()
     assert [round(e["embedding"][2] / e["embedding"][0] * 3) for e in answer["data"]] == [
         1 + i % 50 for i in range(120)
     ]
+    story = await fleet.http.get(f"/fleet/requests/{response.headers['x-request-id']}")
+    assert len(story.json()["parts"]) == 120
 
 
 async def test_a_failure_of_one_input_fails_the_call_and_stops_the_others(make_fleet):

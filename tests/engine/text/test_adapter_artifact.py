@@ -78,6 +78,7 @@ def test_the_digest_covers_config_and_weights(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
         ({"r": 0}, "r is 0; it must be a positive whole number"),
         ({"lora_alpha": None}, "lora_alpha is None; it must be a number"),
+        ({"lora_alpha": 10**400}, "cannot be read (int too large"),
         ({"rank_pattern": {"(a+)+$": 3}}, "'(a+)+$' is not a plain module name"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "['embed_tokens'] cannot be changed"),
         ({"target_modules": 7}, "target_modules is 7; it must be a list or a string"),

@@ -79,6 +79,7 @@ def test_white_space_has_an_end(compiler, smollm):
         ("regex", "(?=a)b", "look-around"),
         ("grammar", "start: missing", "unknown name"),
         ("grammar", "root ::= " + "(" * 5000, "recursion"),
+        ("grammar", 'root ::= "a', "at line 1"),
         ("json", '"' + "x" * MAX_SOURCE_CHARACTERS + '"', "at most 65536"),
     ],
 )

@@ -110,3 +110,27 @@ def test_what_may_be_written(compiler, smollm, choice, parallel, text, fits):
     matcher = compiler.compile(translate("grammar", source))
     ids = smollm.encode(text)
     assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits
+
+
+BY_CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/city", "$defs": {"city": BY_CITY}},
+        {"type": "object", "anyOf": [BY_CITY, {**BY_CITY, "required": []}]},
+        {"oneOf": [BY_CITY, {"type": "object", "required": ["id"]}]},
+        {"allOf": [BY_CITY]},
+    ],
+)
+def test_arguments_may_be_named_by_schemas_that_are_joined(compiler, smollm, parameters):
+    tool = Tool(name="weather", description=None, parameters=parameters)
+    source = calls_grammar([tool], "required", parallel=False)
+    matcher = compiler.compile(translate("grammar", source))
+    assert matcher.try_consume_tokens(smollm.encode(ROME)) and matcher.is_accepting()
