@@ -30,7 +30,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
     kv_blocks: int = 1024  # 0 = sized from the memory that is free
     workers_on_host: int = 1  # that share it
-    device: str = "auto"  # "cpu", "cuda", or "auto": CUDA where torch sees a GPU
+    device: str = "cpu"  # "cpu", "cuda", or "auto": CUDA where torch sees a GPU
     threads: int = 1
     max_context_tokens: int = 0
     max_batch_requests: int = 32

@@ -174,6 +174,8 @@ def open_runner(
 
     if ranks is not None and settings.weight_quantisation == "int4":
         raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
+    if settings.device not in ("cpu", "cuda", "auto"):
+        raise ModelError(f"BATON_DEVICE = {settings.device!r}: must be cpu, cuda or auto")
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         from engine.cuda_open import open_cuda_runner  # needs triton
 

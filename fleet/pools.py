@@ -111,6 +111,7 @@ def worker_settings(
         "max_context_tokens": config.max_context_tokens or 0,  # 0: the model's own
         "numerics": config.numerics,
         "dtype": config.dtype,
+        "device": os.environ.get("BATON_DEVICE", "cpu"),
         "weight_quantisation": config.quantisation.weights,
         "kv_dtype": "" if config.quantisation.kv == "none" else config.quantisation.kv,
         "kv_blocks": 0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,

@@ -62,6 +62,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0  # 0 = what the model says
     numerics: str = "exact"
     dtype: str = "bf16"
+    device: str = "cpu"  # "cuda" and "auto" are not proven on hardware yet (docs/gpu.md)
     weight_quantisation: str = "none"  # or "int8", "int4"
     kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
     kv_blocks: int = 1024  # 0 = sized from the memory that is free
@@ -146,6 +147,7 @@ class Worker:
             model=settings.model,
             dtype=settings.dtype,
             numerics=settings.numerics,
+            device=settings.device,
             weight_quantisation=settings.weight_quantisation,
             kv_dtype=settings.kv_dtype,
             kv_blocks=settings.kv_blocks,
