@@ -27,6 +27,7 @@ finite values everywhere, and the runner computes a row that meets NaN again, is
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 
@@ -123,6 +124,24 @@ class _Chunk:
 
 Calls = Mapping[int | None, Sequence[_Decode | _Chunk]]
 """The calls of a step, for each distinct window."""
+
+
+class Attention(Protocol):
+    """What the runner needs of an implementation over a paged pool."""
+
+    tokens: list[torch.Tensor]
+    """By layer, ``[2, slots, K, D]``: where K and V are written."""
+
+    def plan(
+        self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
+    ) -> Any:
+        """Calls for one step, made once for all layers."""
+
+    def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
+        """Order in which decode rows are best laid out."""
+
+    def run(self, layer: int, calls: Any, q_THD: torch.Tensor) -> torch.Tensor:
+        """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
 
 
 class PagedAttention:

@@ -20,7 +20,7 @@ import torch
 
 from engine import sampling, scoring, verifying
 from engine.adapters import AdapterSet, StepDeltas
-from engine.attention import Layout, PagedAttention, Span
+from engine.attention import Attention, Layout, PagedAttention, Span
 from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
@@ -29,6 +29,7 @@ from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.grammars import Grammars
 from engine.kv_codec import kv_codec
 from engine.models.decoder import Decoder
+from engine.native.attention import NativeAttention, native_library
 from engine.numerics import DTYPES
 
 
@@ -100,8 +101,19 @@ class TorchRunner:
         if self._shard is not None:
             layout = self._shard.open(geometry, layout, shared=shared_pool)
             kv_heads = self._shard.split.kv_heads
-        c = model.local
-        self._attention = PagedAttention(
+        self._attention = self._make_attention(geometry, layout, kv_heads)
+
+    def _make_attention(
+        self, geometry: KvGeometry, layout: Layout, kv_heads: range | None
+    ) -> Attention:
+        """The native kernel where there is one for this pool, else torch's."""
+        c = self._model.local
+        library = native_library(geometry, c.num_heads, c.num_kv_heads)
+        if library is not None:
+            return NativeAttention(
+                library, self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads
+            )
+        return PagedAttention(
             self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads, self._codec
         )
 
