@@ -1,0 +1,93 @@
+"""The native attention kernel: close to torch's, and every row by itself, bit for bit."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from engine.attention import Layout, Span
+from engine.core.geometry import KvGeometry
+from engine.native import library
+from engine.native.attention import NativeAttention, native_library
+from engine.numerics import same_bits
+
+BLOCKS = 96
+PAGES = 40  # of one sequence
+SHAPES = [(9, 3, 64, None), (4, 1, 256, 100), (8, 2, 128, None), (6, 3, 32, 40), (4, 4, 96, 17)]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make(heads: int, kv_heads: int, dim: int, window: int | None):
+    geometry = KvGeometry(
+        num_layers=1, num_kv_heads=kv_heads, head_dim=dim, num_blocks=BLOCKS, dtype="bf16"
+    )
+    found = native_library(geometry, heads, kv_heads)
+    if found is None:
+        pytest.skip("no native kernel here: it needs a compiler and AVX-512 BF16")
+    torch.manual_seed(0)
+    pool = torch.randn(geometry.shape).bfloat16()
+    layout = Layout(unit=64, tile=64, align=1, decode_rows=heads // kv_heads)
+    return NativeAttention(found, pool, geometry, heads, layout, (window,)), pool
+
+
+def tables() -> list[list[int]]:
+    order = list(range(BLOCKS))
+    random.Random(1).shuffle(order)
+    return [order[:PAGES], order[PAGES : 2 * PAGES]]
+
+
+def reference(pool: torch.Tensor, q: torch.Tensor, table: list[int], window: int | None):
+    """In fp32, over keys gathered from the pages."""
+    kv_heads, dim = pool.shape[-2:]
+    k, v = (pool[0, i][table].reshape(-1, kv_heads, dim).float() for i in (0, 1))
+    positions, keys = torch.arange(len(q))[:, None], torch.arange(len(k))[None]
+    seen = keys <= positions
+    if window:
+        seen &= keys > positions - window
+    q, k, v = (x.transpose(0, 1)[None] for x in (q.float(), k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), SHAPES)
+def test_it_is_close_to_torch_and_rows_depend_on_themselves_alone(heads, kv_heads, dim, window):
+    attention, pool = make(heads, kv_heads, dim, window)
+    mine, other = tables()
+    q = torch.randn(600, heads, dim).bfloat16()
+    whole = attention.run(0, attention.plan([], [Span(0, 0, 600, mine)]), q)
+    assert (whole.float() - reference(pool, q, mine, window)).abs().max() < 0.02
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for start, count in [(0, 1), (5, 1), (15, 2), (16, 1), (37, 100), (300, 299), (599, 1)]:
+            rows = torch.cat([torch.randn(3, heads, dim).bfloat16(), q[start : start + count]])
+            spans = [Span(0, 200, 3, other), Span(3, start, count, mine)]
+            got = attention.run(0, attention.plan(spans[:0], spans), rows)
+            assert same_bits(got[3:], whole[start : start + count])
+
+
+def test_nothing_beyond_a_sequence_is_read() -> None:
+    attention, pool = make(9, 3, 64, None)
+    mine, other = tables()
+    q = torch.randn(37, 9, 64).bfloat16()
+    plan = attention.plan([], [Span(0, 0, 37, mine)])
+    before = attention.run(0, plan, q).clone()
+    pool[:, :, other] = float("nan")
+    pool[:, :, mine[3:]] = float("nan")
+    pool[:, :, mine[2], 5:] = float("nan")  # position 37 and on
+    assert same_bits(attention.run(0, plan, q), before)
+
+
+def test_it_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_NATIVE", "0")
+    assert library.load.__wrapped__() is None
+    monkeypatch.delenv("BATON_NATIVE")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library.load.__wrapped__() is None
