@@ -69,7 +69,9 @@ check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 
 bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench
+	$(BIN)/python -m loadtest.bench.llamacpp
 	$(BIN)/python -m loadtest.bench.speculation
+	$(BIN)/python -m loadtest.bench.quality
 
 bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
 	PYTHONPATH=. $(PYTHON) -m loadtest.bench.gpu --out bench-gpu.json

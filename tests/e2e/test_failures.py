@@ -185,7 +185,13 @@ async def outage(shared, seconds: float) -> None:
 # ---- from here on workers die, and stay dead -----------------------------------------------------
 
 
-@pytest.mark.parametrize("delay_s", [0.05, 0.6], ids=["before or during", "during or after"])
+@pytest.mark.parametrize(
+    "delay_s",
+    [
+        pytest.param(0.05, id="before or during"),
+        pytest.param(0.6, id="during or after", marks=pytest.mark.slow),
+    ],
+)
 async def test_kill_the_prefill_worker_and_the_request_completes(tmp_path, delay_s):
     with fleet(tmp_path, "prefill-0", "prefill-1", "decode-0") as running:
         body = chat(LONG_PROMPT, max_tokens=16)
@@ -223,6 +229,7 @@ async def test_kill_the_decode_worker_mid_stream(tmp_path):
         await asyncio.to_thread(running.assert_baseline)
 
 
+@pytest.mark.slow
 async def test_a_frozen_decode_worker_is_noticed(tmp_path):
     with fleet(tmp_path, "prefill-0", "decode-0") as running:
         decode = running.workers["decode-0"]
@@ -288,7 +295,7 @@ async def test_no_worker_is_503(tmp_path):
     "drill",
     [
         "flip:2",
-        "replay:3",
+        pytest.param("replay:3", marks=pytest.mark.slow),
         pytest.param("swap:3", marks=pytest.mark.slow),
         pytest.param("incarnation:2", marks=pytest.mark.slow),
     ],

@@ -21,7 +21,6 @@ CASES = {
     "stop": {"temperature": 0, "max_tokens": 40, "stop": ["Alan"]},
     "penalties": {"max_tokens": 24, "seed": 1, "frequency_penalty": 0.6, "presence_penalty": 0.4},
 }
-IN_EVERY_RUN = ("greedy", "two choices", "grammar")
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +36,7 @@ def complete(url: str, mode: str, **fields):
         return made.completions.create(model=NAME, prompt=LIST, **fields)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in IN_EVERY_RUN else pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_the_answers_are_those_of_a_fleet_without_speculation(shared, speculating, case):
     want = complete(shared.url, "disaggregated", **CASES[case])
     for mode in ("disaggregated", "colocated"):
@@ -63,6 +60,7 @@ def counted(running) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_guesses_were_made_and_are_counted(speculating):
     streamed = ""
     with OpenAI(base_url=f"{speculating.url}/v1", api_key="x") as client:

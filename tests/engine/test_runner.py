@@ -26,8 +26,15 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [random.Random(f"{seed}/{i}").randrange(VOCAB) for i in range(length)]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+WAYS = [
+    pytest.param(SEEDED, "bf16", id="seeded-bf16"),
+    pytest.param(GREEDY, "fp32", id="greedy-fp32"),
+    pytest.param(GREEDY, "bf16", id="greedy-bf16", marks=pytest.mark.slow),
+    pytest.param(SEEDED, "fp32", id="seeded-fp32", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("params", "dtype"), WAYS)
 def test_the_same_request_gives_the_same_tokens_whatever_the_path(
     make_driver: Make, dtype: str, params: SamplingParams
 ) -> None:
@@ -59,8 +66,7 @@ def test_the_same_request_gives_the_same_tokens_whatever_the_path(
     assert drawn == alone[:6]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("params", "dtype"), WAYS)
 def test_a_batch_of_16_gives_the_tokens_of_16_requests_alone(
     make_driver: Make, dtype: str, params: SamplingParams
 ) -> None:

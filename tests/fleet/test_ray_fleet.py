@@ -1,5 +1,6 @@
 """Real Ray, real Redis, real processes: dead workers come back, and a stop leaves nothing."""
 
+import asyncio
 import gc
 import os
 import shutil
@@ -69,6 +70,14 @@ async def records(fleet: Fleet) -> dict[str, WorkerRecord]:
         await registry.close()
 
 
+async def record_of(fleet: Fleet, worker: str) -> WorkerRecord:
+    """Its record, which a slow machine may let lapse for a moment."""
+    until = time.monotonic() + 20
+    while worker not in (found := await records(fleet)) and time.monotonic() < until:
+        await asyncio.sleep(0.1)
+    return found[worker]
+
+
 def wait_for(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -96,13 +105,13 @@ async def test_the_pools_come_up_with_their_environment(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("victim", ["engine", "actor"])
 async def test_kill_9_brings_a_new_incarnation(fleet: Fleet, victim: str) -> None:
-    before = (await records(fleet))["decode-0"]
+    before = await record_of(fleet, "decode-0")
     engine = ProcessKey.of(before.pid)
     assert engine is not None
     actor_pid = int(before.address.rpartition(":")[2])
     os.kill(before.pid if victim == "engine" else actor_pid, signal.SIGKILL)
     wait_ready(fleet, "decode-0", before.epoch + 1)
-    after = (await records(fleet))["decode-0"]
+    after = await record_of(fleet, "decode-0")
     assert after.incarnation != before.incarnation
     assert after.epoch == before.epoch + 1
     assert engine.find() is None, "the engine never outlives its worker"
@@ -130,7 +139,7 @@ async def test_operators_drain_and_restart_through_redis(fleet: Fleet) -> None:
 async def test_a_worker_that_cannot_start_says_why_and_is_tried_again(fleet: Fleet) -> None:
     marker = fleet.logs / "fail-decode-0"
     marker.touch()
-    os.kill((await records(fleet))["decode-0"].pid, signal.SIGKILL)
+    os.kill((await record_of(fleet, "decode-0")).pid, signal.SIGKILL)
     wait_for(lambda: "told to fail" in slot(fleet, "decode-0")["reason"])
     marker.unlink()
     wait_for(lambda: slot(fleet, "decode-0")["phase"] == "ready")

@@ -335,7 +335,7 @@ async def test_large_bodies_hold_up_nobody(fleet):
         ended.set()
         await beating
         assert response.status_code in (200, 400)
-        assert max(gaps_s) < 0.6, path
+        assert max(gaps_s) < 1.0, path
 
 
 async def test_a_busy_pair_is_ready_and_a_stuck_one_is_not(make_fleet):

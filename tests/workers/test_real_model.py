@@ -23,9 +23,10 @@ async def answer(
     return router.tokens[name]
 
 
+@pytest.mark.slow  # on one engine and over HTTP it is tested in every run
 @pytest.mark.parametrize(
     "sampling",
-    [pytest.param({}, marks=pytest.mark.slow), {"temperature": 0.9, "seed": 11, "n": 3}],
+    [{}, {"temperature": 0.9, "seed": 11, "n": 3}],
 )
 async def test_exact_the_path_never_shows_in_the_tokens(sampling):
     async with workers("prefill-0", "decode-0", model=MODEL, kv_blocks=160) as (prefill, decode):
