@@ -13,6 +13,7 @@ from fleet.registry_store import Registry, RegistryUnavailableError
 from fleet.registry_types import WorkerRecord, WorkerState
 
 _LOG = logging.getLogger(__name__)
+_LAST_HEARTBEAT_S = 1.0
 
 HEARTBEAT_S = 1.0
 POLL_S = 0.25
@@ -26,6 +27,7 @@ class Presence:
         self._registry = registry
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
         self.record = record
         self.connected = False
 
@@ -42,15 +44,20 @@ class Presence:
     async def stop(self) -> None:
         """Stop refreshing and take the worker out of the registry and the index."""
         if self._task is not None:
+            # Not cancelled in the middle of a heartbeat: Redis might hear of that one last.
+            self._stopping = True
+            self._changed.set()
+            await asyncio.wait((self._task,), timeout=_LAST_HEARTBEAT_S)
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+            self._stopping = False
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.deregister(self.record)
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping:
             self._changed.clear()
             try:
                 await self._registry.heartbeat(self.record)

@@ -173,4 +173,7 @@ async def test_a_stop_ends_every_worker(fleet: Fleet) -> None:
     engines = [ProcessKey.of(record.pid) for record in (await records(fleet)).values()]
     assert fleet.controller.stop()
     wait_for(lambda: not any(engine and engine.find() for engine in engines), limit_s=5)
-    assert await records(fleet) == {}
+    until = time.monotonic() + 10  # a worker that was killed in the act lapses by itself
+    while (left := await records(fleet)) and time.monotonic() < until:
+        await asyncio.sleep(0.2)
+    assert left == {}
