@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.core.geometry import KvGeometry
@@ -122,15 +124,37 @@ class _Chunk:
     tiles: list[_Tile]
 
 
-Calls = Mapping[int | None, Sequence[_Decode | _Chunk]]
-"""The calls of a step, for each distinct window."""
+@dataclass(slots=True)
+class _Write:
+    """Where rows of K and V go: consecutive slots from ``first``, or ``slots``."""
+
+    rows: slice
+    first: int
+    slots: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """One step: where its K and V go, and the calls for each distinct window."""
+
+    writes: Sequence[_Write]
+    by_window: Mapping[int | None, Sequence[_Decode | _Chunk]]
+
+
+def slots_of(
+    start: int, count: int, blocks: Sequence[int], block_tokens: int
+) -> npt.NDArray[np.int64]:
+    """The pool's slots of positions ``start ...`` of a sequence."""
+    positions = np.arange(start, start + count)
+    table = np.asarray(blocks, dtype=np.int64)
+    slots: npt.NDArray[np.int64] = (
+        table[positions // block_tokens] * block_tokens + positions % block_tokens
+    )
+    return slots
 
 
 class Attention(Protocol):
     """What the runner needs of an implementation over a paged pool."""
-
-    tokens: list[torch.Tensor]
-    """By layer, ``[2, slots, K, D]``: where K and V are written."""
 
     def plan(
         self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
@@ -139,6 +163,9 @@ class Attention(Protocol):
 
     def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
         """Order in which decode rows are best laid out."""
+
+    def write(self, layer: int, calls: Any, kv: torch.Tensor) -> None:
+        """Put K and V of the step's rows, ``[2, T, K, D]``, to their places."""
 
     def run(self, layer: int, calls: Any, q_THD: torch.Tensor) -> torch.Tensor:
         """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
@@ -207,7 +234,24 @@ class PagedAttention:
             isolated: Read no block but the sequences' own, not even masked; slower, equal bits.
         """
         self._isolated = isolated
-        return {window: self._calls(decodes, chunks, window) for window in set(self._windows)}
+        by_window = {w: self._calls(decodes, chunks, w) for w in set(self._windows)}
+        return Calls(self._writes(decodes, chunks), by_window)
+
+    def _writes(self, decodes: Sequence[Span], chunks: Sequence[Span]) -> list[_Write]:
+        size = self._block_tokens
+        writes = []
+        if decodes:
+            slots = [s.blocks[s.start // size] * size + s.start % size for s in decodes]
+            begin = decodes[0].row
+            writes.append(_Write(slice(begin, begin + len(decodes)), -1, torch.tensor(slots)))
+        for span in chunks:
+            rows = slice(span.row, span.row + span.count)
+            own = slots_of(span.start, span.count, span.blocks, size)
+            if (np.diff(own) == 1).all():
+                writes.append(_Write(rows, int(own[0]), None))
+            else:
+                writes.append(_Write(rows, -1, torch.from_numpy(own)))
+        return writes
 
     def _calls(
         self, decodes: Sequence[Span], chunks: Sequence[Span], window: int | None
@@ -321,9 +365,21 @@ class PagedAttention:
 
     # --- running, once per layer ---------------------------------------------------------------
 
+    def write(self, layer: int, plan: Calls, kv: torch.Tensor) -> None:
+        """Put ``[2, T, K, D]`` to the places of the step's rows."""
+        tokens = self.tokens[layer]  # [2, slots, K, elements]
+        if self._codec is not None:
+            kv = self._codec.encode(kv)
+        for write in plan.writes:
+            if write.slots is not None:
+                tokens.index_copy_(1, write.slots, kv[:, write.rows])
+            else:
+                count = write.rows.stop - write.rows.start
+                tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
+
     def run(self, layer: int, plan: Calls, q_THD: torch.Tensor) -> torch.Tensor:
         """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
-        calls = plan[self._windows[layer]]
+        calls = plan.by_window[self._windows[layer]]
         if len(calls) == 1 and isinstance(calls[0], _Decode):
             return self._run_decode(layer, calls[0], q_THD)
         out = q_THD.new_empty(q_THD.shape[0], self._heads * self._dim)

@@ -13,9 +13,11 @@ cut at all.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from engine.native.products import NativeWeight, native_fits
 from engine.numerics import NumericsSetupError, cancelling, same_bits
 
 TILE_ROWS = 16
@@ -27,16 +29,22 @@ _PROBE_FLOPS = 4e10  # keeps the search below about a second for each shape of a
 _NARROW_COLUMNS = 16_384  # wider weights are LM heads, which never see a whole prefill chunk
 
 
-def _pack(weight_NK: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)  # noqa: SLF001
-    return packed
+class OneDnnWeight:
+    """A weight packed for oneDNN, of any float dtype.
 
+    Args:
+        weight_NK: ``[outputs, inputs]``.
+    """
 
-def _product(x_MK: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
-        x_MK, packed, None, "none", [], ""
-    )
-    return result
+    def __init__(self, weight_NK: torch.Tensor) -> None:
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)  # noqa: SLF001
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """``[M, K] -> [M, N]``."""
+        y_MN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
+            x_MK, self._packed, None, "none", [], ""
+        )
+        return y_MN
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +98,33 @@ class RowCounts:
 
 
 ANY_ROWS = RowCounts(equal=frozenset(), free_from=1, limit=1 << 30)
-"""No promise: every product is taken whole (``numerics: fast``)."""
+"""Every product is taken whole: its kernel sums in one way only, or nothing is promised."""
 
 
 def probe_row_counts(outputs: int, inputs: int, dtype: torch.dtype) -> RowCounts:
     """Find the row counts of a ``[outputs, inputs]`` weight that equal its 16-row tile.
 
-    Costs well below a second.
+    Costs well below a second. The native kernel needs no search: it has no other way to sum.
     """
+    if native_fits(inputs, dtype):
+        return ANY_ROWS
     is_head = outputs >= _NARROW_COLUMNS
     affordable = _PROBE_FLOPS / (2.0 * outputs * inputs)
     counts: list[int] = []
     for count in _HEAD if is_head else (*_SMALL, *_LARGE):
         if count == TILE_ROWS or sum(counts) + count <= affordable:
             counts.append(count)
-    weight = _pack(cancelling(outputs, inputs, dtype, sign=1.0, seed=1))
+    weight = OneDnnWeight(cancelling(outputs, inputs, dtype, sign=1.0, seed=1))
     most = max(counts)
     x = cancelling(-(-most // TILE_ROWS) * TILE_ROWS, inputs, dtype, sign=-1.0, seed=2)
-    tiles = torch.cat([_product(tile, weight) for tile in torch.split(x, TILE_ROWS)])
+    tiles = torch.cat([weight(tile) for tile in torch.split(x, TILE_ROWS)])
 
     def equal(count: int) -> bool:
         # small counts are tried at several places: few rows hide a difference more easily
         starts = range(0, min(64, most - count + 1), count) if count <= 8 else (most - count,)
         for start in starts:
             part = slice(start, start + count)
-            if not same_bits(_product(x[part], weight), tiles[part]):
+            if not same_bits(weight(x[part]), tiles[part]):
                 return False
         return True
 
@@ -133,7 +143,8 @@ def _free_from(counts: Sequence[int], found: frozenset[int]) -> int | None:
 class Linear:
     """``y = x @ weight.T``; no bias.
 
-    The weight is packed once for the CPU's matrix kernels; the plain one is not kept.
+    The weight is packed once, for the native kernel where it fits, else for oneDNN; the plain one
+    is not kept.
     """
 
     def __init__(self, weight_NK: torch.Tensor, rows: RowCounts = ANY_ROWS) -> None:
@@ -154,11 +165,16 @@ class Linear:
             start += count
         return y_MN
 
-    def _pack(self, weight_NK: torch.Tensor) -> torch.Tensor:
-        return _pack(weight_NK.contiguous())
+    def _pack(self, weight_NK: torch.Tensor) -> Any:
+        """What ``_multiply`` needs of the weight."""
+        weight_NK = weight_NK.contiguous()
+        if native_fits(self.inputs, self.dtype):
+            return NativeWeight(weight_NK)
+        return OneDnnWeight(weight_NK)
 
     def _multiply(self, x_MK: torch.Tensor) -> torch.Tensor:
-        return _product(x_MK, self._packed)
+        y_MN: torch.Tensor = self._packed(x_MK)
+        return y_MN
 
     def check(self) -> None:
         """Prove on this very weight that every way of cutting rows gives the tile's bits.

@@ -15,12 +15,11 @@ is zeroed before they fail.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from engine import sampling, scoring, verifying
 from engine.adapters import AdapterSet, StepDeltas
-from engine.attention import Attention, Layout, PagedAttention, Span
+from engine.attention import Attention, Layout, PagedAttention, Span, slots_of
 from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
@@ -34,21 +33,11 @@ from engine.numerics import DTYPES
 
 
 @dataclass(slots=True)
-class _Write:
-    """Where rows of K and V go: consecutive slots from ``first``, or ``slots``."""
-
-    rows: slice
-    first: int
-    slots: torch.Tensor | None
-
-
-@dataclass(slots=True)
 class _Batch:
     """A plan, flattened."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
-    writes: list[_Write]
     decodes: list[Span]
     chunks: list[Span]
     last_rows: list[int]  # by plan row
@@ -225,15 +214,7 @@ class TorchRunner:
         calls = attention.plan(batch.decodes, batch.chunks, isolated=isolated)
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            tokens = attention.tokens[layer]  # [2, slots, K, D]
-            if self._codec is not None:
-                kv = self._codec.encode(kv)
-            for write in batch.writes:
-                if write.slots is not None:
-                    tokens.index_copy_(1, write.slots, kv[:, write.rows])
-                else:
-                    count = write.rows.stop - write.rows.start
-                    tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
+            attention.write(layer, calls, kv)
             out_TE = attention.run(layer, calls, q_THD)
             return out_TE if shard is None else shard.heads(out_TE)
 
@@ -241,36 +222,27 @@ class TorchRunner:
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
 
     def _flatten(self, rows: Sequence[PlanRow]) -> _Batch:
-        attention, size = self._attention, self._geometry.block_tokens
+        attention = self._attention
         singles = [i for i, row in enumerate(rows) if len(row.tokens) == 1]
         singles.sort(key=lambda i: attention.sort_key(rows[i].start, rows[i].block_ids))
         longer = [i for i, row in enumerate(rows) if len(row.tokens) > 1]
         last_rows = [0] * len(rows)
         tokens = [rows[i].tokens[0] for i in singles]
         positions = [rows[i].start for i in singles]
-        slots = [
-            rows[i].block_ids[p // size] * size + p % size
-            for i, p in zip(singles, positions, strict=True)
-        ]
         decodes = [Span(n, rows[i].start, 1, rows[i].block_ids) for n, i in enumerate(singles)]
         for flat, i in enumerate(singles):
             last_rows[i] = flat
-        writes = []
-        if singles:
-            writes.append(_Write(slice(0, len(singles)), -1, torch.tensor(slots)))
         chunks = []
         for i in longer:
             row, begin, count = rows[i], len(tokens), len(rows[i].tokens)
             tokens += row.tokens
             positions += range(row.start, row.start + count)
-            writes.append(self._chunk_write(row, begin))
             chunks.append(Span(begin, row.start, count, row.block_ids))
             last_rows[i] = begin + count - 1
         deltas = self._deltas(rows, last_rows)
         return _Batch(
             torch.tensor(tokens),
             torch.tensor(positions),
-            writes,
             decodes,
             chunks,
             last_rows,
@@ -289,21 +261,9 @@ class TorchRunner:
             return None
         return StepDeltas([(sorted(flat), self.adapters[name]) for name, flat in groups.items()])
 
-    def _chunk_write(self, row: PlanRow, begin: int) -> _Write:
-        slots = self._slots(row)
-        rows = slice(begin, begin + len(row.tokens))
-        if slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
-            return _Write(rows, int(slots[0]), None)
-        return _Write(rows, -1, torch.from_numpy(slots))
-
-    def _slots(self, row: PlanRow) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        size = self._geometry.block_tokens
-        positions = np.arange(row.start, row.start + len(row.tokens))
-        blocks = np.asarray(row.block_ids, dtype=np.int64)
-        result: np.ndarray[tuple[int], np.dtype[np.int64]] = (
-            blocks[positions // size] * size + positions % size
-        )
-        return result
+    def _slots(self, row: PlanRow) -> torch.Tensor:
+        own = slots_of(row.start, len(row.tokens), row.block_ids, self._geometry.block_tokens)
+        return torch.from_numpy(own)
 
     def _reap(
         self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
@@ -352,7 +312,7 @@ class TorchRunner:
         """Zero the KV that rows of the plan wrote, also what other ranks wrote of it."""
         tokens = self._pool.flatten(2, 3)  # [layers, 2, slots, heads, elements]
         for index in rows:
-            tokens[:, :, torch.from_numpy(self._slots(plan.rows[index]))] = 0
+            tokens[:, :, self._slots(plan.rows[index])] = 0
 
     def _fail(self, plan: StepPlan, broken: set[int]) -> None:
         rows = tuple(sorted(broken))

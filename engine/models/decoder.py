@@ -21,6 +21,8 @@ from engine.linear import Linear, PackFn, plain
 from engine.models.experts import Experts
 from engine.models.families import FAMILIES
 from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from engine.models.rows import TorchRows
+from engine.native.rows import native_rows
 from engine.parallel import Shard
 from engine.sampling import Logits
 from engine.text.artifact import ModelConfig
@@ -91,6 +93,7 @@ class Decoder:
         self.local = config if shard is None else shard.local(config)
         self.quantisation = quantisation
         self.deltas: Deltas | None = None  # of the step that runs: LoRA
+        self._rows = row_operations(config, dtype)
         self._family = FAMILIES[config.family]
         self._split = (
             self.local.num_heads * config.head_dim,
@@ -207,22 +210,20 @@ class Decoder:
         if self._embed_scale != 1.0:
             x_TE *= self._embed_scale
         rotations = self.rotations(positions_T)
+        rows = self._rows
+        h_TE = rows.add_norm(x_TE, None, None, self._layers[0].attn_norm)
+        following = [layer.attn_norm for layer in self._layers[1:]]
         for index, layer in enumerate(self._layers):
-            h_TE = self._norm(x_TE, layer.attn_norm).to(self.dtype)
             q, kv = self._heads(layer, index, h_TE, rotations[layer.frequencies])
             a_TE = attention(index, q, kv)
             if on_layers_done is not None:
                 on_layers_done(index + 1)
             o_TE = self._project(layer.o, index, "o", a_TE)
-            x_TE += o_TE if layer.attn_post_norm is None else self._norm(o_TE, layer.attn_post_norm)
-            h_TE = self._norm(x_TE, layer.mlp_norm).to(self.dtype)
+            h_TE = rows.add_norm(x_TE, o_TE, layer.attn_post_norm, layer.mlp_norm)
             m_TE = self._mlp(layer, index, h_TE)
-            x_TE += m_TE if layer.mlp_post_norm is None else self._norm(m_TE, layer.mlp_post_norm)
+            next_norm = following[index] if index < len(following) else None
+            h_TE = rows.add_norm(x_TE, m_TE, layer.mlp_post_norm, next_norm)
         return x_TE
-
-    def _norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
-        """RMS norm in fp32."""
-        return F.rms_norm(x_TE.float(), weight_E.shape, weight_E, self.config.rms_norm_eps)
 
     def _heads(
         self, layer: _Layer, index: int, h_TE: torch.Tensor, rotation: torch.Tensor
@@ -231,16 +232,7 @@ class Decoder:
         c, rows, dim = self.local, h_TE.shape[0], self.config.head_dim
         q_end, k_end = self._split
         qkv = self._project(layer.qkv, index, "qkv", h_TE)
-        heads = qkv[:, :k_end].float()
-        if layer.qkv_bias is not None:
-            heads += layer.qkv_bias[:k_end]
-            qkv[:, k_end:] += layer.qkv_bias[k_end:]
-        heads = heads.view(rows, -1, dim)
-        if layer.head_norm is not None:
-            heads = F.rms_norm(heads, (dim,), None, c.rms_norm_eps).mul_(layer.head_norm)
-        pairs = torch.view_as_complex(heads.view(rows, -1, dim // 2, 2))
-        rotated = torch.view_as_real(pairs * rotation).view(rows, k_end)
-        qkv[:, :k_end] = rotated  # rounds to the model's dtype in the same pass
+        self._rows.heads(qkv, k_end // dim, dim, layer.qkv_bias, layer.head_norm, rotation)
         kv = qkv[:, q_end:].view(rows, 2, c.num_kv_heads, dim).transpose(0, 1)
         return qkv[:, :q_end].view(rows, c.num_heads, dim), kv
 
@@ -256,10 +248,7 @@ class Decoder:
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``[T, 2 F] -> [T, F]``."""
-        f = gate_up.shape[1] // 2
-        if self._family.activation == "silu":
-            return F.silu(gate_up[:, :f]).mul_(gate_up[:, f:])
-        return F.gelu(gate_up[:, :f], approximate="tanh").mul_(gate_up[:, f:])
+        return self._rows.gate(gate_up, self._family.activation)
 
     def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
         """One linear layer of layer ``index``; every product of the layers goes through here."""
@@ -286,7 +275,7 @@ class Decoder:
 
     def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
         """``[S, E]`` fp32: rows of ``forward``'s result behind the final norm."""
-        return self._norm(x_SE, self._final_norm)
+        return self._rows.norm_fp32(x_SE, self._final_norm)
 
     def logits(self, x_SE: torch.Tensor) -> Logits:
         """Logits of some rows of ``forward``'s result.
@@ -301,6 +290,12 @@ class Decoder:
         ids_SC = raw_SV.topk(min(REFINED, raw_SV.shape[1]), dim=-1).indices
         rows = zip(F.embedding(ids_SC, self._head_rows).float(), h_SE, strict=True)
         return Logits(raw_SV, ids_SC, torch.stack([torch.mv(w_CE, h_E) for w_CE, h_E in rows]))
+
+
+def row_operations(config: ModelConfig, dtype: torch.dtype) -> TorchRows:
+    """The native kernels where they fit the model, else torch; the same for all ranks."""
+    native = native_rows(dtype, config.rms_norm_eps, (config.head_dim, config.hidden_size))
+    return native or TorchRows(dtype, config.rms_norm_eps)
 
 
 def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:

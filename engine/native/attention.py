@@ -27,6 +27,11 @@ class NativeCalls:
 
     spans: npt.NDArray[np.int32]
     tables: npt.NDArray[np.int32]
+    threads: int
+
+    def pointers(self) -> tuple[int, int, int]:
+        """Spans, how many, and tables, as the library takes them."""
+        return self.spans.ctypes.data, len(self.spans), self.tables.ctypes.data
 
 
 def native_library(geometry: KvGeometry, num_heads: int, kv_heads: int) -> ctypes.CDLL | None:
@@ -69,8 +74,12 @@ class NativeAttention:
         self._dim = geometry.head_dim
         shape = (geometry.num_layers, 2, -1, geometry.num_kv_heads, geometry.head_dim)
         mine = slice(None) if kv_heads is None else slice(kv_heads.start, kv_heads.stop)
-        self.tokens = [layer[:, :, mine] for layer in pool.view(shape)]
-        self._kv_heads = self.tokens[0].shape[2]
+        layers = [layer[:, :, mine] for layer in pool.view(shape)]
+        self._pool = pool  # keeps what the pointers point to
+        self._kv_heads = layers[0].shape[2]
+        self._layers = [
+            (kv[0].data_ptr(), kv[1].data_ptr(), kv.stride(1), kv.stride(2)) for kv in layers
+        ]
         self._scale = geometry.head_dim**-0.5
         self._windows = [window or 0 for window in windows] or [0] * geometry.num_layers
 
@@ -84,33 +93,43 @@ class NativeAttention:
             rows.append((span.row, span.start, span.count, place))
             tables.append(np.asarray(span.blocks[:count], dtype=np.int32))
             place += count
-        return NativeCalls(np.asarray(rows, dtype=np.int32), np.concatenate(tables))
+        return NativeCalls(
+            np.asarray(rows, dtype=np.int32), np.concatenate(tables), torch.get_num_threads()
+        )
 
     def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
         """Order of decode rows: as they come."""
         return (0, 0)
 
+    def write(self, layer: int, calls: NativeCalls, kv: torch.Tensor) -> None:
+        """Put ``[2, T, K, D]`` to the places of the step's rows."""
+        self._library.baton_store(
+            kv[0].data_ptr(),
+            kv[1].data_ptr(),
+            kv.stride(1),
+            *self._layers[layer],
+            *calls.pointers(),
+            self._kv_heads,
+            self._dim,
+            calls.threads,
+        )
+
     def run(self, layer: int, calls: NativeCalls, q_THD: torch.Tensor) -> torch.Tensor:
         """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
-        tokens = self.tokens[layer]
-        out = torch.empty(q_THD.shape[0], self._heads * self._dim, dtype=torch.bfloat16)
+        width = self._heads * self._dim
+        out = torch.empty(q_THD.shape[0], width, dtype=torch.bfloat16)
         self._library.baton_attention(
             q_THD.data_ptr(),
             q_THD.stride(0),
-            tokens[0].data_ptr(),
-            tokens[1].data_ptr(),
-            tokens.stride(1),
-            tokens.stride(2),
-            calls.spans.ctypes.data,
-            len(calls.spans),
-            calls.tables.ctypes.data,
+            *self._layers[layer],
+            *calls.pointers(),
             self._heads,
             self._kv_heads,
             self._dim,
             self._windows[layer],
             self._scale,
             out.data_ptr(),
-            out.stride(0),
-            torch.get_num_threads(),
+            width,
+            calls.threads,
         )
         return out

@@ -19,10 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
-SOURCE = Path(__file__).with_name("attention.cpp")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w")
+SOURCES = ("team.h", "team.cpp", "vectors.h", "products.cpp", "rows.cpp", "attention.cpp")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
 _COMPILE_TIMEOUT_S = 120.0
 
 
@@ -57,55 +55,68 @@ def _cpu_flags() -> set[str]:
 
 
 def _compiled(compiler: str) -> Path | None:
-    """Path of the library for this source, compiler and CPU."""
+    """Path of the library for these sources, compiler and CPU."""
+    folder = Path(__file__).parent
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    parts = (SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), _threads_library().encode())
+    sources = [(folder / name).read_bytes() for name in SOURCES]
     cpu = " ".join(sorted(_cpu_flags())).encode()
-    digest = hashlib.blake2b(b"\0".join((*parts, cpu)), digest_size=8).hexdigest()
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"attention-{platform.machine()}-{digest}.so"
-    with (folder / "lock").open("w") as lock:
+    parts = (*sources, version, " ".join(_FLAGS).encode(), cpu)
+    digest = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / f"kernels-{platform.machine()}-{digest}.so"
+    with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several workers start at once
         if not target.exists() and not _compile(compiler, target):
             return None
     return target
 
 
-def _threads_library() -> str:
-    """The OpenMP runtime that torch brought along, so that there is one pool of threads."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return str(found[0]) if found else "-lgomp"
-
-
 def _compile(compiler: str, target: Path) -> bool:
     partial = target.with_suffix(f".{os.getpid()}")
-    unit = target.with_suffix(f".{os.getpid()}.o")
-    commands = (
-        [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(unit)],
-        [compiler, "-shared", str(unit), "-o", str(partial), _threads_library()],
-    )
+    units = [str(Path(__file__).with_name(name)) for name in SOURCES if name.endswith(".cpp")]
+    command = [compiler, *_FLAGS, *units, "-o", str(partial)]
     try:
-        for command in commands:
-            subprocess.run(command, capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S)
+        subprocess.run(command, capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S)
         partial.rename(target)
     except (OSError, subprocess.SubprocessError):
         partial.unlink(missing_ok=True)
         return False
-    finally:
-        unit.unlink(missing_ok=True)
     return True
 
 
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
+_ROWS = (_POINTER, _LONG)  # the first of them, and the elements from one to the next
+_POOL = (_POINTER, _POINTER, _LONG, _LONG)  # K, V, strides of tokens and heads
+_SPANS = (_POINTER, _INT, _POINTER)  # spans, how many, block tables
+_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "baton_attention_supports": (_INT, (_INT, _INT)),
+    "baton_attention": (
+        None,
+        (*_ROWS, *_POOL, *_SPANS, _INT, _INT, _INT, _INT, _FLOAT, *_ROWS, _INT),
+    ),
+    "baton_store": (None, (_POINTER, *_ROWS, *_POOL, *_SPANS, _INT, _INT, _INT)),
+    "baton_packed_size": (_LONG, (_LONG, _LONG)),
+    "baton_pack": (None, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
+    "baton_product": (None, (*_ROWS, _POINTER, *_ROWS, _LONG, _LONG, _LONG, _INT)),
+    "baton_residual": (
+        None,
+        (*_ROWS, *_ROWS, _POINTER, _POINTER, _FLOAT, *_ROWS, _LONG, _LONG, _INT),
+    ),
+    "baton_heads": (
+        None,
+        (*_ROWS, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _INT, _INT, _INT, _INT),
+    ),
+    "baton_gate": (None, (*_ROWS, *_ROWS, _LONG, _LONG, _INT, _INT)),
+}
+"""Result and arguments of what the library exports."""
+
+
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, whole, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-    library.baton_attention_supports.argtypes = [whole, whole]
-    library.baton_attention_supports.restype = whole
-    library.baton_attention.argtypes = [
-        *(pointer, size, pointer, pointer, size, size, pointer, whole, pointer),
-        *(whole, whole, whole, whole, ctypes.c_float, pointer, size, whole),
-    ]
-    library.baton_attention.restype = None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
     return library
 
 

@@ -1,0 +1,92 @@
+"""What a decoder does between its products, row by row: residual sums, norms, RoPE, the gate.
+
+By torch here, in any dtype; ``engine/native/rows.py`` does the same for bf16 in fewer passes.
+"""
+
+# ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class TorchRows:
+    """The operations, by torch.
+
+    Args:
+        dtype: Of the rows that products take.
+        eps: Of the norms.
+    """
+
+    def __init__(self, dtype: torch.dtype, eps: float) -> None:
+        self.dtype = dtype
+        self.eps = eps
+
+    def add_norm(
+        self,
+        x_TE: torch.Tensor,
+        part_TE: torch.Tensor | None,
+        post_E: torch.Tensor | None,
+        weight_E: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add a layer's part to the residual sum, and norm the sum for what comes next.
+
+        Args:
+            x_TE: The sum, fp32; changed in place.
+            part_TE: What is added, if anything.
+            post_E: With it, the part is normed before it is added.
+            weight_E: Of the norm; ``None`` if nothing comes next.
+
+        Returns:
+            ``[T, E]`` in ``dtype``; no rows without ``weight_E``.
+        """
+        if part_TE is not None:
+            x_TE += part_TE if post_E is None else self.norm_fp32(part_TE, post_E)
+        if weight_E is None:
+            return x_TE[:0].to(self.dtype)
+        return self.norm_fp32(x_TE, weight_E).to(self.dtype)
+
+    def norm_fp32(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
+        """RMS norm in fp32."""
+        return F.rms_norm(x_TE.float(), weight_E.shape, weight_E, self.eps)
+
+    def heads(
+        self,
+        qkv_TN: torch.Tensor,
+        rotated: int,
+        head_dim: int,
+        bias_N: torch.Tensor | None,
+        norm_HD: torch.Tensor | None,
+        rotation: torch.Tensor,
+    ) -> None:
+        """Finish Q, K and V in place: bias to all; Q and K normed by head, then rotated.
+
+        Args:
+            qkv_TN: Rows of ``rotated`` heads of Q and K, and the heads of V.
+            rotated: How many heads Q and K have.
+            head_dim: Size of a head.
+            bias_N: fp32, or ``None``.
+            norm_HD: fp32 weights of the norm by head ``[rotated, head_dim]``, or ``None``.
+            rotation: ``[T, 1, head_dim / 2]`` complex.
+        """
+        rows, end = qkv_TN.shape[0], rotated * head_dim
+        heads = qkv_TN[:, :end].float()
+        if bias_N is not None:
+            heads += bias_N[:end]
+            qkv_TN[:, end:] += bias_N[end:]
+        heads = heads.view(rows, rotated, head_dim)
+        if norm_HD is not None:
+            heads = F.rms_norm(heads, (head_dim,), None, self.eps).mul_(norm_HD)
+        pairs = torch.view_as_complex(heads.view(rows, rotated, head_dim // 2, 2))
+        # the copy rounds to the rows' dtype
+        qkv_TN[:, :end] = torch.view_as_real(pairs * rotation).view(rows, end)
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """``[T, 2 F] -> [T, F]``: the activation of the first half times the second."""
+        half = gate_up.shape[1] // 2
+        if activation == "silu":
+            return F.silu(gate_up[:, :half]).mul_(gate_up[:, half:])
+        return F.gelu(gate_up[:, :half], approximate="tanh").mul_(gate_up[:, half:])

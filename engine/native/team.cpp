@@ -1,0 +1,113 @@
+// See team.h.
+
+#include "team.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+namespace baton {
+namespace {
+
+constexpr int kMaxHelpers = 63;
+constexpr int kSpins = 2000;           // about 40 us
+constexpr long kMaxUnits = (1 << 20) - 1;
+
+// One word says which job there is and how far it is claimed, so that a helper that comes late can
+// never take a unit of another job: generation (24 bits), units (20), next unit (20).
+constexpr uint64_t kNext = (1u << 20) - 1;
+inline uint64_t units_of(uint64_t word) { return (word >> 20) & kNext; }
+inline uint64_t generation_of(uint64_t word) { return word >> 40; }
+
+class Team {
+ public:
+  void run(int threads, long units, Work work, const void* job) {
+    std::unique_lock<std::mutex> only(busy_, std::try_to_lock);
+    if (!only.owns_lock() || units > kMaxUnits) {  // another thread of this process has the team
+      for (long unit = 0; unit < units; ++unit) work(job, unit);
+      return;
+    }
+    const int helpers = std::min<long>({threads - 1, units - 1, kMaxHelpers});
+    while (started_ < helpers) start(started_++);
+    work_ = work;
+    job_ = job;
+    wanted_.store(helpers, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    const uint64_t generation = (generation_of(word_.load()) + 1) & ((1u << 24) - 1);
+    word_.store(generation << 40 | static_cast<uint64_t>(units) << 20);
+    ticket_.fetch_add(1);
+    if (sleepers_.load() > 0) wake();
+    take(generation);
+    for (int spins = 0; done_.load(std::memory_order_acquire) != units;) {
+      if (++spins < kSpins)
+        _mm_pause();
+      else
+        sched_yield();  // the helper that has the last unit may need this very core
+    }
+  }
+
+ private:
+  // Claims and computes units of one job until none is left.
+  void take(uint64_t generation) {
+    uint64_t word = word_.load(std::memory_order_acquire);
+    while (generation_of(word) == generation && (word & kNext) < units_of(word)) {
+      if (!word_.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel)) continue;
+      work_(job_, static_cast<long>(word & kNext));
+      done_.fetch_add(1, std::memory_order_release);
+      word = word_.load(std::memory_order_acquire);
+    }
+  }
+
+  void start(int number) {
+    std::thread([this, number] {
+      while (true) {
+        const uint32_t seen = ticket_.load();
+        if (number < wanted_.load(std::memory_order_relaxed)) take(generation_of(word_.load()));
+        wait(seen);
+      }
+    }).detach();
+  }
+
+  // Returns when there is another job than the one at ticket `seen`.
+  void wait(uint32_t seen) {
+    for (int spins = 0; spins < kSpins; ++spins) {
+      if (ticket_.load(std::memory_order_acquire) != seen) return;
+      _mm_pause();
+    }
+    sleepers_.fetch_add(1);
+    while (ticket_.load() == seen)
+      syscall(SYS_futex, &ticket_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    sleepers_.fetch_sub(1);
+  }
+
+  void wake() { syscall(SYS_futex, &ticket_, FUTEX_WAKE_PRIVATE, kMaxHelpers, nullptr, nullptr, 0); }
+
+  std::mutex busy_;
+  int started_ = 0;
+  Work work_ = nullptr;
+  const void* job_ = nullptr;
+  alignas(64) std::atomic<uint64_t> word_{0};
+  alignas(64) std::atomic<uint32_t> ticket_{0};
+  std::atomic<int> wanted_{0}, sleepers_{0};
+  alignas(64) std::atomic<long> done_{0};
+};
+
+}  // namespace
+
+void share(int threads, long units, Work work, const void* job) {
+  if (threads <= 1 || units <= 1) {
+    for (long unit = 0; unit < units; ++unit) work(job, unit);
+    return;
+  }
+  static Team* const team = new Team;  // outlives the helpers, which never end
+  team->run(threads, units, work, job);
+}
+
+}  // namespace baton
