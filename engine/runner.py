@@ -29,6 +29,7 @@ from engine.grammars import Grammars
 from engine.kv_codec import kv_codec
 from engine.models.decoder import Decoder
 from engine.native.attention import NativeAttention, native_library
+from engine.native.rows import finite_rows
 from engine.numerics import DTYPES
 
 
@@ -285,12 +286,12 @@ class TorchRunner:
 
     def _broken_rows(self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
         """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""
-        finite_T = torch.isfinite(hidden_TE.sum(dim=-1, dtype=torch.float32))
-        if bool(finite_T.all()):
+        finite_T = finite_rows(hidden_TE)
+        if all(finite_T):
             return set()
         broken = set()
         for index, (row, last) in enumerate(zip(plan.rows, batch.last_rows, strict=True)):
-            if not bool(finite_T[last + 1 - len(row.tokens) : last + 1].all()):
+            if not all(finite_T[last + 1 - len(row.tokens) : last + 1]):
                 broken.add(index)
         return broken
 

@@ -18,6 +18,7 @@ import torch
 
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import SampleSpec
+from engine.native.rows import finite_rows
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -50,9 +51,8 @@ class Logits:
         return Logits(self.raw_SV[wanted], self.ids_SC[wanted], self.refined_SC[wanted])
 
     def finite(self) -> list[bool]:
-        """For each row, whether it is free of NaN and Inf: else their sum in fp32 is not finite."""
-        result: list[bool] = torch.isfinite(self.raw_SV.sum(dim=-1, dtype=torch.float32)).tolist()
-        return result
+        """For each row, whether it is free of NaN and Inf."""
+        return finite_rows(self.raw_SV)
 
     def best(self) -> list[int]:
         """The token with the largest logit of each row."""

@@ -287,9 +287,8 @@ class Decoder:
         raw_SV = self._head_product(h_SE.to(self.dtype))
         if self.dtype == torch.float32 and not self.quantisation:
             return Logits(raw_SV)
-        ids_SC = raw_SV.topk(min(REFINED, raw_SV.shape[1]), dim=-1).indices
-        rows = zip(F.embedding(ids_SC, self._head_rows).float(), h_SE, strict=True)
-        return Logits(raw_SV, ids_SC, torch.stack([torch.mv(w_CE, h_E) for w_CE, h_E in rows]))
+        count = min(REFINED, raw_SV.shape[1])
+        return Logits(raw_SV, *self._rows.refine(raw_SV, h_SE, self._head_rows, count))
 
 
 def row_operations(config: ModelConfig, dtype: torch.dtype) -> TorchRows:

@@ -53,6 +53,24 @@ class TorchRows:
         """RMS norm in fp32."""
         return F.rms_norm(x_TE.float(), weight_E.shape, weight_E, self.eps)
 
+    def refine(
+        self, raw_SV: torch.Tensor, h_SE: torch.Tensor, table_VE: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best tokens of each row and their logits in fp32, each row by itself.
+
+        Args:
+            raw_SV: All logits, less precise.
+            h_SE: What they were computed from, fp32.
+            table_VE: The head's rows.
+            count: How many.
+
+        Returns:
+            Ids, best first by ``raw_SV``, and logits, ``[S, count]`` each.
+        """
+        ids_SC = raw_SV.topk(count, dim=-1).indices
+        rows = zip(F.embedding(ids_SC, table_VE).float(), h_SE, strict=True)
+        return ids_SC, torch.stack([torch.mv(w_CE, h_E) for w_CE, h_E in rows])
+
     def heads(
         self,
         qkv_TN: torch.Tensor,

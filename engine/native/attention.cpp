@@ -29,6 +29,7 @@ using baton::two;
 constexpr int kBlock = 16;
 constexpr int kStepBlocks = 4;
 constexpr int kStep = kBlock * kStepBlocks;
+constexpr int kMaxDim = 256;
 constexpr int kMaxRows = 128;
 constexpr int kTileQueries = 32;
 constexpr int kTogether = 4;  // rows whose sums are in registers at once
@@ -109,24 +110,41 @@ inline void pack_values(const uint16_t* values, long token_stride, int valid, __
   }
 }
 
-// Asks for K and V of 16 tokens before they are needed: pages lie anywhere, so no hardware guesses.
-inline void expect(const uint16_t* keys, const uint16_t* values, long token_stride, int dim) {
-  for (int t = 0; t < kBlock; ++t, keys += token_stride, values += token_stride)
-    for (int d = 0; d < dim; d += 32) {
-      _mm_prefetch(reinterpret_cast<const char*>(keys + d), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(values + d), _MM_HINT_T0);
-    }
-}
+// Asks for the next step's K and V while this one's are computed, a few lines at a time: pages lie
+// anywhere, so no hardware guesses them, and all at once they would wait for each other.
+class Ahead {
+ public:
+  void clear() { next_ = end_ = 0; }
+
+  void add(const uint16_t* tokens, long token_stride, int dim) {
+    for (int t = 0; t < kBlock; ++t)
+      for (int d = 0; d < dim; d += 32) lines_[end_++] = tokens + t * token_stride + d;
+  }
+
+  void fetch() {
+    if (next_ == end_) return;
+    for (int i = 0; i < kFetch; ++i)
+      _mm_prefetch(reinterpret_cast<const char*>(lines_[next_ + i]), _MM_HINT_T0);
+    next_ += kFetch;
+  }
+
+ private:
+  static constexpr int kFetch = 4;
+  int next_ = 0, end_ = 0;
+  const uint16_t* lines_[2 * kStep * kMaxDim / 32];
+};
 
 // Scores of R rows against B blocks; the sum over dims of a row has a fixed order.
 template <int R, int B>
-inline void scores(const Row* rows, const __m512i* keys, int pairs, __m512 found[][kStepBlocks]) {
+inline void scores(const Row* rows, const __m512i* keys, int pairs, Ahead& ahead,
+                   __m512 found[][kStepBlocks]) {
   __m512 sums[R][B];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) sums[r][b] = _mm512_setzero_ps();
   for (int pair = 0; pair < pairs; ++pair) {
+    ahead.fetch();
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m512bh q = two(rows[r].q + 2 * pair);
@@ -176,7 +194,7 @@ inline float weigh(Row& row, const __m512* found, int blocks, int begin, float s
 // sums = sums * fix + weights @ V for R rows and C vectors of 16 dims each.
 template <int R, int C>
 inline void blend(float* sums, int row_stride, const float* fix, const uint16_t (*weights)[kStep],
-                  const __m512i* values, int pair_stride, int pairs) {
+                  const __m512i* values, int pair_stride, int pairs, Ahead& ahead) {
   __m512 acc[R][C];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -186,6 +204,7 @@ inline void blend(float* sums, int row_stride, const float* fix, const uint16_t 
           _mm512_mul_ps(_mm512_load_ps(sums + r * row_stride + 16 * c), _mm512_set1_ps(fix[r]));
   for (int pair = 0; pair < pairs; ++pair) {
     const __m512i* v = values + pair * pair_stride;
+    ahead.fetch();
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m512bh w = two(weights[r] + 2 * pair);
@@ -205,21 +224,21 @@ inline void blend(float* sums, int row_stride, const float* fix, const uint16_t 
 // R rows against the keys of one step, of which `blocks` blocks concern them.
 template <int V, int R>
 inline void advance(Row* rows, float* sums, const __m512i* keys, const __m512i* values, int begin,
-                    int blocks, float scale) {
+                    int blocks, float scale, Ahead& ahead) {
   constexpr int dim = V * 16, chunk = V < 4 ? V : V % 4 ? 2 : 4;
   __m512 found[R][kStepBlocks];
   switch (blocks) {
-    case 1: scores<R, 1>(rows, keys, dim / 2, found); break;
-    case 2: scores<R, 2>(rows, keys, dim / 2, found); break;
-    case 3: scores<R, 3>(rows, keys, dim / 2, found); break;
-    default: scores<R, 4>(rows, keys, dim / 2, found);
+    case 1: scores<R, 1>(rows, keys, dim / 2, ahead, found); break;
+    case 2: scores<R, 2>(rows, keys, dim / 2, ahead, found); break;
+    case 3: scores<R, 3>(rows, keys, dim / 2, ahead, found); break;
+    default: scores<R, 4>(rows, keys, dim / 2, ahead, found);
   }
   alignas(64) uint16_t weights[R][kStep];
   float fix[R];
   for (int r = 0; r < R; ++r)
     fix[r] = weigh(rows[r], found[r], blocks, begin, scale, weights[r]);
   for (int v = 0; v < V; v += chunk)
-    blend<R, chunk>(sums + 16 * v, dim, fix, weights, values + v, V, blocks * kBlock / 2);
+    blend<R, chunk>(sums + 16 * v, dim, fix, weights, values + v, V, blocks * kBlock / 2, ahead);
 }
 
 template <int V>  // dim / 16
@@ -229,6 +248,7 @@ void tile(const Call& c, const Span& span, int kv_head, int first, int count) {
   alignas(64) float sums[kMaxRows * dim];
   alignas(64) __m512i keys[kStepBlocks * dim / 2];
   alignas(64) __m512i values[kStep / 2 * V];
+  Ahead ahead;
   const int total = count * c.group;
   for (int i = 0; i < total; ++i) {
     const int query = first + i / c.group, head = kv_head * c.group + i % c.group;
@@ -252,9 +272,11 @@ void tile(const Call& c, const Span& span, int kv_head, int first, int count) {
                     values + b * kBlock / 2 * V + d / 16, V);
       }
     }
+    ahead.clear();
     for (int at = begin + kStep; at < begin + 2 * kStep && at <= last; at += kBlock) {
       const long place = c.place(span, at) + kv_head * c.head_stride;
-      expect(c.keys + place, c.values + place, c.token_stride, dim);
+      ahead.add(c.keys + place, c.token_stride, dim);
+      ahead.add(c.values + place, c.token_stride, dim);
     }
     for (int i = 0; i < total;) {
       const int together = std::min(kTogether, total - i);
@@ -267,10 +289,10 @@ void tile(const Call& c, const Span& span, int kv_head, int first, int count) {
       const int blocks = std::min(kStepBlocks, upto / kBlock + 1);
       float* at = sums + i * dim;
       switch (together) {
-        case 1: advance<V, 1>(rows + i, at, keys, values, begin, blocks, c.scale); break;
-        case 2: advance<V, 2>(rows + i, at, keys, values, begin, blocks, c.scale); break;
-        case 3: advance<V, 3>(rows + i, at, keys, values, begin, blocks, c.scale); break;
-        default: advance<V, 4>(rows + i, at, keys, values, begin, blocks, c.scale);
+        case 1: advance<V, 1>(rows + i, at, keys, values, begin, blocks, c.scale, ahead); break;
+        case 2: advance<V, 2>(rows + i, at, keys, values, begin, blocks, c.scale, ahead); break;
+        case 3: advance<V, 3>(rows + i, at, keys, values, begin, blocks, c.scale, ahead); break;
+        default: advance<V, 4>(rows + i, at, keys, values, begin, blocks, c.scale, ahead);
       }
       i += together;
     }

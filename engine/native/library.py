@@ -107,6 +107,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (*_ROWS, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _INT, _INT, _INT, _INT),
     ),
+    "baton_norm": (None, (*_ROWS, _POINTER, _FLOAT, *_ROWS, _LONG, _LONG, _INT)),
+    "baton_finite": (None, (*_ROWS, _INT, _POINTER, _LONG, _LONG, _INT)),
+    "baton_largest": (None, (*_ROWS, _LONG, _LONG, _INT, _POINTER, _INT)),
+    "baton_dots": (None, (*_ROWS, *_ROWS, _POINTER, _INT, _POINTER, _LONG, _LONG, _INT)),
     "baton_gate": (None, (*_ROWS, *_ROWS, _LONG, _LONG, _INT, _INT)),
 }
 """Result and arguments of what the library exports."""

@@ -19,7 +19,8 @@ namespace {
 
 constexpr int kPanel = 32;       // outputs
 constexpr int kMostRows = 12;    // of a kernel with one panel; half as many with two
-constexpr int kChunkRows = 96;   // rows of a unit: they stay in the L2 cache
+constexpr long kChunkRows = 96;   // rows of a unit: they stay in the L2 cache
+constexpr long kUnitsPerThread = 4;
 
 struct Product {
   const uint16_t* x;
@@ -113,19 +114,23 @@ extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* 
   const Product p{x, x_stride, weights, y, y_stride, rows, outputs, inputs / 2};
   const long panels = (outputs + kPanel - 1) / kPanel;
   const int wide = rows <= kMostRows / 2 ? 2 : 1;
-  const long columns = (panels + wide - 1) / wide;
+  // a unit reads neighbouring panels, so that the hardware can read ahead; and some rows only
+  const long run = std::max<long>(wide, panels / (threads * kUnitsPerThread) / wide * wide);
+  const long runs = (panels + run - 1) / run;
   const long chunks = (rows + kChunkRows - 1) / kChunkRows;
   const long per_chunk = (rows + chunks - 1) / chunks;
-  baton::share(threads, columns * chunks, [&](long unit) {
-    const long panel = unit % columns * wide;
-    const bool pair = wide == 2 && panel + 1 < panels;
-    const long begin = unit / columns * per_chunk, end = std::min(rows, begin + per_chunk);
-    const int most = pair ? kMostRows / 2 : kMostRows;
-    for (long row = begin; row < end;) {
-      const long left = end - row, calls = (left + most - 1) / most;
-      const long take = (left + calls - 1) / calls;  // equal shares, none of them short
-      (pair ? kTwo : kOne)[take - 1](p, row, panel);
-      row += take;
+  baton::share(threads, runs * chunks, [&](long unit) {
+    const long first = unit % runs * run, last = std::min(panels, first + run);
+    const long begin = unit / runs * per_chunk, end = std::min(rows, begin + per_chunk);
+    for (long panel = first; panel < last; panel += wide) {
+      const bool pair = wide == 2 && panel + 1 < panels;
+      const int most = pair ? kMostRows / 2 : kMostRows;
+      for (long row = begin; row < end;) {
+        const long left = end - row, calls = (left + most - 1) / most;
+        const long take = (left + calls - 1) / calls;  // equal shares, none of them short
+        (pair ? kTwo : kOne)[take - 1](p, row, panel);
+        row += take;
+      }
     }
   });
 }

@@ -15,6 +15,7 @@ namespace {
 using baton::load_bf16;
 using baton::store_bf16;
 
+constexpr int kMostLargest = 64;
 constexpr long kUnitElements = 16384;  // less is not worth another thread
 
 // Calls each(row) for every row; `width` elements are read and written for each.
@@ -120,6 +121,92 @@ extern "C" void baton_gate(const uint16_t* gate_up, long stride, uint16_t* out, 
       const __m256bh halves = _mm512_cvtneps_pbh(y);
       _mm256_mask_storeu_epi16(out + row * out_stride + i, mask,
                                reinterpret_cast<const __m256i&>(halves));
+    }
+  });
+}
+
+// out = norm(x) * weight, all fp32.
+extern "C" void baton_norm(const float* x, long x_stride, const float* weight, float eps, float* out,
+                           long out_stride, long rows, long width, int threads) {
+  by_rows(threads, rows, width, [&](long row) {
+    const float* from = x + row * x_stride;
+    const __m512 scale = inverse_rms(width, eps, [&](long i) { return _mm512_loadu_ps(from + i); });
+    for (long i = 0; i < width; i += 16) {
+      const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(from + i), scale);
+      _mm512_storeu_ps(out + row * out_stride + i, _mm512_mul_ps(v, _mm512_loadu_ps(weight + i)));
+    }
+  });
+}
+
+// For each row 1 if it is free of NaN and Inf, else 0. Elements are bf16, or fp32.
+extern "C" void baton_finite(const uint16_t* rows_at, long stride, int fp32, uint8_t* out, long rows,
+                             long width, int threads) {
+  const long halves = fp32 ? 2 : 1;
+  const __m512i exponent = fp32 ? _mm512_set1_epi32(0x7f800000) : _mm512_set1_epi16(0x7f80);
+  by_rows(threads, rows, width * halves, [&](long row) {
+    const uint16_t* from = rows_at + row * stride * halves;
+    uint32_t broken = 0;
+    for (long i = 0; i < width * halves; i += 32) {
+      const long left = width * halves - i;
+      const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
+      const __m512i bits = _mm512_and_si512(_mm512_maskz_loadu_epi16(mask, from + i), exponent);
+      broken |= fp32 ? _mm512_cmpeq_epi32_mask(bits, exponent)
+                     : _mm512_cmpeq_epi16_mask(bits, exponent);
+    }
+    out[row] = broken == 0;
+  });
+}
+
+// The `count` largest of each row of bf16, in falling order, equal ones by place; `count` <= width.
+extern "C" void baton_largest(const uint16_t* rows_at, long stride, long rows, long width, int count,
+                              int64_t* out, int threads) {
+  // as signed integers bf16 sorts by value once the negative ones are turned round
+  const auto ordered = [](__m512i bits) {
+    const __m512i sign = _mm512_srai_epi16(bits, 15);
+    return _mm512_xor_si512(bits, _mm512_and_si512(sign, _mm512_set1_epi16(0x7fff)));
+  };
+  by_rows(threads, rows, width, [&](long row) {
+    const uint16_t* from = rows_at + row * stride;
+    int64_t* found = out + row * count;
+    int16_t values[kMostLargest];
+    alignas(64) int16_t keys[32];
+    int held = 0;
+    for (long i = 0; i < width; i += 32) {
+      const long left = width - i;
+      const __mmask32 there = left >= 32 ? ~0u : (1u << left) - 1;
+      const __m512i key = ordered(_mm512_maskz_loadu_epi16(there, from + i));
+      __mmask32 better = there;
+      if (held == count)
+        better &= _mm512_cmpgt_epi16_mask(key, _mm512_set1_epi16(values[held - 1]));
+      if (!better) continue;
+      _mm512_store_si512(keys, key);
+      for (; better; better &= better - 1) {
+        const int lane = __builtin_ctz(better);
+        if (held == count && keys[lane] <= values[held - 1]) continue;
+        int at = held < count ? held++ : held - 1;
+        for (; at > 0 && values[at - 1] < keys[lane]; --at) {
+          values[at] = values[at - 1];
+          found[at] = found[at - 1];
+        }
+        values[at] = keys[lane];
+        found[at] = i + lane;
+      }
+    }
+  });
+}
+
+// out[row][c] = x[row] . table[ids[row][c]] in fp32, for rows of fp32 and a table of bf16.
+extern "C" void baton_dots(const float* x, long x_stride, const uint16_t* table, long table_stride,
+                           const int64_t* ids, int count, float* out, long rows, long width,
+                           int threads) {
+  by_rows(threads, rows, width * count, [&](long row) {
+    const float* from = x + row * x_stride;
+    for (int c = 0; c < count; ++c) {
+      const uint16_t* other = table + ids[row * count + c] * table_stride;
+      __m512 sum = _mm512_setzero_ps();
+      for (long i = 0; i < width; i += 16)
+        sum = _mm512_fmadd_ps(_mm512_loadu_ps(from + i), load_bf16(other + i), sum);
+      out[row * count + c] = _mm512_reduce_add_ps(sum);
     }
   });
 }

@@ -13,6 +13,8 @@ from engine.native.library import load
 LANES = 16
 """Widths must be multiples of this."""
 
+_FINITE = (torch.bfloat16, torch.float32)
+
 
 def native_rows(dtype: torch.dtype, eps: float, widths: Iterable[int]) -> "NativeRows | None":
     """The kernels if they can work on rows of such widths, else ``None``."""
@@ -62,6 +64,58 @@ class NativeRows(TorchRows):
         )
         return out_TE
 
+    def norm_fp32(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
+        """See ``TorchRows``."""
+        if x_TE.dtype != torch.float32 or x_TE.stride(-1) != 1:
+            return super().norm_fp32(x_TE, weight_E)
+        rows, width = x_TE.shape
+        out_TE = torch.empty(rows, width)
+        self._library.baton_norm(
+            x_TE.data_ptr(),
+            x_TE.stride(0),
+            weight_E.data_ptr(),
+            self.eps,
+            out_TE.data_ptr(),
+            width,
+            rows,
+            width,
+            torch.get_num_threads(),
+        )
+        return out_TE
+
+    def refine(
+        self, raw_SV: torch.Tensor, h_SE: torch.Tensor, table_VE: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``TorchRows``."""
+        if not raw_SV.dtype == table_VE.dtype == torch.bfloat16:
+            return super().refine(raw_SV, h_SE, table_VE, count)
+        rows, width = h_SE.shape
+        threads = torch.get_num_threads()
+        ids_SC = torch.empty(rows, count, dtype=torch.int64)
+        self._library.baton_largest(
+            raw_SV.data_ptr(),
+            raw_SV.stride(0),
+            rows,
+            raw_SV.shape[1],
+            count,
+            ids_SC.data_ptr(),
+            threads,
+        )
+        refined_SC = torch.empty(rows, count)
+        self._library.baton_dots(
+            h_SE.data_ptr(),
+            h_SE.stride(0),
+            table_VE.data_ptr(),
+            table_VE.stride(0),
+            ids_SC.data_ptr(),
+            count,
+            refined_SC.data_ptr(),
+            rows,
+            width,
+            threads,
+        )
+        return ids_SC, refined_SC
+
     def heads(
         self,
         qkv_TN: torch.Tensor,
@@ -102,3 +156,24 @@ class NativeRows(TorchRows):
             torch.get_num_threads(),
         )
         return out
+
+
+def finite_rows(x_TN: torch.Tensor) -> list[bool]:
+    """For each row, whether it is free of NaN and Inf."""
+    library = load() if x_TN.dtype in _FINITE and x_TN.device.type == "cpu" else None
+    if library is None or x_TN.stride(1) != 1:
+        finite_T = torch.isfinite(x_TN.sum(dim=-1, dtype=torch.float32))
+    else:
+        rows, width = x_TN.shape
+        finite_T = torch.empty(rows, dtype=torch.bool)
+        library.baton_finite(
+            x_TN.data_ptr(),
+            x_TN.stride(0),
+            int(x_TN.dtype == torch.float32),
+            finite_T.data_ptr(),
+            rows,
+            width,
+            torch.get_num_threads(),
+        )
+    result: list[bool] = finite_T.tolist()
+    return result
