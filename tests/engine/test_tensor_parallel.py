@@ -254,12 +254,15 @@ def test_a_product_whose_columns_depend_on_their_number_is_noticed(
     config = resolve_model(write_llama(tmp_path / "tiny")).config
     assert product_split_fault(config, splits_of(config, 3), torch.bfloat16) is None
 
-    def product(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        y_MN = x_MK.float() @ weight_NK.float().T
-        return y_MN + 1e-3 if weight_NK.shape[0] == 32 else y_MN
+    class Moody:
+        def __init__(self, weight_NK: torch.Tensor) -> None:
+            self._weight_NK = weight_NK
 
-    monkeypatch.setattr("engine.linear._pack", lambda weight_NK: weight_NK)
-    monkeypatch.setattr("engine.linear._product", product)
+        def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+            y_MN = x_MK @ self._weight_NK.T
+            return y_MN + 1e-3 if len(self._weight_NK) == 32 else y_MN
+
+    monkeypatch.setattr("engine.linear.OneDnnWeight", Moody)
     fault = product_split_fault(config, splits_of(config, 2), torch.float32)
     assert fault == "o of rank 0 (32 of 80 columns)"
 
