@@ -231,8 +231,7 @@ class _Run:
         )
         other.cacheable = False
         self.decode.core.scheduler.submit(other, 0)
-        if self.prefill is not None:  # it decodes by the time that the KV comes
-            self.decode.until(ev.Tokens, "other")
+        self.decode.until(ev.Tokens, "other")  # else a request with luck in guessing ends before
 
     def hand_over(self) -> list[int]:
         """Compute the prompt on prefill and move its KV; returns the first token."""
