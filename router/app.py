@@ -1,5 +1,6 @@
 """The router's HTTP face: one FastAPI application over one gateway."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -11,7 +12,12 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from opentelemetry.trace import Span
 from pydantic import BaseModel
 
-from engine.core.errors import BatonError, InvalidRequestError, PayloadTooLargeError
+from engine.core.errors import (
+    BatonError,
+    DeadlineError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+)
 from fleet.telemetry import Metrics, Tracing
 from router import problems
 from router.adapter_api import add_adapter_calls
@@ -163,7 +169,7 @@ class Router:
         span = gateway_span(self.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body, size, caller.tenant)
+            grammar = await self._grammar(body, size, caller, now_ns)
             prepared = await off_loop(
                 size, lambda: self.preparer.chat(body, caller, now_ns, grammar)
             )
@@ -183,7 +189,7 @@ class Router:
         span = gateway_span(self.tracing, "text_completion", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body, size, caller.tenant)
+            grammar = await self._grammar(body, size, caller, now_ns)
             requests = await off_loop(
                 size, lambda: self.preparer.completions(body, caller, now_ns, grammar)
             )
@@ -205,10 +211,18 @@ class Router:
             include_usage=body.include_usage,
         )
 
-    async def _grammar(self, body: GenerationBody, size: int, tenant: str) -> str:
+    async def _grammar(self, body: GenerationBody, size: int, caller: Caller, now_ns: int) -> str:
         """What the answer must follow, tried and found good; empty = free."""
         wanted = await off_loop(size, lambda: wanted_grammar(body))
-        return await self.grammars.check(*wanted, tenant) if wanted is not None else ""
+        if wanted is None:
+            return ""
+        try:
+            async with asyncio.timeout(caller.timeout_s - (time.monotonic_ns() - now_ns) / 1e9):
+                return await self.grammars.check(*wanted, caller.tenant)
+        except TimeoutError as error:
+            self.metrics.inc("baton_timeouts", phase="grammar")
+            said = f"the grammar could not be checked within {caller.timeout_s:g} s"
+            raise DeadlineError(said, param="x-baton-timeout-ms") from error
 
     def _echoes(self, body: CompletionBody) -> list[str]:
         decode = self.model.tokenizer.decode
