@@ -48,7 +48,7 @@ from router.schema import (
 from router.settings import RouterSettings
 from router.spans import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.structured import wanted_grammar
-from router.tools import messages_of
+from router.tools import messages_of, offered
 
 
 class Router:
@@ -342,8 +342,11 @@ class Router:
         if body.messages is not None:
             return self.model.encode_chat(
                 messages_of(body.messages),
+                offered(body.tools),
                 add_generation_prompt=body.add_generation_prompt,
             )
+        if body.tools is not None:
+            raise InvalidRequestError("tools: only with messages", param="tools")
         return self.model.tokenizer.encode(
             body.prompt or "", add_special_tokens=body.add_special_tokens
         )

@@ -142,7 +142,8 @@ class Preparer:
             raise InvalidRequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
-        prompt = self._model.encode_chat(messages_of(body.messages), offered(body))
+        tools = offered(body.tools, body.tool_choice)
+        prompt = self._model.encode_chat(messages_of(body.messages), tools)
         wanted = body.max_completion_tokens or body.max_tokens
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
@@ -154,7 +155,7 @@ class Preparer:
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
         _check_scores(body, [request])
-        return replace(request, reads_calls=bool(offered(body)))
+        return replace(request, reads_calls=bool(tools))
 
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""

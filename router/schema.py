@@ -74,10 +74,11 @@ class Message(_Strict):
     content: str | list[TextPart] | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: _NonEmpty | None = None
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
     neutral = {
         name: _only(None)
-        for name in ("name", "refusal", "audio", "function_call", "annotations", "reasoning")
+        for name in ("refusal", "audio", "function_call", "annotations", "reasoning")
     }
 
     def text(self) -> str:
@@ -116,6 +117,10 @@ class ToolNamed(_Strict):
 
     type: Literal["function"]
     function: FunctionNamed
+
+
+_Tools = Annotated[list[ToolOffered], Field(max_length=128)]
+ToolChoice = Literal["none", "auto", "required"] | ToolNamed
 
 
 class StreamOptions(_Strict):
@@ -203,8 +208,8 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[ToolOffered], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolNamed | None = None
+    tools: _Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     neutral = {
@@ -277,6 +282,7 @@ class TokenizeBody(_Strict):
     model: _NonEmpty | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: _Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

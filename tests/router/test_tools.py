@@ -13,14 +13,7 @@ REFUSED = [
     ({"tools": [TOOL, TOOL]}, "tools[1]"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    (
-        {
-            "tools": [
-                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
-            ]
-        },
-        "tools[0].function.parameters",
-    ),
+    ({"tools": [LIST]}, "tools[0].function.parameters"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     (
@@ -66,6 +59,27 @@ async def test_what_reaches_the_workers(make_fleet):
     seen = fleet.workers["decode-0"].submissions
     assert [bool(s.sampling.grammar) for s in seen] == [False, False, True, True]
     assert seen[0].prompt_tokens == seen[1].prompt_tokens != seen[2].prompt_tokens
+
+
+async def test_tokenize_counts_the_prompt_that_the_chat_has(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    chats = (
+        {"messages": [USER], "tools": [TOOL]},
+        {"messages": [USER, CALLED, RESULT | {"name": "f"}], "tools": [TOOL]},
+        {"messages": [USER], "tools": []},
+    )
+    counts = []
+    for chat in chats:
+        counted = (await fleet.http.post("/tokenize", json=chat)).json()["count"]
+        assert counted == (await fleet.chat(**chat)).json()["usage"]["prompt_tokens"]
+        counts.append(counted)
+    assert len(set(counts)) == 3
+    for bad, param in (
+        ({"prompt": "hi", "tools": [TOOL]}, "tools"),
+        ({"messages": [USER], "tools": [LIST]}, "tools[0].function.parameters"),
+    ):
+        answer = await fleet.http.post("/tokenize", json=bad)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_an_answer_that_is_no_call_is_text(make_fleet):
