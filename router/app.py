@@ -161,8 +161,7 @@ class Router:
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
             requests = await off_loop(size, lambda: self.preparer.embeddings(body, caller, now_ns))
-        answer_id = requests[0].request_id.rpartition("-")[0]
-        context = self._context("embeddings", answer_id, span)
+        context = self._context("embeddings", requests[0].answer_id, span)
         return EmbeddingAnswer(context, requests, body, at_once=self.settings.window_requests)
 
     async def _chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
@@ -193,9 +192,7 @@ class Router:
             requests = await off_loop(
                 size, lambda: self.preparer.completions(body, caller, now_ns, grammar)
             )
-        answer_id = requests[0].request_id
-        if len(requests) > 1:
-            answer_id = answer_id.rpartition("-")[0]
+        answer_id = requests[0].answer_id
         echoes = await off_loop(size, lambda: self._echoes(body)) if body.echo else None
         layout = CompletionFormat(
             n=requests[0].sampling.n,

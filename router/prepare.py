@@ -194,8 +194,10 @@ class Preparer:
                 grammar=grammar,
             )
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_alternatives)
-            name = request_id if len(prompts) == 1 else part_id(request_id, index)
-            request = self._request(name, body, caller, prompt, sampling, now_ns)
+            request = self._request(request_id, body, caller, prompt, sampling, now_ns)
+            if len(prompts) > 1:
+                name = part_id(request_id, index)
+                request = replace(request, request_id=name, part_of=request_id)
             requests.append(replace(request, score_only=scores_only))
         _check_scores(body, requests)
         return requests
@@ -226,6 +228,7 @@ class Preparer:
             requests.append(
                 GenerationRequest(
                     request_id=part_id(request_id, index),
+                    part_of=request_id,
                     prompt=tuple(prompt),
                     sampling=SamplingParams(max_tokens=1, temperature=0.0),
                     tenant=caller.tenant,

@@ -381,7 +381,7 @@ async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make
     fleet = await make_fleet({"decode-0": None})
     response = await fleet.chat(max_tokens=5, logprobs=True, top_logprobs=3)
     name, counted = response.json()["id"], response.json()["usage"]
-    [flight] = fleet.router.gateway._kept.values()
+    [flight] = fleet.router.gateway._kept._flights.values()
     await until(lambda: not flight.request.prompt)
     assert [choice.token_ids for choice in flight.record.choices] == [[]]
     story = (await fleet.http.get(f"/fleet/requests/{name}")).json()
