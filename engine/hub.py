@@ -44,6 +44,7 @@ class EngineHub:
         self.client = EngineClient(settings, self._on_report, on_progress, stderr)
         self.load = _IDLE
         self.sick = ""
+        self.adapters: set[bytes] = set()  # digests of those that the engine holds
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
@@ -81,7 +82,7 @@ class EngineHub:
             case ev.CacheChanged():
                 self.on_cache_changed(report)
             case ev.AdapterChanged():
-                self.on_adapter_changed(report)
+                self._note_adapter(report)
             case ipc.Sick():
                 self.sick = report.message
             case ev.Ended():
@@ -94,6 +95,14 @@ class EngineHub:
                 handler = self._handlers.get(report.request_id)
                 if handler is not None:
                     handler(report)
+
+    def _note_adapter(self, change: ev.AdapterChanged) -> None:
+        digest = bytes.fromhex(change.digest)
+        if change.what == "loaded":
+            self.adapters.add(digest)
+        else:
+            self.adapters.discard(digest)
+        self.on_adapter_changed(change)
 
     def _note_step(self, step: ev.StepDone) -> None:
         self.load = step

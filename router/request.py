@@ -62,6 +62,11 @@ class GenerationRequest:
         return self.part_of or self.request_id
 
     @property
+    def adapter_digest(self) -> str:
+        """Of the adapter, hexadecimal; empty for the model itself."""
+        return self.adapter.digest if self.adapter is not None else ""
+
+    @property
     def scored(self) -> bool:
         """Whether the prompt's tokens are to have log-probabilities."""
         return self.sampling.prompt_logprobs is not None

@@ -49,6 +49,9 @@ async def test_more_adapters_than_places_are_served_in_turn(tmp_path):
         together = await asyncio.gather(*asked)
         assert together == [alone[i % 5] for i in range(15)]
         await router.baseline()
+        reported = list(router.status.adapters)
+        assert len(reported) == 2
+        assert set(reported) < {adapter(i, tmp_path).digest for i in range(1, 6)}
         page = httpx.get(f"http://{decode.record.metrics_address}/metrics").text
         assert "baton_adapters_held 2.0" in page
         assert 'baton_adapter_evictions_total{adapter="a1"}' in page
