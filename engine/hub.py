@@ -8,6 +8,7 @@ from typing import IO
 from engine import ipc
 from engine.client import EngineClient
 from engine.core import events as ev
+from engine.core.adapters import AdapterRef
 
 RequestReport = (
     ev.Tokens
@@ -49,6 +50,7 @@ class EngineHub:
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
+        self._wanted: dict[str, AdapterRef] = {}  # by live requests
         self._prefill_rate = 0.0
         self._decode_steps_s: deque[float] = deque(maxlen=64)
 
@@ -62,7 +64,17 @@ class EngineHub:
     def submit(self, command: ipc.Submit, handler: Handler) -> None:
         """Queue a request; ``handler`` hears all about it, ``Ended`` last."""
         self._handlers[command.request_id] = handler
+        if command.adapter is not None:
+            self._wanted[command.request_id] = command.adapter
         self.client.send(command)
+
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of live requests' adapters: those that are held, and those that are waited for."""
+        held: set[str] = set()
+        waiting: set[str] = set()
+        for ref in self._wanted.values():
+            (held if bytes.fromhex(ref.digest) in self.adapters else waiting).add(ref.name)
+        return sorted(held), sorted(waiting)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -86,6 +98,7 @@ class EngineHub:
             case ipc.Sick():
                 self.sick = report.message
             case ev.Ended():
+                self._wanted.pop(report.request_id, None)
                 handler = self._handlers.pop(report.request_id, None)
                 if handler is not None:
                     handler(report)
