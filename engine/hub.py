@@ -10,17 +10,7 @@ from engine.client import EngineClient
 from engine.core import events as ev
 from engine.core.adapters import AdapterRef
 
-RequestReport = (
-    ev.Tokens
-    | ev.Harvested
-    | ev.Admitted
-    | ev.Published
-    | ev.PromptDone
-    | ev.Reserved
-    | ev.Bound
-    | ev.Revoked
-)
-Handler = Callable[[RequestReport | ev.Ended], None]
+Handler = Callable[[ipc.RequestReport | ev.Ended], None]
 
 _IDLE = ev.StepDone(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 _PRIOR_PREFILL_TOKENS_PER_S = 500.0

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -49,6 +49,8 @@ from router.settings import RouterSettings
 from router.spans import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.structured import wanted_grammar
 from router.tools import messages_of, offered
+
+_Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody)
 
 
 class Router:
@@ -124,35 +126,33 @@ class Router:
         @app.post("/v1/chat/completions", **_documented(ChatBody))
         async def chat_completions(request: Request) -> Response:
             """Answer a conversation."""
-            now_ns = time.monotonic_ns()
-            with self._counted(request, "chat"):
-                caller = read_headers(request.headers, self.settings)
-                raw = await self._body(request)
-                body = await off_loop(len(raw), lambda: parse(ChatBody, raw))
-                self.model.check_name(body.model)
-                return await self._chat(body, len(raw), caller, now_ns)
+            return await self._called(request, "chat", ChatBody, self._chat)
 
         @app.post("/v1/completions", **_documented(CompletionBody))
         async def completions(request: Request) -> Response:
             """Continue a text."""
-            now_ns = time.monotonic_ns()
-            with self._counted(request, "completions"):
-                caller = read_headers(request.headers, self.settings)
-                raw = await self._body(request)
-                body = await off_loop(len(raw), lambda: parse(CompletionBody, raw))
-                self.model.check_name(body.model)
-                return await self._completions(body, len(raw), caller, now_ns)
+            return await self._called(request, "completions", CompletionBody, self._completions)
 
         @app.post("/v1/embeddings", **_documented(EmbeddingBody))
         async def embeddings(request: Request) -> Response:
             """One vector for each input."""
-            now_ns = time.monotonic_ns()
-            with self._counted(request, "embeddings"):
-                caller = read_headers(request.headers, self.settings)
-                raw = await self._body(request)
-                body = await off_loop(len(raw), lambda: parse(EmbeddingBody, raw))
-                self.model.check_name(body.model)
-                return await self._embeddings(body, len(raw), caller, now_ns)
+            return await self._called(request, "embeddings", EmbeddingBody, self._embeddings)
+
+    async def _called(
+        self,
+        request: Request,
+        endpoint: str,
+        kind: type[_Body],
+        answer: Callable[[_Body, int, Caller, int], Awaitable[Response]],
+    ) -> Response:
+        """Check who calls and what is asked, then ``answer(body, its bytes, caller, now_ns)``."""
+        now_ns = time.monotonic_ns()
+        with self._counted(endpoint):
+            caller = read_headers(request.headers, self.settings)
+            raw = await self._body(request)
+            body = await off_loop(len(raw), lambda: parse(kind, raw))
+            self.model.check_name(body.model)
+            return await answer(body, len(raw), caller, now_ns)
 
     async def _embeddings(
         self, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
@@ -247,7 +247,7 @@ class Router:
         )
 
     @contextlib.contextmanager
-    def _counted(self, request: Request, endpoint: str) -> Any:
+    def _counted(self, endpoint: str) -> Any:
         """Count what is refused before there is an answer to count."""
         try:
             yield
@@ -371,7 +371,7 @@ class Router:
 
         @app.get("/fleet")
         async def fleet() -> dict[str, Any]:
-            """The workers, at most half a second old."""
+            """The workers as they last reported, ``age_s`` ago: half a second at most."""
             return self.gateway.workers.describe()
 
         @app.get("/fleet/targets")

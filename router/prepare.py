@@ -225,24 +225,10 @@ class Preparer:
         for index, text in enumerate(inputs):
             prompt = self._model.encode_prompt(text, param="input")
             self._room(prompt, "input", answer_tokens=0)
-            requests.append(
-                GenerationRequest(
-                    request_id=part_id(request_id, index),
-                    part_of=request_id,
-                    prompt=tuple(prompt),
-                    sampling=SamplingParams(max_tokens=1, temperature=0.0),
-                    tenant=caller.tenant,
-                    cache_scope=self._scope(caller, None),
-                    adapter=self._model.adapter_of(body.model),
-                    priority=body.priority or 0,
-                    mode=caller.mode,
-                    user=body.user,
-                    arrived_ns=now_ns,
-                    deadline_ns=now_ns + int(caller.timeout_s * 1e9),
-                    traceparent=caller.traceparent,
-                    pooling=body.pooling,
-                )
-            )
+            name = part_id(request_id, index)
+            sampling = SamplingParams(max_tokens=1, temperature=0.0)
+            request = self._request(name, body, caller, prompt, sampling, now_ns)
+            requests.append(replace(request, part_of=request_id, pooling=body.pooling))
         return requests
 
     def _room(self, prompt: list[int], param: str, answer_tokens: int = 1) -> int:
@@ -332,19 +318,20 @@ class Preparer:
     def _request(
         self,
         request_id: str,
-        body: GenerationBody,
+        body: GenerationBody | EmbeddingBody,
         caller: Caller,
         prompt: list[int],
         sampling: SamplingParams,
         now_ns: int,
     ) -> GenerationRequest:
+        salt = body.cache_salt if isinstance(body, GenerationBody) else None
         return GenerationRequest(
             request_id=request_id,
             prompt=tuple(prompt),
             sampling=sampling,
-            stops=body.stops,
+            stops=body.stops if isinstance(body, GenerationBody) else (),
             tenant=caller.tenant,
-            cache_scope=self._scope(caller, body.cache_salt),
+            cache_scope=self._scope(caller, salt),
             adapter=self._model.adapter_of(body.model),
             priority=body.priority or 0,
             mode=caller.mode,
