@@ -348,8 +348,10 @@ class Gateway:
         """Everything that a worker did in one step. A fault in one request ends only that one."""
         now_ns = monotonic_ns()
         if frame.HasField("status"):
-            self.workers.note_status(link)
+            self.workers.note_transfers(link, frame.status.transfers)
             self._book.reported(link.worker_id, now_ns)
+        if frame.HasField("transfers"):
+            self.workers.note_transfers(link, frame.transfers)
         flights = self._flights
         for route in frame.routes:
             flight = flights.get(route.request_id)

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from batonpb.common_pb2 import Capabilities, WorkerStatus
+from batonpb.common_pb2 import Capabilities, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
 from engine.core.geometry import head_bytes
@@ -101,6 +101,7 @@ class Slot:
             "running": status.running,
             "waiting": status.waiting,
             "threads": 0 if state == "dead" else status.threads or record.threads,
+            "age_s": round((monotonic_ns() - link.status_ns) / 1e9, 3) if alive and link else None,
         }
 
 
@@ -239,12 +240,10 @@ class WorkerTable:
         if slot is not None:
             self._mark_dead(slot)
 
-    def note_status(self, link: WorkerLink) -> None:
-        """A report came: remember the transfers of this incarnation."""
-        if link.status is not None:
-            totals = link.status.transfers
-            sums = (totals.count, totals.bytes, totals.failures)
-            self._transfers.note(link.incarnation, sums)
+    def note_transfers(self, link: WorkerLink, totals: TransferTotals) -> None:
+        """What this incarnation has received so far."""
+        sums = (totals.count, totals.bytes, totals.failures)
+        self._transfers.note(link.incarnation, sums)
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())

@@ -17,7 +17,7 @@ from tests.router.emulated_worker import Script
 
 FIELDS = {
     *("id", "role", "state", "incarnation", "epoch", "pid", "ranks", "host", "address"),
-    *("kv_blocks", "running", "waiting", "threads"),
+    *("kv_blocks", "running", "waiting", "threads", "age_s"),
 }
 
 
@@ -44,6 +44,7 @@ async def test_fleet_has_every_field_of_every_worker(fleet):
         assert worker["state"] == "ready"
         assert worker["pid"] == os.getpid()
         assert worker["epoch"] == 1
+        assert 0 <= worker["age_s"] < 5
         assert len(bytes.fromhex(worker["incarnation"])) == 16
         assert worker["kv_blocks"] == {
             "total": 512,
@@ -138,7 +139,7 @@ async def test_a_request_can_be_explained(fleet):
     costs = [candidate["cost_s"] for candidate in story["candidates"]]
     assert costs == sorted(costs)
     assert set(story["chosen"]["terms"]) == {
-        *("queue_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s")
+        *("queue_s", "adapter_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s")
     }
     assert sum(story["chosen"]["terms"].values()) == pytest.approx(
         story["chosen"]["cost_s"], abs=1e-5
