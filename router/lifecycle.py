@@ -10,6 +10,7 @@ Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and th
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import msgspec
 from batonpb.common_pb2 import PromptLogprobs, TokenLogprob
 from batonpb.decode_pb2 import RequestRoute, RequestTimes, TokenRun
 
@@ -280,7 +281,10 @@ class RequestRecord:
 
     def shed(self) -> None:
         """The answer is out: keep its figures for later questions, not its tokens."""
-        self.request = replace(self.request, prompt=())
+        sampling = self.request.sampling
+        grammar = sampling.grammar[:1]  # whether there was one
+        sampling = msgspec.structs.replace(sampling, grammar=grammar, logit_bias=())
+        self.request = replace(self.request, prompt=(), sampling=sampling)
         self.scores, self._scores, self.embedding = None, ScoresIntake(0), b""
         for choice in self.choices:
             choice.shed()

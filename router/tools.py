@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from engine.core.errors import InvalidRequestError
 from engine.text.tools import Tool, calls_grammar
 from router.schema import ChatBody, Message, ToolChoice, ToolNamed, ToolOffered
@@ -102,8 +104,10 @@ def _calls(message: Message, where: str) -> list[dict[str, str]]:
     for index, call in enumerate(message.tool_calls or ()):
         given = call.function
         try:
+            # Templates write them anew: nothing too deep for that, no NaN, no half of a character.
+            from_json(given.arguments, allow_inf_nan=False)
             is_object = isinstance(json.loads(given.arguments), dict)
-        except (ValueError, RecursionError):
+        except ValueError:
             is_object = False
         if not is_object:
             param = f"{where}.tool_calls[{index}].function.arguments"

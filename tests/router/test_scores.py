@@ -3,10 +3,12 @@
 import base64
 import math
 import struct
+import threading
 
 import openai
 import pytest
 
+from router.embeddings import EmbeddingAnswer
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
 
@@ -192,6 +194,21 @@ async def test_many_inputs_run_a_few_at_a_time_and_keep_their_order(make_fleet):
     assert [round(e["embedding"][2] / e["embedding"][0] * 3) for e in answer["data"]] == [
         1 + i % 50 for i in range(120)
     ]
+
+
+async def test_many_vectors_are_written_beside_the_event_loop(make_fleet, monkeypatch):
+    threads, whole = [], EmbeddingAnswer._whole
+
+    def written(self):
+        threads.append(threading.current_thread())
+        return whole(self)
+
+    monkeypatch.setattr(EmbeddingAnswer, "_whole", written)
+    monkeypatch.setattr("router.prepare._LARGE_BYTES", 20)  # a vector here has 16
+    fleet = await make_fleet({"decode-0": Script()})
+    for inputs in ([[5], [6]], [[5]]):
+        assert (await embed(fleet, inputs)).status_code == 200
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
 async def test_a_call_of_many_inputs_presses_out_no_others_records(make_fleet):

@@ -1,5 +1,8 @@
 """What a chat may say about tools, and what is refused by name."""
 
+import pytest
+
+from router.model import ServedModel
 from tests.router.emulated_worker import Script
 
 USER = {"role": "user", "content": "hi"}
@@ -8,6 +11,10 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 LIST = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "5"}
+
+WRITES_ARGUMENTS = """
+{%- for message in messages %}{% for call in message.tool_calls or [] %}<tool_call>
+{{- call.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}{{ tools }}"""
 
 REFUSED = [
     ({"tools": [TOOL, TOOL]}, "tools[1]"),
@@ -39,6 +46,21 @@ REFUSED = [
         "messages[0].tool_calls[0].function.arguments",
     ),
 ]
+
+
+@pytest.mark.parametrize("template", [None, WRITES_ARGUMENTS])
+async def test_arguments_that_no_template_can_write_are_refused(make_fleet, artifact, template):
+    served = ServedModel(artifact, ("smollm2",), chat_template=template)
+    fleet = await make_fleet({"decode-0": Script()}, served=served)
+    inside = ("\\ud800", "9" * 5000)
+    broken = [f'{{"a": "{inside[0]}"}}', f'{{"a": {inside[1]}}}', '{"a": NaN}']
+    broken += [f'{{"a": {"[" * depth}{"]" * depth}}}' for depth in range(220, 1000, 30)]
+    for arguments in broken:
+        call = CALL | {"function": {"name": "f", "arguments": arguments}}
+        messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+        answer = await fleet.chat(messages=messages)
+        param = "messages[1].tool_calls[0].function.arguments"
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_refused_by_name(make_fleet):
