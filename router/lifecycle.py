@@ -40,6 +40,7 @@ class Delta:
     calls: list[CallDelta] = field(default_factory=list)
     logprobs: list[ShownLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or token that ended it, if one did
 
 
 class RunResult(NamedTuple):
@@ -115,7 +116,7 @@ class ChoiceRecord:
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
-        self.stop_reason = stop_reason
+        self.stop_reason = self._pending.stop_reason = stop_reason
 
     def _show(self, text: str) -> None:
         calls: list[CallDelta] = []
