@@ -67,6 +67,9 @@ class Exchange(Response):
         status = 499
         try:
             status = await self._run(scope, receive, send)
+        except Exception as fault:
+            status = 499 if isinstance(fault, OSError) else 500
+            raise
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):

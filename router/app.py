@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from engine.core.errors import (
     BatonError,
     DeadlineError,
+    InternalError,
     InvalidRequestError,
     PayloadTooLargeError,
 )
@@ -251,9 +252,10 @@ class Router:
         """Count what is refused before there is an answer to count."""
         try:
             yield
-        except BatonError as error:
-            self.observer.rejected(error.code, "all")
-            self.observer.answered(endpoint, error.status, "all")
+        except Exception as error:
+            known = error if isinstance(error, BatonError) else InternalError(str(error))
+            self.observer.rejected(known.code, "all")
+            self.observer.answered(endpoint, known.status, "all")
             raise
 
     async def _body(self, request: Request) -> bytes:
