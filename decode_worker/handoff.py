@@ -1,11 +1,9 @@
 """Takes one prompt's KV over: moves ``HandoffReceiver``'s actions to gRPC, pool and engine."""
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -14,6 +12,7 @@ from batonpb import decode_pb2
 from batonpb import prefill_pb2 as pb
 
 from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
+from decode_worker.prefill_link import SILENCE_S, PrefillLink
 from engine import ipc
 from engine.core import events as ev
 from engine.core.harvest import ScoresIntake
@@ -23,9 +22,6 @@ from fleet.telemetry import Metrics
 from kvtransfer import chunk, receiver, wire
 from kvtransfer.place import Place
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
-
-HEARTBEAT_S = 0.5
-SILENCE_S = 3.0  # a prefill worker says something at least every HEARTBEAT_S
 
 
 class HandoffIntake:
@@ -75,7 +71,7 @@ class HandoffIntake:
         self._on_ask = on_ask
         self._on_commit = on_commit
         self._machine = HandoffReceiver(pool.geometry, len(submission.prompt_tokens) // 4)
-        self._link: _Link | None = None
+        self._link: PrefillLink | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulling_since_ns = 0
         self._when_drained: Callable[[], None] | None = None
@@ -182,7 +178,7 @@ class HandoffIntake:
 
     # ---------------------------------------------------------------- the control stream
 
-    async def _run_stream(self, link: "_Link", opened: receiver.Open) -> None:
+    async def _run_stream(self, link: PrefillLink, opened: receiver.Open) -> None:
         worker_id = link.target.worker_id
         try:
             await self._peers.greet(link.target)
@@ -205,13 +201,13 @@ class HandoffIntake:
             await self._lost(link, f"the connection to {worker_id} was closed")
 
     def _tell(
-        self, link: "_Link", event: Callable[..., list[receiver.Action]], *arguments: Any
+        self, link: PrefillLink, event: Callable[..., list[receiver.Action]], *arguments: Any
     ) -> None:
         """Pass an event of a stream on, unless the stream was given up meanwhile."""
         if link is self._link:
             self._perform(event(*arguments))
 
-    async def _lost(self, link: "_Link", reason: str) -> None:
+    async def _lost(self, link: PrefillLink, reason: str) -> None:
         """A stream broke. Is it the peer, or only the stream?"""
         if link is not self._link:
             return
@@ -224,11 +220,11 @@ class HandoffIntake:
         else:
             self._tell(link, self._machine.stream_lost, False, reason)
 
-    async def _talk(self, link: "_Link", opened: receiver.Open) -> None:
+    async def _talk(self, link: PrefillLink, opened: receiver.Open) -> None:
         """Speak and listen until the far end closes the stream."""
         call = link.call
         await link.write(pb.PrefillControl(start=self._start_message(link.target, opened)))
-        renewals = asyncio.create_task(_renew(link))
+        renewals = asyncio.create_task(link.renew())
         try:
             while True:
                 async with asyncio.timeout(SILENCE_S):
@@ -323,7 +319,7 @@ class HandoffIntake:
 
     def _open_stream(self, opened: receiver.Open) -> None:
         self._close_stream(None)
-        link = self._link = _Link(self.target)
+        link = self._link = PrefillLink(self.target)
         self._spawn(self._run_stream(link, opened))
 
     def _close_stream(self, message: pb.PrefillControl | None) -> None:
@@ -334,7 +330,7 @@ class HandoffIntake:
         if message is None:
             link.call.cancel()
         else:
-            self._spawn(_say_last(link, message))
+            self._spawn(link.say_last(message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -418,34 +414,5 @@ class HandoffIntake:
             when_drained()
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    """One Prefill stream; only the newest one is listened to."""
-
-    target: decode_pb2.PrefillTarget
-    call: Any = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def write(self, message: pb.PrefillControl) -> None:
-        """Send a message; gRPC takes one write at a time."""
-        async with self.lock:
-            await self.call.write(message)
-
-
 class _GoneError(Exception):
     """The peer does not hold these blocks (any more)."""
-
-
-async def _renew(link: _Link) -> None:
-    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-        for sequence in range(1, 1 << 30):
-            await asyncio.sleep(HEARTBEAT_S)
-            await link.write(pb.PrefillControl(renew=pb.Renew(sequence=sequence)))
-
-
-async def _say_last(link: _Link, message: pb.PrefillControl) -> None:
-    """Send the last word of a stream; if it cannot be said, the lease will say it."""
-    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-        await link.write(message)
-        async with link.lock:
-            await link.call.done_writing()

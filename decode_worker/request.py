@@ -208,6 +208,7 @@ class DecodeRequest:
     def _on_commit(self, payload_bytes: int) -> None:
         self._parts.transfers.count += 1
         self._parts.transfers.bytes += payload_bytes
+        self.session.transfers(self._parts.transfers)
 
     def _ask_for_peer(self, reason: str, peer_died: bool) -> None:
         if self._intake is None or self._error is not None:

@@ -226,6 +226,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             edges=edges,
             capabilities=self._capabilities if with_capabilities else None,
             last_error=hub.sick,
+            adapters=hub.adapters,
         )
 
     @property

@@ -140,6 +140,11 @@ class RouterSession:
             self._frame.status.capabilities.CopyFrom(keep)
         self._touch(0)
 
+    def transfers(self, totals: common_pb2.TransferTotals) -> None:
+        """A hand-off was counted: whoever has its answer shall find it in the sums."""
+        self._frame.transfers.CopyFrom(totals)
+        self._touch(0)
+
     def _touch(self, size_bytes: int) -> None:
         self._pending_bytes += size_bytes
         self._dirty.set()

@@ -91,12 +91,8 @@ class AdapterDesk:
     def _take(
         self, ref: AdapterRef, prepared: Any, error: BatonError | None, load_s: float
     ) -> None:
-        try:
-            if error is None:
-                self._store.add(ref, prepared)
-        except AdapterLoadError as at_a_rank:
-            error = at_a_rank
         if error is None:
+            self._store.add(ref, prepared)
             self._room.loaded(ref.digest)
             self._names[ref.digest] = ref.name
             self._changed(ref, "loaded", load_s)

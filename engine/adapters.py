@@ -16,6 +16,7 @@ not depend on who shares its batch or chunk.
 # ruff: noqa: N803, N806 - suffixes such as x_TK give shapes
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -131,15 +132,20 @@ class AdapterSet:
         """See ``AdapterStore``."""
         if self._shard is not None:
             self._shard.drop(digest)
-        self._held.pop(digest, None)  # a rank may have failed to read it
+        del self._held[digest]
 
-    @torch.inference_mode()
     def prepare(self, ref: AdapterRef) -> Adapter:
-        """Load an adapter; one thread at a time.
+        """Load an adapter, all ranks at once; one thread at a time.
 
         Raises:
             AdapterLoadError: It does not fit, holds NaN or Inf, or has changed since it was named.
         """
+        if self._shard is None:
+            return self._prepare(ref)
+        return self._shard.prepare_adapter(ref, partial(self._prepare, ref))
+
+    @torch.inference_mode()
+    def _prepare(self, ref: AdapterRef) -> Adapter:
         try:
             artifact = read_adapter(Path(ref.path), self._config, self._max_rank)
         except AdapterError as error:

@@ -5,13 +5,14 @@
     history of a SampleSpec ────────────────────────────────────────┘ has seen this very answer
 
 Nothing here must be handed over, preempted or forked: whoever asks brings the answer, and what is
-kept only saves work. A copy takes microseconds, and so does each token that is fed again.
+kept only saves work. A copy takes microseconds, and so does each token that is fed again. Compiling
+may take seconds, so the grammar of a request is kept for as long as the request lives.
 """
 
 import contextlib
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from engine.text.grammar import GrammarCompiler, Vocabulary, check
 
 Mask = npt.NDArray[np.bool_]
 
-_KEPT_GRAMMARS = 64
+_KEPT_IDLE = 64  # compiled grammars that no request holds
 _KEPT_STATES = 256
 _KEY_TOKENS = 8
 _T = TypeVar("_T")
@@ -67,9 +68,11 @@ class Grammars:
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._loading: Future[GrammarCompiler] = Future()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._holders: Counter[str] = Counter()
+        self._held: dict[str, LLMatcher] = {}
+        self._idle: OrderedDict[str, LLMatcher] = OrderedDict()
         self._states: OrderedDict[_Key, _State] = OrderedDict()
-        self._lock = threading.Lock()  # of `_compiled`: threads put, the step loop gets
+        self._lock = threading.Lock()  # of what is compiled: threads put, the step loop gets
         self.mask_ns = 0  # time spent by the last call of `masks`
         threading.Thread(target=self._load, args=(vocabulary,), daemon=True).start()
 
@@ -79,6 +82,24 @@ class Grammars:
         except BaseException as error:  # noqa: BLE001 - raised again where a grammar is wanted
             self._loading.set_exception(error)
 
+    def hold(self, grammar: str) -> None:
+        """Keep a grammar, compiled now or later, until as many calls of ``release``."""
+        with self._lock:
+            self._holders[grammar] += 1
+            matcher = self._idle.pop(grammar, None)
+            if matcher is not None:
+                self._held[grammar] = matcher
+
+    def release(self, grammar: str) -> None:
+        """One holder less; without any, a grammar is kept while there is room."""
+        with self._lock:
+            self._holders[grammar] -= 1
+            if not self._holders[grammar]:
+                del self._holders[grammar]
+                matcher = self._held.pop(grammar, None)
+                if matcher is not None:
+                    self._keep(grammar, matcher)
+
     def prepare(self, grammar: str) -> LLMatcher:
         """A grammar's matcher at its start; compiling it may take long. For any thread.
 
@@ -86,14 +107,21 @@ class Grammars:
             GrammarError: It does not compile.
         """
         with self._lock:
-            matcher = self._compiled.pop(grammar, None)
+            matcher = self._held.get(grammar) or self._idle.get(grammar)
         if matcher is None:
             matcher = self._loading.result().compile(grammar)
         with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > _KEPT_GRAMMARS:
-                self._compiled.popitem(last=False)
+            self._keep(grammar, matcher)
         return matcher
+
+    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
+        if self._holders[grammar]:
+            self._held[grammar] = matcher
+            return
+        self._idle[grammar] = matcher
+        self._idle.move_to_end(grammar)
+        while len(self._idle) > _KEPT_IDLE:
+            self._idle.popitem(last=False)
 
     def masks(
         self, specs: Sequence[Sequence[SampleSpec]]
@@ -184,6 +212,8 @@ def _common(left: list[int], right: list[int]) -> int:
 class CompileDesk(Generic[_T]):
     """Requests that wait for their grammar to be compiled, off the step loop.
 
+    From ``add`` until ``ended`` the grammar stays compiled.
+
     Args:
         grammars: Where compiled grammars go.
     """
@@ -192,12 +222,16 @@ class CompileDesk(Generic[_T]):
         self._grammars = grammars
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, tuple[_T, Future[LLMatcher]]] = {}
+        self._held: dict[str, str] = {}  # request -> grammar
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, request_id: str, item: _T, grammar: str) -> None:
         """Compile ``grammar`` and keep ``item`` until that is done."""
+        self.ended(request_id)
+        self._held[request_id] = grammar
+        self._grammars.hold(grammar)
         self._waiting[request_id] = (item, self._pool.submit(self._grammars.prepare, grammar))
 
     def drop(self, request_id: str) -> bool:
@@ -206,6 +240,12 @@ class CompileDesk(Generic[_T]):
         if found is not None:
             found[1].cancel()
         return found is not None
+
+    def ended(self, request_id: str) -> None:
+        """A request, with a grammar or without, is over."""
+        grammar = self._held.pop(request_id, None)
+        if grammar is not None:
+            self._grammars.release(grammar)
 
     def take(self) -> list[tuple[_T, BatonError | None]]:
         """What need wait no longer, each with what went wrong."""

@@ -8,18 +8,9 @@ from typing import IO
 from engine import ipc
 from engine.client import EngineClient
 from engine.core import events as ev
+from engine.core.adapters import AdapterRef
 
-RequestReport = (
-    ev.Tokens
-    | ev.Harvested
-    | ev.Admitted
-    | ev.Published
-    | ev.PromptDone
-    | ev.Reserved
-    | ev.Bound
-    | ev.Revoked
-)
-Handler = Callable[[RequestReport | ev.Ended], None]
+Handler = Callable[[ipc.RequestReport | ev.Ended], None]
 
 _IDLE = ev.StepDone(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 _PRIOR_PREFILL_TOKENS_PER_S = 500.0
@@ -44,10 +35,12 @@ class EngineHub:
         self.client = EngineClient(settings, self._on_report, on_progress, stderr)
         self.load = _IDLE
         self.sick = ""
+        self.adapters: set[bytes] = set()  # digests of those that the engine holds
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
+        self._wanted: dict[str, AdapterRef] = {}  # by live requests
         self._prefill_rate = 0.0
         self._decode_steps_s: deque[float] = deque(maxlen=64)
 
@@ -61,7 +54,17 @@ class EngineHub:
     def submit(self, command: ipc.Submit, handler: Handler) -> None:
         """Queue a request; ``handler`` hears all about it, ``Ended`` last."""
         self._handlers[command.request_id] = handler
+        if command.adapter is not None:
+            self._wanted[command.request_id] = command.adapter
         self.client.send(command)
+
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of live requests' adapters: those that are held, and those that are waited for."""
+        held: set[str] = set()
+        waiting: set[str] = set()
+        for ref in self._wanted.values():
+            (held if bytes.fromhex(ref.digest) in self.adapters else waiting).add(ref.name)
+        return sorted(held), sorted(waiting)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -81,10 +84,11 @@ class EngineHub:
             case ev.CacheChanged():
                 self.on_cache_changed(report)
             case ev.AdapterChanged():
-                self.on_adapter_changed(report)
+                self._note_adapter(report)
             case ipc.Sick():
                 self.sick = report.message
             case ev.Ended():
+                self._wanted.pop(report.request_id, None)
                 handler = self._handlers.pop(report.request_id, None)
                 if handler is not None:
                     handler(report)
@@ -94,6 +98,14 @@ class EngineHub:
                 handler = self._handlers.get(report.request_id)
                 if handler is not None:
                     handler(report)
+
+    def _note_adapter(self, change: ev.AdapterChanged) -> None:
+        digest = bytes.fromhex(change.digest)
+        if change.what == "loaded":
+            self.adapters.add(digest)
+        else:
+            self.adapters.discard(digest)
+        self.on_adapter_changed(change)
 
     def _note_step(self, step: ev.StepDone) -> None:
         self.load = step

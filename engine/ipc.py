@@ -144,12 +144,8 @@ class Sick(msgspec.Struct, frozen=True, tag=True):
     failures: int
 
 
-Report = (
-    Progress
-    | Ready
-    | Fatal
-    | Sick
-    | ev.Tokens
+RequestReport = (
+    ev.Tokens
     | ev.Harvested
     | ev.Admitted
     | ev.Published
@@ -157,6 +153,15 @@ Report = (
     | ev.Reserved
     | ev.Bound
     | ev.Revoked
+)
+"""Of one request that has not ended."""
+
+Report = (
+    Progress
+    | Ready
+    | Fatal
+    | Sick
+    | RequestReport
     | ev.Ended
     | ev.CacheChanged
     | ev.AdapterChanged

@@ -21,7 +21,7 @@ The leader holds the embedding table and broadcasts the rows of a step; ranks ne
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -37,7 +37,6 @@ from torch._C._distributed_c10d import (
 
 from engine.attention import Layout
 from engine.core.adapters import AdapterRef
-from engine.core.errors import AdapterLoadError
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
 from engine.linear import Linear
@@ -60,6 +59,8 @@ from engine.ranks import (
 from engine.text.artifact import ModelConfig
 
 LEADER = 0
+
+_T = TypeVar("_T")
 
 
 class Group:
@@ -285,18 +286,21 @@ class Shard:
         if self._others is not None:
             self._others.send(Forward(rows_of(rows), isolated))
 
-    def adapt(self, ref: AdapterRef) -> None:
-        """Let the ranks hold an adapter, all of them or none.
+    def prepare_adapter(self, ref: AdapterRef, own: Callable[[], _T]) -> _T:
+        """``own()`` reads this rank's part of an adapter; the leader's lets the others read theirs.
+
+        For one thread beside the steps.
 
         Raises:
-            AdapterLoadError: One could not read it: its files have gone since the leader did.
+            AdapterLoadError: One could not read it; then no rank keeps it.
+            RankError: A rank is gone.
         """
-        if self._others is None:
-            return
-        self._others.send(Adapt(ref))
-        if problems := self._others.wait_adapted():
-            self.drop(ref.digest)
-            raise AdapterLoadError(problems[0])
+        return own() if self._others is None else self._others.prepare(ref, own)
+
+    def adapt(self, ref: AdapterRef) -> None:
+        """Let the ranks hold an adapter that all have read."""
+        if self._others is not None:
+            self._others.send(Adapt(ref))
 
     def drop(self, digest: str) -> None:
         """Let the ranks forget an adapter."""

@@ -306,6 +306,8 @@ class EngineProcess:
             for report in reports:
                 if isinstance(report, ev.Ended):
                     self._waiting.pop(report.request_id, None)
+                    if self._desk is not None:
+                        self._desk.ended(report.request_id)
             self._control.sendall(ipc.frame(reports))
 
 

@@ -1,10 +1,11 @@
 """One rank of a tensor-parallel replica: it computes its part of every pass, and plans nothing.
 
-    python -m engine.rank RANK SOCKET_FD POOL_FD STORE SETTINGS_JSON
+    python -m engine.rank RANK SOCKET_FD DESK_FD POOL_FD STORE SETTINGS_JSON
 
-``SOCKET_FD`` is one end of a Unix socket pair to the leader (``engine/ranks.py``), ``POOL_FD`` the
-memory file of the KV pool, ``STORE`` the file in which the ranks find each other. The process ends
-when the leader does, when its group breaks, and with exit code 1 when it cannot go on.
+``SOCKET_FD`` and ``DESK_FD`` are ends of Unix socket pairs to the leader (``engine/ranks.py``): its
+orders, and adapters to be read beside them. ``POOL_FD`` is the memory file of the KV pool,
+``STORE`` the file in which the ranks find each other. The process ends when the leader does, when
+its group breaks, and with exit code 1 when it cannot go on.
 """
 
 import contextlib
@@ -12,15 +13,16 @@ import mmap
 import signal
 import socket
 import sys
+import threading
 
 import msgspec
 import torch
 
 from engine import ranks
-from engine.adapters import AdapterSet
+from engine.adapters import Adapter, AdapterSet
 from engine.attention import Layout
 from engine.core.adapters import AdapterRef
-from engine.core.errors import AdapterLoadError
+from engine.core.errors import BatonError
 from engine.ipc import EngineSettings
 from engine.loading import load_model
 from engine.numerics import DTYPES, Numerics
@@ -35,16 +37,24 @@ class Rank:
 
     Args:
         number: This rank, from 1.
-        leader: This end of the socket pair.
+        leader: This end of the socket pair for orders.
+        desk: This end of the socket pair for adapters.
         pool_fd: The memory file for the KV pool.
         settings: Of the engine.
     """
 
     def __init__(
-        self, number: int, leader: socket.socket, pool_fd: int, settings: EngineSettings
+        self,
+        number: int,
+        leader: socket.socket,
+        desk: socket.socket,
+        pool_fd: int,
+        settings: EngineSettings,
     ) -> None:
         self._number = number
         self._leader = leader
+        self._desk = desk
+        self._prepared: dict[str, Adapter] = {}  # read, and not yet held
         self._pool_fd = pool_fd
         self._settings = settings
         self._numerics: Numerics = "fast" if settings.numerics == "fast" else "exact"
@@ -63,6 +73,7 @@ class Rank:
             self._settings.max_adapter_rank,
             self._shard,
         )
+        threading.Thread(target=self._read_adapters, daemon=True).start()
         reader = ranks.order_reader()
         while data := self._leader.recv(1 << 20):
             for order in reader.feed(data):
@@ -72,7 +83,8 @@ class Rank:
                     case ranks.Open():
                         self._open(order)
                     case ranks.Adapt():
-                        self._adapt(order.ref)
+                        ref = order.ref
+                        self._adapters.add(ref, self._prepared.pop(ref.digest))
                     case ranks.Drop():
                         self._adapters.remove(order.digest)
                     case ranks.Forward():
@@ -81,13 +93,28 @@ class Rank:
                     case ranks.Logits():
                         self._model.follow_logits(order.rows)
 
-    def _adapt(self, ref: AdapterRef) -> None:
-        problem = ""
+    def _read_adapters(self) -> None:
+        """Beside the steps, until the leader goes."""
+        reader = ranks.desk_reader()
+        with contextlib.suppress(OSError):
+            while data := self._desk.recv(1 << 16):
+                for order in reader.feed(data):
+                    match order:
+                        case ranks.Prepare(ref):
+                            answer = ranks.Prepared(ref.digest, self._prepare(ref))
+                            self._desk.sendall(ranks.frame(answer))
+                        case ranks.Drop(digest):
+                            self._prepared.pop(digest, None)
+
+    def _prepare(self, ref: AdapterRef) -> str:
+        """What was wrong with the adapter; that is its own fault, and the replica lives on."""
         try:
-            self._adapters.add(ref, self._adapters.prepare(ref))
-        except AdapterLoadError as error:  # the adapter's fault: the replica lives on
-            problem = error.message
-        self._leader.sendall(ranks.frame(ranks.Adapted(problem)))
+            self._prepared[ref.digest] = self._adapters.prepare(ref)
+        except BatonError as known:
+            return known.message
+        except Exception as fault:  # noqa: BLE001 - said to the leader
+            return f"adapter {ref.name}: {type(fault).__name__}: {fault}"
+        return ""
 
     def _load(self, artifact: ModelArtifact) -> None:
         settings = self._settings
@@ -126,11 +153,11 @@ def main() -> None:
     """Entry of ``python -m engine.rank``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
-    number, socket_fd, pool_fd, store, encoded = sys.argv[1:]
-    leader = socket.socket(fileno=int(socket_fd))
+    number, socket_fd, desk_fd, pool_fd, store, encoded = sys.argv[1:]
+    leader, desk = socket.socket(fileno=int(socket_fd)), socket.socket(fileno=int(desk_fd))
     settings = msgspec.json.decode(encoded, type=EngineSettings)
     try:
-        Rank(int(number), leader, int(pool_fd), settings).run(store)
+        Rank(int(number), leader, desk, int(pool_fd), settings).run(store)
     except (BrokenPipeError, ConnectionResetError):
         sys.exit(0)  # the leader is gone
     except Exception as error:  # the process edge: report, then fail loudly

@@ -1,7 +1,7 @@
 """The other ranks of a replica, as the leader sees them: processes that do what they are told.
 
     shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
-                            │  Unix socket to each rank: Load, Open, Forward, Logits
+                            │  Unix socket to each rank: Load, Open, Adapt, Forward, Logits
                             ▼
                           rank 1, rank 2, ...   (python -m engine.rank; parts of the model)
                             ▲
@@ -10,6 +10,9 @@
 A rank that ends closes its socket, which the leader sees between steps; within a step the group
 breaks. Either way the leader raises ``RankError``, and the replica fails as one. Ranks die with
 their leader (``PDEATHSIG``, and the end of their socket).
+
+Adapters are read beside the steps: a thread of the leader asks a thread of each rank, over a second
+socket. When all have read it, holding it is an order like any other, and takes no time.
 """
 
 import os
@@ -20,12 +23,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from engine.core.adapters import AdapterRef
-from engine.core.errors import InternalError
+from engine.core.errors import AdapterLoadError, InternalError
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
 from engine.core.split import Split, splits
@@ -35,6 +39,8 @@ from engine.text.artifact import ModelConfig, ModelError
 STEP_TIMEOUT_S = 10.0
 """A collective that takes longer has met a rank that hangs."""
 LOAD_TIMEOUT_S = 600.0  # the shell has its own, shorter patience
+
+_T = TypeVar("_T")
 
 
 class RankError(InternalError):
@@ -78,14 +84,20 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
         return PlanRow(0, [0] * self.count, self.start, blocks, adapter=self.adapter)
 
 
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Read this adapter beside the steps, and say how that went."""
+
+    ref: AdapterRef
+
+
 class Adapt(msgspec.Struct, frozen=True, tag=True):
-    """Hold this adapter from here on, and say so; the leader has read it already."""
+    """Hold this adapter from here on; all ranks have read it."""
 
     ref: AdapterRef
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Forget this adapter."""
+    """Forget this adapter: the held one as an order, the one that was read beside the steps."""
 
     digest: str
 
@@ -104,6 +116,7 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Load | Open | Adapt | Drop | Forward | Logits
+DeskOrder = Prepare | Drop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -114,9 +127,10 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A rank holds its weights."""
 
 
-class Adapted(msgspec.Struct, frozen=True, tag=True):
-    """A rank holds the adapter, or (``problem``) could not read it."""
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """A rank has read the adapter, or (``problem``) could not."""
 
+    digest: str
     problem: str = ""
 
 
@@ -126,12 +140,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = Started | Loaded | Adapted | Failed
+Answer = Started | Loaded | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: Order | Answer) -> bytes:
+def frame(message: Order | DeskOrder | Answer | Prepared) -> bytes:
     """One message with its length before it."""
     body = _encoder.encode([message])
     return LENGTH.pack(len(body)) + body
@@ -142,13 +156,19 @@ def order_reader() -> FrameReader[Order]:
     return FrameReader(msgspec.msgpack.Decoder(list[Order]))
 
 
+def desk_reader() -> FrameReader[DeskOrder]:
+    """For the thread of a rank that reads adapters."""
+    return FrameReader(msgspec.msgpack.Decoder(list[DeskOrder]))
+
+
 @dataclass(slots=True)
 class _Rank:
     process: subprocess.Popen[bytes]
+    desk: socket.socket
+    desk_reader: FrameReader[Prepared]
     socket: socket.socket
     reader: FrameReader[Answer]
     reached: list[type] = field(default_factory=list)
-    adapted: list[Adapted] = field(default_factory=list)
     closed: bool = False
     said: str = ""
 
@@ -170,13 +190,18 @@ class RankProcesses:
         ]
 
     def _spawn(self, rank: int, settings: EngineSettings, pool_fd: int) -> _Rank:
-        ours, theirs = socket.socketpair()
-        keep = [theirs.fileno(), self._store_fd, *([pool_fd] if pool_fd >= 0 else [])]
+        (ours, theirs), (our_desk, their_desk) = socket.socketpair(), socket.socketpair()
+        sockets = [theirs.fileno(), their_desk.fileno()]
+        keep = [*sockets, self._store_fd, *([pool_fd] if pool_fd >= 0 else [])]
         encoded = msgspec.json.encode(settings).decode()
-        arguments = [str(rank), str(theirs.fileno()), str(pool_fd), self.store, encoded]
+        arguments = [*map(str, (rank, *sockets, pool_fd)), self.store, encoded]
         process = subprocess.Popen([sys.executable, "-m", "engine.rank", *arguments], pass_fds=keep)
         theirs.close()
-        return _Rank(process, ours, FrameReader(msgspec.msgpack.Decoder(list[Answer])))
+        their_desk.close()
+        our_desk.settimeout(LOAD_TIMEOUT_S)
+        reader: FrameReader[Answer] = FrameReader(msgspec.msgpack.Decoder(list[Answer]))
+        desk: FrameReader[Prepared] = FrameReader(msgspec.msgpack.Decoder(list[Prepared]))
+        return _Rank(process, our_desk, desk, ours, reader)
 
     @property
     def count(self) -> int:
@@ -215,14 +240,37 @@ class RankProcesses:
         """
         self._wait(lambda rank: stage in rank.reached, stage.__name__)
 
-    def wait_adapted(self) -> list[str]:
-        """Until every rank has answered ``Adapt``; what went wrong at some of them.
+    def prepare(self, ref: AdapterRef, own: Callable[[], _T]) -> _T:
+        """``own()``, while every rank reads the adapter; for one thread beside the steps.
 
         Raises:
-            RankError: One is gone.
+            AdapterLoadError: ``own`` or a rank could not read it. Then no rank keeps it.
+            RankError: A rank is gone.
         """
-        self._wait(lambda rank: bool(rank.adapted), Adapted.__name__)
-        return [problem for rank in self._ranks if (problem := rank.adapted.pop().problem)]
+        self._tell_desks(Prepare(ref))
+        try:
+            prepared = own()
+        except BaseException:
+            self._problems(ref.digest)
+            self._tell_desks(Drop(ref.digest))
+            raise
+        if problems := self._problems(ref.digest):
+            self._tell_desks(Drop(ref.digest))
+            raise AdapterLoadError(problems[0])
+        return prepared
+
+    def _tell_desks(self, order: DeskOrder) -> None:
+        data = frame(order)
+        for number, rank in enumerate(self._ranks, 1):
+            try:
+                rank.desk.sendall(data)
+            except OSError as error:
+                raise RankError(f"rank {number} reads no adapters any more ({error})") from error
+
+    def _problems(self, digest: str) -> list[str]:
+        """What went wrong at some ranks, once all have answered."""
+        answers = [_prepared(number, rank, digest) for number, rank in enumerate(self._ranks, 1)]
+        return [answer.problem for answer in answers if answer.problem]
 
     def _wait(self, is_done: Callable[[_Rank], bool], what: str) -> None:
         until = time.monotonic() + LOAD_TIMEOUT_S
@@ -250,8 +298,6 @@ class RankProcesses:
                 for answer in rank.reader.feed(data):
                     if isinstance(answer, Failed):
                         rank.said = answer.message
-                    elif isinstance(answer, Adapted):
-                        rank.adapted.append(answer)
                     else:
                         rank.reached.append(type(answer))
 
@@ -274,6 +320,7 @@ class RankProcesses:
         """End them."""
         for rank in self._ranks:
             rank.socket.close()
+            rank.desk.close()
             rank.process.kill()  # it has nothing to keep
         for rank in self._ranks:
             rank.process.wait()
@@ -285,6 +332,20 @@ def _receive(sock: socket.socket) -> bytes:
         return sock.recv(1 << 16)
     except OSError:
         return b""
+
+
+def _prepared(number: int, rank: _Rank, digest: str) -> Prepared:
+    """The answer to ``Prepare``; one to an earlier order, that nobody waited for, is passed by."""
+    while True:
+        try:
+            data = rank.desk.recv(1 << 16)
+        except OSError as error:
+            raise RankError(f"rank {number} does not read its adapter ({error})") from error
+        if not data:
+            raise RankError(f"rank {number} ended while it read an adapter")
+        for answer in rank.desk_reader.feed(data):
+            if answer.digest == digest:
+                return answer
 
 
 def _end_of(number: int, rank: _Rank) -> str:

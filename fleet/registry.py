@@ -12,7 +12,7 @@ A router::
     async for item in EventFeed(registry): ...  # Snapshot, EventBatch, Heartbeat, Forget
 
 Redis may be away, restart empty, or come back old at any time: none of these raises for it, and
-all of them heal by themselves (DESIGN 8).
+all of them heal by themselves.
 """
 
 from fleet.registry_kv import EventFeed, FeedMachine, KvEventPublisher, NameLedger

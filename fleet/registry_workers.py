@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from fleet.kept_file import keep
 from fleet.registry_store import Registry, RegistryUnavailableError
 from fleet.registry_types import WorkerRecord, WorkerState
 
@@ -163,18 +164,8 @@ class RegistryWatcher:
             if _lasting(before.get(worker_id)) != _lasting(now.get(worker_id))
         ]
         if changes:
-            self._save()
+            keep(self._file, self.workers)
         return changes
-
-    def _save(self) -> None:
-        if self._file is None:
-            return
-        scratch = self._file.with_suffix(".new")
-        try:
-            scratch.write_bytes(msgspec.json.encode(self.workers))
-            scratch.replace(self._file)
-        except OSError as error:
-            _LOG.warning("cannot keep the list of workers in %s: %s", self._file, error)
 
     def _load(self) -> dict[str, WorkerRecord]:
         if self._file is None:

@@ -77,6 +77,7 @@ class Supervisor:
         self._run_folder = Path()
         self._redis_url = ""
         self._port = 0
+        self.chats = True  # whether the model takes conversations; known once it was looked at
 
     @property
     def url(self) -> str:
@@ -109,7 +110,9 @@ class Supervisor:
         self._port = claim_port(self._config.host, self._config.port)
         self._choose_name()
         self._logs = fleet_state.log_folder(self._config, self._name)
-        self._say(f"model {self._config.model}: {describe_model(self._config)}")
+        model = describe_model(self._config)
+        self.chats = model.chats
+        self._say(f"model {self._config.model}: {model.text}")
         for note in notes(self._config):
             self._say(f"note: {note}")
         self._run_folder = fleet_state.new_run_folder()

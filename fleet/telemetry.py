@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -65,6 +65,7 @@ class Metrics:
         self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
         self._label_sets: dict[str, int] = {}
         self._model = model
+        self.before_page: Callable[[], None] = lambda: None  # sets what is only known when asked
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter or gauge."""
@@ -79,6 +80,14 @@ class Metrics:
         if not isinstance(child, Gauge):
             raise ValueError(f"{name} is not a gauge")
         child.set(value)
+
+    def set_info(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge that has one series at a time: its labels are what it says."""
+        gauge = self._instruments[name]
+        if not isinstance(gauge, Gauge):
+            raise ValueError(f"{name} is not a gauge")
+        gauge.clear()
+        gauge.labels(**labels).set(value)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Put one value into a histogram."""
@@ -95,6 +104,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The page in Prometheus' text format."""
+        self.before_page()
         return generate_latest(_Page(self._instruments, self._specs, self._model))
 
     def _child(self, name: str, labels: Mapping[str, str]) -> _Instrument:

@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import IO, Any
@@ -117,6 +118,8 @@ class Worker:
         self._publisher = KvEventPublisher(self._registry, self._incarnation)
         self._hub.on_cache_changed = self._on_cache_changed
         self._hub.on_adapter_changed = self._on_adapter_changed
+        if settings.max_adapters:
+            self._metrics.before_page = self._show_adapters
         self._hub.after_step.append(self._note_step)
         self._publisher.start()
         self._presence = Presence(self._registry, self._record)
@@ -367,6 +370,16 @@ class Worker:
             return
         metrics.inc("baton_adapter_loads", adapter=change.name, outcome=change.what)
         metrics.observe("baton_adapter_load_seconds", change.load_s)
+
+    def _show_adapters(self) -> None:
+        running, waiting = self._hub.adapters_in_use()
+        self._metrics.set_info(
+            "baton_adapter_requests_info",
+            time.time(),
+            max_lora=str(self._settings.max_adapters),
+            running_lora_adapters=",".join(running),
+            waiting_lora_adapters=",".join(waiting),
+        )
 
     def _note_step(self, step: ev.StepDone) -> None:
         metrics = self._metrics

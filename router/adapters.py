@@ -19,6 +19,7 @@ from engine.core.adapters import AdapterRef
 from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
 from engine.text.adapter_artifact import AdapterError, read_adapter
 from engine.text.artifact import ModelConfig
+from fleet.kept_file import keep
 from fleet.registry import RegistryUnavailableError
 
 _LOG = logging.getLogger(__name__)
@@ -198,17 +199,7 @@ class AdapterTable:
             if entry.gone and entry.changed_ms < oldest_ms:
                 del self._shared[entry.name]
         if changed:
-            self._save()
-
-    def _save(self) -> None:
-        if self._file is None:
-            return
-        scratch = self._file.with_suffix(".new")
-        try:
-            scratch.write_bytes(msgspec.json.encode(list(self._shared.values())))
-            scratch.replace(self._file)
-        except OSError as error:
-            _LOG.warning("cannot keep the adapters in %s: %s", self._file, error)
+            keep(self._file, list(self._shared.values()))
 
     # ---------------------------------------------------------------- inside
 

@@ -67,6 +67,9 @@ class Exchange(Response):
         status = 499
         try:
             status = await self._run(scope, receive, send)
+        except Exception as fault:
+            status = 499 if isinstance(fault, OSError) else 500
+            raise
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -291,8 +294,8 @@ class Answer(Exchange):
 
 def _bulk_bytes(flight: Flight) -> int:
     """Roughly what of an answer takes time to write; see ``off_loop``."""
-    scores = flight.record.scores
-    return 0 if scores is None else len(scores.logprobs) * (2 + 2 * scores.alternatives)
+    scores, vector = flight.record.scores, len(flight.record.embedding)
+    return vector if scores is None else len(scores.logprobs) * (2 + 2 * scores.alternatives)
 
 
 def _event(payload: dict[str, Any]) -> bytes:

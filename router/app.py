@@ -1,17 +1,24 @@
 """The router's HTTP face: one FastAPI application over one gateway."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, HTTPException, Request, Response
 from opentelemetry.trace import Span
 from pydantic import BaseModel
 
-from engine.core.errors import BatonError, InvalidRequestError, PayloadTooLargeError
+from engine.core.errors import (
+    BatonError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+)
 from fleet.telemetry import Metrics, Tracing
 from router import problems
 from router.adapter_api import add_adapter_calls
@@ -42,7 +49,9 @@ from router.schema import (
 from router.settings import RouterSettings
 from router.spans import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.structured import wanted_grammar
-from router.tools import messages_of
+from router.tools import messages_of, offered
+
+_Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody)
 
 
 class Router:
@@ -118,35 +127,33 @@ class Router:
         @app.post("/v1/chat/completions", **_documented(ChatBody))
         async def chat_completions(request: Request) -> Response:
             """Answer a conversation."""
-            now_ns = time.monotonic_ns()
-            with self._counted(request, "chat"):
-                caller = read_headers(request.headers, self.settings)
-                raw = await self._body(request)
-                body = await off_loop(len(raw), lambda: parse(ChatBody, raw))
-                self.model.check_name(body.model)
-                return await self._chat(body, len(raw), caller, now_ns)
+            return await self._called(request, "chat", ChatBody, self._chat)
 
         @app.post("/v1/completions", **_documented(CompletionBody))
         async def completions(request: Request) -> Response:
             """Continue a text."""
-            now_ns = time.monotonic_ns()
-            with self._counted(request, "completions"):
-                caller = read_headers(request.headers, self.settings)
-                raw = await self._body(request)
-                body = await off_loop(len(raw), lambda: parse(CompletionBody, raw))
-                self.model.check_name(body.model)
-                return await self._completions(body, len(raw), caller, now_ns)
+            return await self._called(request, "completions", CompletionBody, self._completions)
 
         @app.post("/v1/embeddings", **_documented(EmbeddingBody))
         async def embeddings(request: Request) -> Response:
             """One vector for each input."""
-            now_ns = time.monotonic_ns()
-            with self._counted(request, "embeddings"):
-                caller = read_headers(request.headers, self.settings)
-                raw = await self._body(request)
-                body = await off_loop(len(raw), lambda: parse(EmbeddingBody, raw))
-                self.model.check_name(body.model)
-                return await self._embeddings(body, len(raw), caller, now_ns)
+            return await self._called(request, "embeddings", EmbeddingBody, self._embeddings)
+
+    async def _called(
+        self,
+        request: Request,
+        endpoint: str,
+        kind: type[_Body],
+        answer: Callable[[_Body, int, Caller, int], Awaitable[Response]],
+    ) -> Response:
+        """Check who calls and what is asked, then ``answer(body, its bytes, caller, now_ns)``."""
+        now_ns = time.monotonic_ns()
+        with self._counted(endpoint):
+            caller = read_headers(request.headers, self.settings)
+            raw = await self._body(request)
+            body = await off_loop(len(raw), lambda: parse(kind, raw))
+            self.model.check_name(body.model)
+            return await answer(body, len(raw), caller, now_ns)
 
     async def _embeddings(
         self, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
@@ -155,15 +162,14 @@ class Router:
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
             requests = await off_loop(size, lambda: self.preparer.embeddings(body, caller, now_ns))
-        answer_id = requests[0].request_id.rpartition("-")[0]
-        context = self._context("embeddings", answer_id, span)
+        context = self._context("embeddings", requests[0].answer_id, span)
         return EmbeddingAnswer(context, requests, body, at_once=self.settings.window_requests)
 
     async def _chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
         span = gateway_span(self.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body, size, caller.tenant)
+            grammar = await self._grammar(body, size, caller, now_ns)
             prepared = await off_loop(
                 size, lambda: self.preparer.chat(body, caller, now_ns, grammar)
             )
@@ -183,13 +189,11 @@ class Router:
         span = gateway_span(self.tracing, "text_completion", body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            grammar = await self._grammar(body, size, caller.tenant)
+            grammar = await self._grammar(body, size, caller, now_ns)
             requests = await off_loop(
                 size, lambda: self.preparer.completions(body, caller, now_ns, grammar)
             )
-        answer_id = requests[0].request_id
-        if len(requests) > 1:
-            answer_id = answer_id.rpartition("-")[0]
+        answer_id = requests[0].answer_id
         echoes = await off_loop(size, lambda: self._echoes(body)) if body.echo else None
         layout = CompletionFormat(
             n=requests[0].sampling.n,
@@ -205,10 +209,18 @@ class Router:
             include_usage=body.include_usage,
         )
 
-    async def _grammar(self, body: GenerationBody, size: int, tenant: str) -> str:
+    async def _grammar(self, body: GenerationBody, size: int, caller: Caller, now_ns: int) -> str:
         """What the answer must follow, tried and found good; empty = free."""
         wanted = await off_loop(size, lambda: wanted_grammar(body))
-        return await self.grammars.check(*wanted, tenant) if wanted is not None else ""
+        if wanted is None:
+            return ""
+        try:
+            async with asyncio.timeout(caller.timeout_s - (time.monotonic_ns() - now_ns) / 1e9):
+                return await self.grammars.check(*wanted, caller.tenant)
+        except TimeoutError as error:
+            self.metrics.inc("baton_timeouts", phase="grammar")
+            said = f"the grammar could not be checked within {caller.timeout_s:g} s"
+            raise DeadlineError(said, param="x-baton-timeout-ms") from error
 
     def _echoes(self, body: CompletionBody) -> list[str]:
         decode = self.model.tokenizer.decode
@@ -236,13 +248,14 @@ class Router:
         )
 
     @contextlib.contextmanager
-    def _counted(self, request: Request, endpoint: str) -> Any:
+    def _counted(self, endpoint: str) -> Any:
         """Count what is refused before there is an answer to count."""
         try:
             yield
-        except BatonError as error:
-            self.observer.rejected(error.code, "all")
-            self.observer.answered(endpoint, error.status, "all")
+        except Exception as error:
+            known = error if isinstance(error, BatonError) else InternalError(str(error))
+            self.observer.rejected(known.code, "all")
+            self.observer.answered(endpoint, known.status, "all")
             raise
 
     async def _body(self, request: Request) -> bytes:
@@ -328,8 +341,11 @@ class Router:
         if body.messages is not None:
             return self.model.encode_chat(
                 messages_of(body.messages),
+                offered(body.tools),
                 add_generation_prompt=body.add_generation_prompt,
             )
+        if body.tools is not None:
+            raise InvalidRequestError("tools: only with messages", param="tools")
         return self.model.tokenizer.encode(
             body.prompt or "", add_special_tokens=body.add_special_tokens
         )
@@ -357,7 +373,7 @@ class Router:
 
         @app.get("/fleet")
         async def fleet() -> dict[str, Any]:
-            """The workers, at most half a second old."""
+            """The workers as they last reported, ``age_s`` ago: half a second at most."""
             return self.gateway.workers.describe()
 
         @app.get("/fleet/targets")

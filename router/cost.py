@@ -3,6 +3,8 @@
     P → D   queue(P) + compute(P) + exposed transfer(P, D) + room(D) + decode(D) + slowdown(P, D)
     W       queue(W) + compute(W)                          + room(W) + decode(W) + slowdown(W)
 
+and for a LoRA adapter that one of them does not hold yet, the time to load it there.
+
 One unit for everything, so that nothing needs a weight: the seconds that this request waits plus
 the seconds by which it delays the streams that run already. Rates are those that the workers
 fitted to their own steps; until they have, the priors below stand in.
@@ -20,6 +22,8 @@ PRIOR_PREFILL_OVERHEAD_S = 0.01
 PRIOR_DECODE_STEP_S = 0.03
 PRIOR_EDGE_BYTES_PER_S = 500e6
 PRIOR_EDGE_OVERHEAD_S = 0.005
+# Rank 8 for a small model, read and checked (measured: 0.1 s).
+PRIOR_ADAPTER_LOAD_S = 0.1
 # One more sequence in a batch makes its step longer by about this part (measured: 29 → 50 ms from
 # batch 1 to 32).
 STEP_SHARE_PER_STREAM = 0.023
@@ -39,7 +43,8 @@ class Edge:
 class WorkerLoad:
     """A live worker as this router sees it, with what it booked itself.
 
-    ``cached_blocks`` is how much of the prompt at hand the worker holds, by the mirror.
+    ``cached_blocks`` is how much of the prompt at hand the worker holds, by the mirror;
+    ``adapter_s`` is how long it would have to load the prompt's adapter.
     """
 
     worker_id: str
@@ -50,6 +55,7 @@ class WorkerLoad:
     room_blocks: int = 1 << 30  # free and cached
     total_blocks: int = 1 << 30
     cached_blocks: int = 0
+    adapter_s: float = 0.0
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
     prefill_overhead_s: float = PRIOR_PREFILL_OVERHEAD_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
@@ -63,6 +69,7 @@ class Terms:
     """The parts of one candidate's cost, all in seconds."""
 
     queue_s: float
+    adapter_s: float
     compute_s: float
     transfer_s: float
     room_s: float
@@ -72,13 +79,13 @@ class Terms:
     @property
     def total_s(self) -> float:
         """What is compared."""
-        before_s = self.queue_s + self.compute_s + self.transfer_s + self.room_s
+        before_s = self.first_token_s + self.transfer_s + self.room_s
         return before_s + self.decode_s + self.slowdown_s
 
     @property
     def first_token_s(self) -> float:
         """Predicted time from placement to the first token (prefill samples it)."""
-        return self.queue_s + self.compute_s
+        return self.queue_s + self.adapter_s + self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +207,7 @@ def _alone(worker: WorkerLoad, work: _Work) -> Candidate:
     room_s, decode_s, slowdown_s = _decode_terms(worker, work)
     terms = Terms(
         queue_s=worker.queued_tokens / worker.prefill_tokens_per_s,
+        adapter_s=worker.adapter_s,
         compute_s=compute_s,
         transfer_s=0.0,
         room_s=room_s,
@@ -221,6 +229,7 @@ def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
     wire_s = payload_bytes / edge.bytes_per_s
     terms = Terms(
         queue_s=prefill.queued_tokens / prefill.prefill_tokens_per_s,
+        adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
         compute_s=compute_s,
         transfer_s=edge.overhead_s + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
         room_s=room_s,

@@ -84,6 +84,12 @@ class _Format:
             chunk["usage"] = None
         return chunk
 
+    def _ended(self, chunk: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        """The last chunk of a choice says what ended it, as a whole answer does."""
+        if delta.finish_reason is not None:
+            chunk["choices"][0]["stop_reason"] = delta.stop_reason
+        return chunk
+
     def _vllm(self, flight: Flight) -> dict[str, Any]:
         """The field ``prompt_logprobs``, as in vLLM, where it was asked for."""
         if self._prompt_logprobs is None:
@@ -114,7 +120,9 @@ class ChatFormat(_Format):
         if delta.calls:
             content["tool_calls"] = [_call_chunk(call) for call in delta.calls]
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        return self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason)
+        return self._ended(
+            self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason), delta
+        )
 
     def _choice_chunk(
         self,
@@ -145,7 +153,7 @@ class ChatFormat(_Format):
                 "message": _message(delta),
                 "logprobs": self._logprobs(delta.logprobs) if wanted else None,
                 "finish_reason": delta.finish_reason,
-                "stop_reason": record.choices[delta.choice].stop_reason,
+                "stop_reason": delta.stop_reason,
             }
             for delta in record.take()
         ]
@@ -251,7 +259,9 @@ class CompletionFormat(_Format):
         """A piece of text."""
         logprobs = self._logprobs(prompt, delta.logprobs) if delta.logprobs else None
         index = prompt * self._n + delta.choice
-        return self._choice_chunk(index, delta.text, logprobs, delta.finish_reason)
+        return self._ended(
+            self._choice_chunk(index, delta.text, logprobs, delta.finish_reason), delta
+        )
 
     def _choice_chunk(
         self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
@@ -284,7 +294,7 @@ class CompletionFormat(_Format):
                     "text": echo + delta.text,
                     "logprobs": self._logprobs(prompt, delta.logprobs, echoed) if wanted else None,
                     "finish_reason": delta.finish_reason,
-                    "stop_reason": flight.record.choices[delta.choice].stop_reason,
+                    "stop_reason": delta.stop_reason,
                     **extra,
                 }
                 for delta in flight.record.take()

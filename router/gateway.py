@@ -11,7 +11,6 @@ timer, and the handlers that are concerned hear the bell.
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
 from time import monotonic_ns, time_ns
 from typing import Any
 
@@ -45,9 +44,9 @@ from router.load import LoadBook
 from router.mirror import Mirror
 from router.observe import Observer
 from router.placement import Placer
+from router.records import KeptRecords
 from router.repair import MAX_ATTEMPTS, after_worker_death
-from router.request import GenerationRequest, part_id
-from router.schema import MAX_INPUTS
+from router.request import GenerationRequest
 from router.settings import RouterSettings
 from router.streams import WorkerLink, own_wire
 from router.workers import WorkerTable
@@ -90,7 +89,7 @@ class Gateway:
         self._placer = Placer(settings, self.workers, mirror, self._book, observer, self.router_id)
         self._repairs = HandoffRepairs(settings, self.workers, self._book, observer, self._fail_at)
         self._flights: dict[str, Flight] = {}
-        self._kept: OrderedDict[str, Flight] = OrderedDict()
+        self._kept = KeptRecords(settings.kept_records)
         self._pumping = False
         self._closing = False
 
@@ -132,7 +131,7 @@ class Gateway:
         if not request.probe:
             entry = self._placer.waiting(request)
             loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
-            self._keep(flight)
+            self._kept.keep(flight)
         self._flights[flight.id] = flight
         loop = asyncio.get_running_loop()
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
@@ -162,26 +161,13 @@ class Gateway:
         self._finish(flight, CancelledError_("the client went away"))
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        """What was decided for a request and why; None when it is not known (any more).
-
-        A call with several prompts or inputs is one request for each: all its parts are listed.
-        """
-        flight = self._kept.get(request_id)
-        if flight is not None:
-            return flight.explain()
-        names = [part_id(request_id, index) for index in range(MAX_INPUTS)]
-        parts = [self._kept[name].explain() for name in names if name in self._kept]
-        return {"id": request_id, "parts": parts} if parts else None
+        """What was decided for a request and why; None when it is not known (any more)."""
+        return self._kept.explain(request_id)
 
     @property
     def in_flight(self) -> int:
         """Requests that have not ended, and those whose worker has not confirmed the end."""
         return len(self._flights)
-
-    def _keep(self, flight: Flight) -> None:
-        self._kept[flight.id] = flight
-        while len(self._kept) > self.settings.kept_records:
-            self._kept.popitem(last=False)
 
     def _window(self) -> int:
         return len(self.workers.usable) * self.settings.window_requests
@@ -362,8 +348,10 @@ class Gateway:
         """Everything that a worker did in one step. A fault in one request ends only that one."""
         now_ns = monotonic_ns()
         if frame.HasField("status"):
-            self.workers.note_status(link)
+            self.workers.note_transfers(link, frame.status.transfers)
             self._book.reported(link.worker_id, now_ns)
+        if frame.HasField("transfers"):
+            self.workers.note_transfers(link, frame.transfers)
         flights = self._flights
         for route in frame.routes:
             flight = flights.get(route.request_id)

@@ -1,7 +1,8 @@
 """Tries grammars before admission: off the event loop, with a time limit, one after the other.
 
 Of each tenant only one stands in the common line, so tenants take turns: many expensive grammars of
-one hold another's up by one.
+one hold another's up by one. A caller that cannot wait leaves the line; what is being tried then is
+tried to its end, because the process has one question at a time and its verdict is worth keeping.
 """
 
 import asyncio
@@ -57,6 +58,7 @@ class GrammarChecker:
         self._known: OrderedDict[Question, Verdict] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._trial: asyncio.Task[Verdict] | None = None
         self._lines: dict[str, _Line] = {}  # of tenants that have any
 
     async def check(
@@ -93,6 +95,9 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """End the process."""
+        if self._trial is not None:
+            self._trial.cancel()
+            await asyncio.gather(self._trial, return_exceptions=True)
         await self._kill()
 
     async def _in_turn(self, question: Question, tenant: str) -> Verdict:
@@ -101,15 +106,25 @@ class GrammarChecker:
             raise UnavailableError(f"{line.waiting} grammars are waiting to be compiled")
         line.waiting += 1
         try:
-            async with line.lock, self._turn:
-                verdict = self._known.get(question)
-                return verdict if verdict is not None else await self._try(question)
+            async with line.lock:
+                await self._turn.acquire()
+                self._trial = asyncio.create_task(self._try(question), name="grammar")
+                self._trial.add_done_callback(self._tried)
+                return await asyncio.shield(self._trial)
         finally:
             line.waiting -= 1
             if not line.waiting:
                 del self._lines[tenant]
 
+    def _tried(self, trial: asyncio.Task[Verdict]) -> None:
+        self._turn.release()
+        if not trial.cancelled():
+            trial.exception()  # seen, also where nobody waits for it any more
+
     async def _try(self, question: Question) -> Verdict:
+        known = self._known.get(question)
+        if known is not None:  # tried while this one waited
+            return known
         process = self._process or await self._start()
         began_s = monotonic()
         try:

@@ -10,6 +10,7 @@ Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and th
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import msgspec
 from batonpb.common_pb2 import PromptLogprobs, TokenLogprob
 from batonpb.decode_pb2 import RequestRoute, RequestTimes, TokenRun
 
@@ -39,6 +40,7 @@ class Delta:
     calls: list[CallDelta] = field(default_factory=list)
     logprobs: list[ShownLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or token that ended it, if one did
 
 
 class RunResult(NamedTuple):
@@ -114,7 +116,7 @@ class ChoiceRecord:
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
-        self.stop_reason = stop_reason
+        self.stop_reason = self._pending.stop_reason = stop_reason
 
     def _show(self, text: str) -> None:
         calls: list[CallDelta] = []
@@ -280,7 +282,10 @@ class RequestRecord:
 
     def shed(self) -> None:
         """The answer is out: keep its figures for later questions, not its tokens."""
-        self.request = replace(self.request, prompt=())
+        sampling = self.request.sampling
+        grammar = sampling.grammar[:1]  # whether there was one
+        sampling = msgspec.structs.replace(sampling, grammar=grammar, logit_bias=())
+        self.request = replace(self.request, prompt=(), sampling=sampling)
         self.scores, self._scores, self.embedding = None, ScoresIntake(0), b""
         for choice in self.choices:
             choice.shed()

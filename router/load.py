@@ -17,6 +17,7 @@ class _Booking:
     tokens: int
     streams: int
     at_ns: int
+    adapter: str
     reported: bool = False
 
 
@@ -27,11 +28,23 @@ class LoadBook:
         self._booked: dict[str, dict[str, _Booking]] = {}
 
     def book(
-        self, worker_id: str, request_id: str, *, tokens: int, streams: int, now_ns: int
+        self,
+        worker_id: str,
+        request_id: str,
+        *,
+        tokens: int,
+        streams: int,
+        now_ns: int,
+        adapter: str = "",
     ) -> None:
-        """Count a placement: prompt tokens to compute, and sequences to run."""
+        """Count a placement: prompt tokens to compute, sequences to run, the adapter's digest."""
         worker = self._booked.setdefault(worker_id, {})
-        worker[request_id] = _Booking(tokens, streams, now_ns)
+        worker[request_id] = _Booking(tokens, streams, now_ns, adapter)
+
+    def brings(self, worker_id: str, adapter: str) -> bool:
+        """Whether a request that was placed there makes the worker load this adapter."""
+        booked = self._booked.get(worker_id, {})
+        return any(booking.adapter == adapter for booking in booked.values())
 
     def computed(self, request_id: str) -> None:
         """The first token came: the prompt is no longer a load."""

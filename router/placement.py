@@ -1,6 +1,7 @@
 """Places a request: which workers there are, what each choice costs, the booking, the sending."""
 
 import random
+from functools import partial
 from time import monotonic_ns
 
 from batonpb.decode_pb2 import Submission
@@ -121,7 +122,9 @@ class Placer:
         names = self._names.of(request, usable)
         reusable = [] if request.whole_prompt else names
         found = candidates(
-            self._workers.loads(usable, reusable, self._mirror, self._book, now_ns),
+            self._workers.loads(
+                usable, reusable, self._mirror, self._book, now_ns, request.adapter_digest
+            ),
             mode=request.mode,
             prompt_tokens=len(request.prompt),
             expected_tokens=self._expected_tokens(request),
@@ -154,10 +157,11 @@ class Placer:
             return
         computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id
         tokens = chosen.uncached_tokens
+        book = partial(self._book.book, now_ns=now_ns, adapter=flight.request.adapter_digest)
         if computes != decodes:
-            self._book.book(computes, flight.id, tokens=tokens, streams=0, now_ns=now_ns)
+            book(computes, flight.id, tokens=tokens, streams=0)
             tokens = 0
-        self._book.book(decodes, flight.id, tokens=tokens, streams=n, now_ns=now_ns)
+        book(decodes, flight.id, tokens=tokens, streams=n)
 
     def _send(self, flight: Flight, attempt: int, now_ns: int) -> BatonError | None:
         request = flight.request

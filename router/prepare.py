@@ -142,7 +142,8 @@ class Preparer:
             raise InvalidRequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
-        prompt = self._model.encode_chat(messages_of(body.messages), offered(body))
+        tools = offered(body.tools, body.tool_choice)
+        prompt = self._model.encode_chat(messages_of(body.messages), tools)
         wanted = body.max_completion_tokens or body.max_tokens
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
@@ -154,7 +155,7 @@ class Preparer:
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
         _check_scores(body, [request])
-        return replace(request, reads_calls=bool(offered(body)))
+        return replace(request, reads_calls=bool(tools))
 
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""
@@ -193,8 +194,10 @@ class Preparer:
                 grammar=grammar,
             )
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_alternatives)
-            name = request_id if len(prompts) == 1 else part_id(request_id, index)
-            request = self._request(name, body, caller, prompt, sampling, now_ns)
+            request = self._request(request_id, body, caller, prompt, sampling, now_ns)
+            if len(prompts) > 1:
+                name = part_id(request_id, index)
+                request = replace(request, request_id=name, part_of=request_id)
             requests.append(replace(request, score_only=scores_only))
         _check_scores(body, requests)
         return requests
@@ -222,23 +225,10 @@ class Preparer:
         for index, text in enumerate(inputs):
             prompt = self._model.encode_prompt(text, param="input")
             self._room(prompt, "input", answer_tokens=0)
-            requests.append(
-                GenerationRequest(
-                    request_id=part_id(request_id, index),
-                    prompt=tuple(prompt),
-                    sampling=SamplingParams(max_tokens=1, temperature=0.0),
-                    tenant=caller.tenant,
-                    cache_scope=self._scope(caller, None),
-                    adapter=self._model.adapter_of(body.model),
-                    priority=body.priority or 0,
-                    mode=caller.mode,
-                    user=body.user,
-                    arrived_ns=now_ns,
-                    deadline_ns=now_ns + int(caller.timeout_s * 1e9),
-                    traceparent=caller.traceparent,
-                    pooling=body.pooling,
-                )
-            )
+            name = part_id(request_id, index)
+            sampling = SamplingParams(max_tokens=1, temperature=0.0)
+            request = self._request(name, body, caller, prompt, sampling, now_ns)
+            requests.append(replace(request, part_of=request_id, pooling=body.pooling))
         return requests
 
     def _room(self, prompt: list[int], param: str, answer_tokens: int = 1) -> int:
@@ -328,19 +318,20 @@ class Preparer:
     def _request(
         self,
         request_id: str,
-        body: GenerationBody,
+        body: GenerationBody | EmbeddingBody,
         caller: Caller,
         prompt: list[int],
         sampling: SamplingParams,
         now_ns: int,
     ) -> GenerationRequest:
+        salt = body.cache_salt if isinstance(body, GenerationBody) else None
         return GenerationRequest(
             request_id=request_id,
             prompt=tuple(prompt),
             sampling=sampling,
-            stops=body.stops,
+            stops=body.stops if isinstance(body, GenerationBody) else (),
             tenant=caller.tenant,
-            cache_scope=self._scope(caller, body.cache_salt),
+            cache_scope=self._scope(caller, salt),
             adapter=self._model.adapter_of(body.model),
             priority=body.priority or 0,
             mode=caller.mode,

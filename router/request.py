@@ -33,6 +33,7 @@ class GenerationRequest:
         traceparent: Parent of the spans at the workers.
         pooling: Not empty: the answer is the prompt's pooled hidden state; nothing is drawn.
         score_only: Only the prompt's scores are wanted: the one token that is drawn is not shown.
+        part_of: The call, where it has several prompts or inputs: each is a request.
     """
 
     request_id: str
@@ -53,6 +54,17 @@ class GenerationRequest:
     traceparent: str = ""
     pooling: str = ""
     score_only: bool = False
+    part_of: str = ""
+
+    @property
+    def answer_id(self) -> str:
+        """The name of the call, for the client."""
+        return self.part_of or self.request_id
+
+    @property
+    def adapter_digest(self) -> str:
+        """Of the adapter, hexadecimal; empty for the model itself."""
+        return self.adapter.digest if self.adapter is not None else ""
 
     @property
     def scored(self) -> bool:

@@ -18,6 +18,12 @@ _FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _INT32 = 2**31
+# To list the faults of a million items takes a minute, in which this process does nothing else.
+_FIRST_FAULT = Field(fail_fast=True)
+_Choices = Annotated[list[_NonEmpty], Field(min_length=1, max_length=4096), _FIRST_FAULT]
+_Ids = Annotated[list[_TokenId], _FIRST_FAULT]
+_Prompts = str | Annotated[list[str], _FIRST_FAULT] | _Ids | Annotated[list[_Ids], _FIRST_FAULT]
+_MAX_FAULTS = 256  # that are looked at, to name one of them
 
 MAX_PROMPTS = 64
 MAX_INPUTS = 2048  # OpenAI's limit for embeddings
@@ -71,13 +77,14 @@ class Message(_Strict):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[CalledTool] | None = None
+    content: str | Annotated[list[TextPart], _FIRST_FAULT] | None = None
+    tool_calls: Annotated[list[CalledTool], _FIRST_FAULT] | None = None
     tool_call_id: _NonEmpty | None = None
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
     neutral = {
         name: _only(None)
-        for name in ("name", "refusal", "audio", "function_call", "annotations", "reasoning")
+        for name in ("refusal", "audio", "function_call", "annotations", "reasoning")
     }
 
     def text(self) -> str:
@@ -118,6 +125,11 @@ class ToolNamed(_Strict):
     function: FunctionNamed
 
 
+_Messages = Annotated[list[Message], Field(min_length=1), _FIRST_FAULT]
+_Tools = Annotated[list[ToolOffered], Field(max_length=128)]
+ToolChoice = Literal["none", "auto", "required"] | ToolNamed
+
+
 class StreamOptions(_Strict):
     """How a stream ends."""
 
@@ -147,7 +159,7 @@ class StructuredOutputs(_Strict):
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: _NonEmpty | None = None
-    choice: Annotated[list[_NonEmpty], Field(min_length=1, max_length=4096)] | None = None
+    choice: _Choices | None = None
     grammar: _NonEmpty | None = None
 
 
@@ -180,7 +192,7 @@ class GenerationBody(_Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: _NonEmpty | None = None
-    guided_choice: Annotated[list[_NonEmpty], Field(min_length=1, max_length=4096)] | None = None
+    guided_choice: _Choices | None = None
     guided_grammar: _NonEmpty | None = None
 
     @property
@@ -199,12 +211,12 @@ class GenerationBody(_Strict):
 class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: _Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[ToolOffered], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolNamed | None = None
+    tools: _Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     neutral = {
@@ -228,7 +240,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    prompt: _Prompts
     max_tokens: Annotated[int, Field(ge=0, lt=_INT32)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -258,7 +270,7 @@ class EmbeddingBody(_Strict):
     """``POST /v1/embeddings``. ``pooling`` and ``normalize`` are Baton's own."""
 
     model: _NonEmpty
-    input: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    input: _Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
     pooling: Literal["mean", "last"] = "mean"
@@ -276,7 +288,8 @@ class TokenizeBody(_Strict):
 
     model: _NonEmpty | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: _Messages | None = None
+    tools: _Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -286,7 +299,7 @@ class DetokenizeBody(_Strict):
     """``POST /detokenize``."""
 
     model: _NonEmpty | None = None
-    tokens: list[_TokenId]
+    tokens: _Ids
 
 
 class LoadAdapterBody(_Strict):
@@ -357,6 +370,8 @@ def _without_neutral(kind: type[_Strict], data: dict[str, Any], where: str) -> d
 
 def _refusal(error: ValidationError, data: Any) -> InvalidRequestError:
     """The first field at fault. Of a union's branches, those that got furthest speak."""
+    if error.error_count() > _MAX_FAULTS:
+        return InvalidRequestError(f"the body has {error.error_count()} faults, too many to list")
     placed = [(_place(item["loc"], data), item) for item in error.errors(include_url=False)]
     first = placed[0][0][:1]
     same = [(place, item) for place, item in placed if place[:1] == first]

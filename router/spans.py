@@ -85,7 +85,8 @@ def ended_on_error(span: Span) -> Iterator[None]:
     """A request that is refused ends its span here; otherwise the answer does."""
     try:
         yield
-    except BatonError as error:
-        span.set_attribute("error.type", error.code)
+    except BaseException as error:
+        code = error.code if isinstance(error, BatonError) else type(error).__name__
+        span.set_attribute("error.type", code)
         span.end()
         raise

@@ -24,7 +24,7 @@ def wanted_grammar(body: GenerationBody) -> Wanted | None:
         InvalidRequestError: There is more than one; names them.
     """
     found = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
-    if isinstance(body, ChatBody) and (tools := offered(body)):
+    if isinstance(body, ChatBody) and (tools := offered(body.tools, body.tool_choice)):
         found.append(Wanted("tools", "grammar", calls_grammar_of(body, tools)))
     if len(found) > 1:
         names = " and ".join(sorted({wanted.param for wanted in found}))

@@ -4,12 +4,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from engine.core.errors import InvalidRequestError
 from engine.text.tools import Tool, calls_grammar
-from router.schema import ChatBody, Message, ToolNamed
+from router.schema import ChatBody, Message, ToolChoice, ToolNamed, ToolOffered
 
 
-def offered(body: ChatBody) -> list[Tool]:
+def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = None) -> list[Tool]:
     """The tools that the answer may call: of a named choice only that one, of ``none`` none.
 
     Raises:
@@ -21,10 +23,9 @@ def offered(body: ChatBody) -> list[Tool]:
             description=item.function.description,
             parameters=item.function.parameters,
         )
-        for item in body.tools or ()
+        for item in listed or ()
     ]
     _check(tools)
-    choice = body.tool_choice
     if choice == "none":
         return []
     if isinstance(choice, ToolNamed):
@@ -88,8 +89,12 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
                     param=f"{where}.tool_call_id",
                 )
             entry["tool_call_id"] = message.tool_call_id
+            if message.name is not None:
+                entry["name"] = message.name
         elif message.tool_call_id is not None:
             raise _misplaced(f"{where}.tool_call_id", "a tool")
+        elif message.name is not None:  # many templates would pass it over in silence
+            raise _misplaced(f"{where}.name", "a tool")
         found.append(entry)
     return found
 
@@ -99,8 +104,10 @@ def _calls(message: Message, where: str) -> list[dict[str, str]]:
     for index, call in enumerate(message.tool_calls or ()):
         given = call.function
         try:
+            # Templates write them anew: nothing too deep for that, no NaN, no half of a character.
+            from_json(given.arguments, allow_inf_nan=False)
             is_object = isinstance(json.loads(given.arguments), dict)
-        except (ValueError, RecursionError):
+        except ValueError:
             is_object = False
         if not is_object:
             param = f"{where}.tool_calls[{index}].function.arguments"

@@ -7,6 +7,8 @@ from time import monotonic_ns
 
 import msgspec
 
+from fleet.kept_file import keep
+
 _LOG = logging.getLogger(__name__)
 
 _SAVE_EVERY_NS = 1_000_000_000
@@ -65,16 +67,9 @@ class TransferLedger:
         return total
 
     def save(self) -> None:
-        """Write the file, whole or not at all; a full disk costs only the memory of it."""
+        """Write the file."""
         self._saved_ns = monotonic_ns()
-        if self._file is None:
-            return
-        draft = self._file.with_suffix(".new")
-        try:
-            draft.write_bytes(msgspec.json.encode(self._book))
-            draft.replace(self._file)
-        except OSError as error:
-            _LOG.warning("cannot write %s: %s", self._file, error)
+        keep(self._file, self._book)
 
 
 def _add(a: Totals, b: Totals) -> Totals:

@@ -61,7 +61,7 @@ class NameCache:
 
     def seed(self, request: GenerationRequest, capabilities: Capabilities) -> bytes:
         """The seed of the request's block names on a worker of these capabilities."""
-        digest = request.adapter.digest if request.adapter is not None else ""
+        digest = request.adapter_digest
         key = (format_id(capabilities), digest, request.cache_scope)
         known = self._seeds.get(key)
         if known is None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from batonpb.common_pb2 import Capabilities, WorkerStatus
+from batonpb.common_pb2 import Capabilities, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
 from engine.core.geometry import head_bytes
 from fleet.registry_types import WorkerRecord
 from router.cost import (
+    PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
     PRIOR_EDGE_BYTES_PER_S,
     PRIOR_EDGE_OVERHEAD_S,
@@ -100,6 +101,7 @@ class Slot:
             "running": status.running,
             "waiting": status.waiting,
             "threads": 0 if state == "dead" else status.threads or record.threads,
+            "age_s": round((monotonic_ns() - link.status_ns) / 1e9, 3) if alive and link else None,
         }
 
 
@@ -238,12 +240,10 @@ class WorkerTable:
         if slot is not None:
             self._mark_dead(slot)
 
-    def note_status(self, link: WorkerLink) -> None:
-        """A report came: remember the transfers of this incarnation."""
-        if link.status is not None:
-            totals = link.status.transfers
-            sums = (totals.count, totals.bytes, totals.failures)
-            self._transfers.note(link.incarnation, sums)
+    def note_transfers(self, link: WorkerLink, totals: TransferTotals) -> None:
+        """What this incarnation has received so far."""
+        sums = (totals.count, totals.bytes, totals.failures)
+        self._transfers.note(link.incarnation, sums)
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())
@@ -279,10 +279,20 @@ class WorkerTable:
         mirror: Mirror,
         book: LoadBook,
         now_ns: int,
+        adapter: str = "",
     ) -> list[WorkerLoad]:
-        """The slots as the cost model takes them, for a prompt with these block names."""
+        """The slots as the cost model takes them.
+
+        Args:
+            slots: Usable ones.
+            names: Of the prompt's full blocks.
+            mirror: Who holds which of them.
+            book: What was placed.
+            now_ns: Monotonic clock.
+            adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
+        """
         return [
-            load_of(slot, mirror.prefix_blocks(slot.link.incarnation, names, now_ns), book)
+            load_of(slot, mirror.prefix_blocks(slot.link.incarnation, names, now_ns), book, adapter)
             for slot in slots
             if slot.link is not None
         ]
@@ -292,13 +302,14 @@ def _long_dead(slot: Slot, limit_ns: int) -> bool:
     return slot.dead_since_ns is not None and slot.dead_since_ns < limit_ns
 
 
-def load_of(slot: Slot, cached_blocks: int, book: LoadBook) -> WorkerLoad:
+def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -> WorkerLoad:
     """One worker's load: its last report, and what was booked since."""
     link = slot.link
     if link is None or link.status is None:
         raise ValueError(f"{slot.worker_id} is not connected")
     status, groups = link.status, link.capabilities.kv_groups
     tokens, streams = book.unreported(slot.worker_id)
+    at_hand = bytes.fromhex(adapter) in status.adapters or book.brings(slot.worker_id, adapter)
     return WorkerLoad(
         worker_id=slot.worker_id,
         incarnation=link.incarnation,
@@ -308,6 +319,7 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook) -> WorkerLoad:
         room_blocks=status.kv_blocks.free + status.kv_blocks.cached,
         total_blocks=status.kv_blocks.total,
         cached_blocks=cached_blocks,
+        adapter_s=PRIOR_ADAPTER_LOAD_S if adapter and not at_hand else 0.0,
         prefill_tokens_per_s=status.prefill_tokens_per_s or PRIOR_PREFILL_TOKENS_PER_S,
         prefill_overhead_s=status.prefill_overhead_s or PRIOR_PREFILL_OVERHEAD_S,
         decode_step_s=status.decode_step_s or PRIOR_DECODE_STEP_S,

@@ -78,18 +78,14 @@ class AdapterStore(Protocol):
     """The adapters that a runner holds, by digest."""
 
     def prepare(self, ref: AdapterRef) -> Any:
-        """Read and check an adapter. Slow; called in a thread of its own.
+        """Read and check an adapter, on every rank. Slow; called in a thread of its own.
 
         Raises:
             AdapterLoadError: It cannot be loaded, or is not the one that ``digest`` names.
         """
 
     def add(self, ref: AdapterRef, prepared: Any) -> None:
-        """Hold what ``prepare`` returned; between steps only.
-
-        Raises:
-            AdapterLoadError: Another rank could not read it meanwhile.
-        """
+        """Hold what ``prepare`` returned; between steps only, and at once."""
 
     def remove(self, digest: str) -> None:
         """Let an adapter go that no row needs any more; between steps only."""

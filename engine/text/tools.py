@@ -94,7 +94,7 @@ def conversation(
     Args:
         messages: With ``role`` and ``content``; a call of the assistant is an entry
             ``{"id", "name", "arguments"}`` of ``tool_calls``, arguments as JSON text; a result has
-            the role ``tool``.
+            the role ``tool``, and perhaps the ``name`` of its tool.
         tools: What may be called; empty for none.
         syntax: Of the template.
     """
@@ -123,7 +123,8 @@ def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    plain = ("role", "content", "tool_call_id", "name")
+    found = {key: message[key] for key in plain if key in message}
     if calls := _calls(message):
         found["tool_calls"] = [
             {

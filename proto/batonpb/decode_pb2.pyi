@@ -132,20 +132,22 @@ class Drain(_message.Message):
     def __init__(self, on: _Optional[bool] = ...) -> None: ...
 
 class WorkerFrame(_message.Message):
-    __slots__ = ("step", "tokens", "routes", "ends", "prefill_needed", "status")
+    __slots__ = ("step", "tokens", "routes", "ends", "prefill_needed", "status", "transfers")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NEEDED_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     step: int
     tokens: _containers.RepeatedCompositeFieldContainer[TokenRun]
     routes: _containers.RepeatedCompositeFieldContainer[RequestRoute]
     ends: _containers.RepeatedCompositeFieldContainer[RequestEnd]
     prefill_needed: _containers.RepeatedCompositeFieldContainer[PrefillNeeded]
     status: _common_pb2.WorkerStatus
-    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[RequestRoute, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[RequestEnd, _Mapping]]] = ..., prefill_needed: _Optional[_Iterable[_Union[PrefillNeeded, _Mapping]]] = ..., status: _Optional[_Union[_common_pb2.WorkerStatus, _Mapping]] = ...) -> None: ...
+    transfers: _common_pb2.TransferTotals
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[RequestRoute, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[RequestEnd, _Mapping]]] = ..., prefill_needed: _Optional[_Iterable[_Union[PrefillNeeded, _Mapping]]] = ..., status: _Optional[_Union[_common_pb2.WorkerStatus, _Mapping]] = ..., transfers: _Optional[_Union[_common_pb2.TransferTotals, _Mapping]] = ...) -> None: ...
 
 class TokenRun(_message.Message):
     __slots__ = ("request_id", "attempt", "choice", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "has_stop_token", "prompt_logprobs", "embedding")

@@ -1,6 +1,7 @@
 """One fleet for all tests that leave its workers alive."""
 
 import pytest
+from openai import OpenAI
 
 from tests.e2e.fleet_processes import fleet
 
@@ -9,3 +10,18 @@ from tests.e2e.fleet_processes import fleet
 def shared(tmp_path_factory):
     with fleet(tmp_path_factory.mktemp("f"), "prefill-0", "prefill-1", "decode-0") as running:
         yield running
+
+
+@pytest.fixture(scope="module", params=["disaggregated", "colocated"])
+def client(request, shared):
+    """The official client, in each mode."""
+    headers = {"x-baton-mode": request.param}
+    with OpenAI(base_url=f"{shared.url}/v1", api_key="none", default_headers=headers) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def anywhere(shared):
+    """For what the mode has no part in."""
+    with OpenAI(base_url=f"{shared.url}/v1", api_key="none") as made:
+        yield made

@@ -4,19 +4,12 @@ import math
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from tests.e2e.fleet_processes import NAME
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TALE = "Once upon a time there was a"
-
-
-@pytest.fixture(scope="module", params=["disaggregated", "colocated"])
-def client(request, shared):
-    headers = {"x-baton-mode": request.param}
-    with OpenAI(base_url=f"{shared.url}/v1", api_key="none", default_headers=headers) as made:
-        yield made
 
 
 def complete(client, prompt=TALE, **fields):

@@ -4,18 +4,11 @@ import math
 
 import httpx
 import pytest
-from openai import APIStatusError, OpenAI
+from openai import APIStatusError
 
 from tests.e2e.fleet_processes import NAME
 
 TEXT = "The sun rises in the east and sets in the west. The capital of France is Paris."
-
-
-@pytest.fixture(scope="module", params=["disaggregated", "colocated"])
-def client(request, shared):
-    headers = {"x-baton-mode": request.param}
-    with OpenAI(base_url=f"{shared.url}/v1", api_key="none", default_headers=headers) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +22,10 @@ def score(client, prompt=TEXT, **fields):
     return client.completions.create(model=NAME, prompt=prompt, **fields)
 
 
-def test_scores_of_text_and_of_ids_are_the_same_on_every_way(client, shared, ids):
+def test_scores_of_text_and_of_ids_are_the_same_on_every_way(client, anywhere, ids):
     [first] = score(client).choices
     again = score(client, prompt=[ids, ids[:9]])
-    with OpenAI(base_url=f"{shared.url}/v1", api_key="none") as anywhere:
-        [third] = score(anywhere).choices
+    [third] = score(anywhere).choices
     assert first.text == TEXT
     assert first.logprobs == again.choices[0].logprobs == third.logprobs
     assert again.choices[1].logprobs.token_logprobs == first.logprobs.token_logprobs[:9]

@@ -39,20 +39,6 @@ SCHEMAS = {
 MESSAGES = [{"role": "user", "content": "Tell me about Paris in France."}]
 
 
-@pytest.fixture(scope="module", params=["disaggregated", "colocated"])
-def client(request, shared):
-    headers = {"x-baton-mode": request.param}
-    with OpenAI(base_url=f"{shared.url}/v1", api_key="none", default_headers=headers) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def anywhere(shared):
-    """For what the mode has no part in."""
-    with OpenAI(base_url=f"{shared.url}/v1", api_key="none") as made:
-        yield made
-
-
 def ask(client, schema, **fields):
     wanted = {"name": "answer", "schema": schema, "strict": True}
     return client.chat.completions.create(

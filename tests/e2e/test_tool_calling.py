@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from tests.e2e.fleet_processes import NAME
 
@@ -28,20 +28,6 @@ ADD = {
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, ADD)]
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 ONE = {"tool_choice": "required", "parallel_tool_calls": False}
-
-
-@pytest.fixture(scope="module", params=["disaggregated", "colocated"])
-def client(request, shared):
-    headers = {"x-baton-mode": request.param}
-    with OpenAI(base_url=f"{shared.url}/v1", api_key="none", default_headers=headers) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def anywhere(shared):
-    """For what the mode has no part in."""
-    with OpenAI(base_url=f"{shared.url}/v1", api_key="none") as made:
-        yield made
 
 
 def ask(client, messages=QUESTION, **fields):

@@ -42,13 +42,13 @@ def advance_until(desk: AdapterDesk, done: Callable[[list[ipc.Submit]], bool]) -
     return ready
 
 
-def test_an_adapter_that_a_rank_cannot_read_ends_its_requests() -> None:
-    class Ranks(Store):
-        def add(self, ref: AdapterRef, prepared: str) -> None:
+def test_an_adapter_that_cannot_be_read_ends_its_requests() -> None:
+    class Unreadable(Store):
+        def prepare(self, ref: AdapterRef) -> str:
             raise AdapterLoadError("rank 1 cannot read it")
 
     desk = AdapterDesk(max_loaded=1)
-    desk.open(Ranks())
+    desk.open(Unreadable())
     desk.want(submit("first", "a"))
     assert desk.advance() == []
     assert rings(desk, 5.0)

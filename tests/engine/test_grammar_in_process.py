@@ -21,8 +21,10 @@ def engine(monkeypatch):
     letters = Vocabulary([bytes([i]) for i in range(256)], [0], [0])
     build = EngineProcess._build_emulated
 
+    grammars = Grammars(lambda: letters, 256)
+
     def with_grammars(self):
-        self._desk = CompileDesk(Grammars(lambda: letters, 256))
+        self._desk = CompileDesk(grammars)
         return build(self)
 
     monkeypatch.setattr(EngineProcess, "_build_emulated", with_grammars)
@@ -35,6 +37,7 @@ def engine(monkeypatch):
     yield shell
     shell.sendall(ipc.frame([ipc.Stop()]))
     loop.join(10)
+    assert not grammars._held, "a grammar is held for a request that has ended"
     shell.close()
     control.close()
     os.close(pool_fd)

@@ -12,7 +12,7 @@ from engine.core.errors import GrammarError
 from engine.core.params import SamplingParams
 from engine.core.plan import SampleSpec
 from engine.grammars import CompileDesk, Grammars
-from engine.text.grammar import translate, vocabulary_of
+from engine.text.grammar import GrammarCompiler, Vocabulary, translate, vocabulary_of
 from engine.text.tokenizer import load_tokenizer
 
 EOS = 2
@@ -121,3 +121,24 @@ def test_the_desk_compiles_beside_the_step_loop(grammars):
     assert found["one"] is None
     assert isinstance(found["two"], GrammarError)
     assert set(found) == {"one", "two"}
+
+
+def test_no_step_compiles_however_many_grammars_are_live(monkeypatch):
+    letters = Vocabulary([bytes([i]) for i in range(256)], [0], [0])
+    grammars = Grammars(lambda: letters, 256)
+    desk: CompileDesk[str] = CompileDesk(grammars)
+    live = {f"request {i}": translate("regex", f"x{{{i + 1}}}y") for i in range(150)}
+    for name, grammar in live.items():
+        desk.add(name, name, grammar)
+    ready = {}
+    while len(ready) < len(live):
+        ready |= dict(desk.take())
+    assert set(ready.values()) == {None}
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: pytest.fail("compiled in a step"))
+    for step in (0, 1):
+        specs = [[spec(grammar, [ord("x")] * step)] for grammar in live.values()]
+        _, refused = grammars.masks(specs)
+        assert not refused
+    for name in live:
+        desk.ended(name)
+    assert (len(grammars._held), len(grammars._idle)) == (0, 64)

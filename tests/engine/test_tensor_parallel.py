@@ -3,11 +3,16 @@
 import os
 import random
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -15,12 +20,23 @@ from engine.core.adapters import AdapterRef
 from engine.core.errors import AdapterLoadError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import StepPlan
-from engine.ipc import EngineSettings
+from engine.ipc import EngineSettings, FrameReader
 from engine.numerics import same_bits
 from engine.opening import numerics_id, open_runner
 from engine.parallel import lead
 from engine.process import map_pool
-from engine.ranks import Loaded, RankError, RankProcesses, splits_of
+from engine.rank import Rank
+from engine.ranks import (
+    Adapt,
+    Forward,
+    Loaded,
+    Prepare,
+    Prepared,
+    RankError,
+    RankProcesses,
+    frame,
+    splits_of,
+)
 from engine.splitcheck import product_split_fault
 from engine.text.adapter_artifact import read_adapter
 from engine.text.artifact import ModelError, resolve_model
@@ -134,19 +150,24 @@ def damage_stays_where_it_is(driver: Driver) -> None:
     assert driver.step(good_row) == expected
 
 
-def an_adapter_that_vanishes_ends_no_rank(group: Replica, path: Path) -> None:
-    """Its files go after the leader has read them, and before the other ranks do."""
+def an_adapter_is_held_by_all_ranks_or_none(group: Replica, folder: Path) -> None:
+    """Its path leads elsewhere from where the rank stands: nothing is there at first."""
     config, adapters = group.runner._model.config, group.runner.adapters
-    write_adapter(path, config, layers=(0,))
-    ref = AdapterRef("mine", read_adapter(path, config, 64).digest.hex(), str(path))
-    prepared = adapters.prepare(ref)
-    path.rename(path.with_name("elsewhere"))
-    with pytest.raises(AdapterLoadError, match="adapter mine"):
-        adapters.add(ref, prepared)
-    path.with_name("elsewhere").rename(path)
-    adapters.add(ref, prepared)
-    adapters.remove(ref.digest)
-    assert group.driver.answer(prompt_of(9, 512), GREEDY)
+    lora = write_adapter(folder / "leader/lora", config, size=0.5)
+    digest = read_adapter("lora", config, 64).digest.hex()
+    ref = AdapterRef("mine", digest, "lora")
+    tokens = prompt_of(9, 512)
+    expected = group.driver.answer(tokens, GREEDY)
+    with pytest.raises(AdapterLoadError, match="adapter mine: lora: not a directory"):
+        adapters.prepare(ref)
+    (folder / "ranks/lora").symlink_to(lora)
+    adapters.add(ref, adapters.prepare(ref))
+    row = group.driver.row(tokens, 0, 9, group.driver.blocks(16))
+    plain = group.runner.hidden(StepPlan((row,)))[0]
+    shaped = group.runner.hidden(StepPlan((replace(row, adapter=digest),)))[0]
+    assert not torch.equal(plain, shaped)
+    adapters.remove(digest)
+    assert group.driver.answer(tokens, GREEDY) == expected
 
 
 def a_copied_block_is_copied_for_all_ranks(driver: Driver) -> None:
@@ -225,6 +246,51 @@ def test_fast_numerics_give_the_greedy_tokens_of_one_rank_in_fp32() -> None:
         assert group.driver.answer(tokens, GREEDY) == expected
 
 
+class SlowAdapters:
+    """Takes its time to read one, and holds it at once."""
+
+    def __init__(self, *_: object) -> None:
+        self.reading, self.may_end = threading.Event(), threading.Event()
+        self.held: list[tuple[str, str]] = []
+
+    def prepare(self, ref: AdapterRef) -> str:
+        self.reading.set()
+        assert self.may_end.wait(10)
+        return "prepared"
+
+    def add(self, ref: AdapterRef, prepared: str) -> None:
+        self.held.append((ref.name, prepared))
+
+
+def test_a_rank_goes_on_with_its_steps_while_it_reads_an_adapter(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, stepped = SlowAdapters(), threading.Event()
+    monkeypatch.setattr("engine.rank.Group", lambda *_: SimpleNamespace(ranks=2))
+    monkeypatch.setattr("engine.rank.AdapterSet", lambda *_: store)
+    (leader, theirs), (desk, their_desk) = socket.socketpair(), socket.socketpair()
+    desk.settimeout(10)
+    rank = Rank(1, theirs, their_desk, -1, EngineSettings(model=tiny, tensor_parallel=2))
+    rank._runner = SimpleNamespace(follow=lambda rows, isolated: stepped.set())
+    loop = threading.Thread(target=rank.run, args=("",))
+    loop.start()
+    ref = AdapterRef("mine", "00", "/there")
+    desk.sendall(frame(Prepare(ref)))
+    assert store.reading.wait(10)
+    leader.sendall(frame(Forward([], isolated=False)))
+    assert stepped.wait(10), "the step waits for the file"
+    store.may_end.set()
+    (answer,) = FrameReader(msgspec.msgpack.Decoder(list[Prepared])).feed(desk.recv(1 << 16))
+    assert answer == Prepared("00")
+    leader.sendall(frame(Adapt(ref)))
+    for ours in (leader, desk):
+        ours.shutdown(socket.SHUT_WR)  # the leader goes
+    loop.join(10)
+    assert store.held == [("mine", "prepared")]
+    for ours in (leader, desk, theirs, their_desk):
+        ours.close()
+
+
 # --- what cannot work is refused by name, and a dead or stuck rank is not waited for ------------
 
 
@@ -271,9 +337,13 @@ def test_damage_at_another_rank_is_cleared_and_a_stopped_rank_is_not_waited_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.parallel.STEP_TIMEOUT_S", 1.0)  # the leader's patience
+    for name in ("ranks", "leader"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "ranks")  # where the ranks begin, and stay
     with replica(write_llama(tmp_path / "tiny", kv_heads=2), 2) as group:
+        monkeypatch.chdir(tmp_path / "leader")
         damage_stays_where_it_is(group.driver)
-        an_adapter_that_vanishes_ends_no_rank(group, tmp_path / "lora")
+        an_adapter_is_held_by_all_ranks_or_none(group, tmp_path)
         os.kill(group.ranks.pids[0], signal.SIGSTOP)
         began_s = time.monotonic()
         with pytest.raises(RankError, match="does not answer"):

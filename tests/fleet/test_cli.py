@@ -2,14 +2,17 @@
 
 import socket
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from engine.text.artifact import resolve_model
 from fleet.checks import PortTakenError, claim_port, describe_model
-from fleet.cli import app
+from fleet.cli import _announce, app
 from fleet.config import DEFAULT_MODEL, FleetConfig, PoolsConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -83,9 +86,29 @@ def test_experts_are_served_by_one_rank_and_not_split(monkeypatch: pytest.Monkey
     plain = resolve_model(DEFAULT_MODEL)
     mixed = replace(plain, config=replace(plain.config, num_experts=4))
     monkeypatch.setattr("engine.text.artifact.resolve_model", lambda reference: mixed)
-    assert "llama" in describe_model(FleetConfig())
+    assert "llama" in describe_model(FleetConfig()).text
     with pytest.raises(ValueError, match="tensor_parallel = 2: a mixture of experts is not split"):
         describe_model(FleetConfig(pools=PoolsConfig.model_validate({"tensor_parallel": 2})))
+
+
+def test_the_first_request_that_is_shown_is_one_that_the_model_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = replace(resolve_model(DEFAULT_MODEL), chat_template=None)
+    assert describe_model(FleetConfig()).chats
+    monkeypatch.setattr("engine.text.artifact.resolve_model", lambda reference: base)
+    assert not describe_model(FleetConfig()).chats
+    assert describe_model(FleetConfig(chat_template="mine.jinja")).chats
+    for chats, path, field in (
+        (True, "/v1/chat/completions", '"messages": ['),
+        (False, "/v1/completions", '"prompt": "'),
+    ):
+        console = Console(file=StringIO(), soft_wrap=True)
+        supervisor = SimpleNamespace(url="http://127.0.0.1:8000", chats=chats)
+        _announce(console, supervisor, FleetConfig())
+        text = console.file.getvalue()
+        assert f"curl {supervisor.url}{path} -H" in text
+        assert field in text
 
 
 def test_without_a_fleet_status_ends_with_3_and_says_how_to_start_one() -> None:

@@ -1,6 +1,8 @@
 """What a pool asks of Ray, and what is refused before Ray would wait for ever."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleet.config import FleetConfig, PoolsConfig, TensorParallelConfig
 from fleet.pools import (
@@ -46,6 +48,46 @@ def test_a_replica_of_several_ranks_stays_on_one_node() -> None:
         check_capacity(config, [1.0] * 4)
     with pytest.raises(CapacityError, match=r"need 7 ranks of 0.5 CPUs, .* room for 7"):
         check_capacity(config, [2.5, 1.0])
+
+
+def test_wide_replicas_leave_the_small_nodes_to_narrow_ones() -> None:
+    """Wherever the first replica that is looked at would go first."""
+    wide = TensorParallelConfig(prefill=2, decode=3)
+    config = FleetConfig(pools=PoolsConfig(prefill=3, decode=1, tensor_parallel=wide))
+    for nodes in ([5.0, 4.0], [4.0, 5.0]):
+        check_capacity(config, [cpus * config.cpus_per_rank for cpus in nodes])
+
+
+def fits_somehow(widths: list[int], free: list[int]) -> bool:
+    """Tries every node for every replica."""
+    if not widths:
+        return True
+    first, *others = widths
+    return any(
+        fits_somehow(others, [*free[:n], places - first, *free[n + 1 :]])
+        for n, places in enumerate(free)
+        if places >= first
+    )
+
+
+@given(
+    prefill=st.tuples(st.integers(1, 4), st.integers(0, 4)),
+    decode=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    free=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+)
+def test_a_fleet_is_refused_where_no_placement_holds_it_and_only_there(
+    prefill: tuple[int, int], decode: tuple[int, int], free: list[int]
+) -> None:
+    (prefill_width, prefills), (decode_width, decodes) = prefill, decode
+    parallel = TensorParallelConfig(prefill=prefill_width, decode=decode_width)
+    pools = PoolsConfig(prefill=prefills, decode=decodes, tensor_parallel=parallel)
+    config = FleetConfig(pools=pools, cpus_per_rank=1)
+    try:
+        check_capacity(config, [float(places) for places in free])
+        accepted = True
+    except CapacityError:
+        accepted = False
+    assert accepted == fits_somehow(sorted(pools.ranks, reverse=True), free)
 
 
 def test_a_local_ray_is_never_smaller_than_its_groups() -> None:

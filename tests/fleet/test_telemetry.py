@@ -61,6 +61,24 @@ def test_an_undeclared_name_or_label_is_a_fault() -> None:
         metrics.set("baton_preemptions", 1)
 
 
+def test_an_info_has_one_series_whose_labels_are_set_when_the_page_is_asked_for() -> None:
+    metrics, names = Metrics("worker", model="m"), ["a", "b"]
+    fixed = {"max_lora": "2", "waiting_lora_adapters": ""}
+
+    def show() -> None:
+        running = ",".join(names)
+        metrics.set_info("baton_adapter_requests_info", 7, running_lora_adapters=running, **fixed)
+
+    metrics.before_page = show
+    assert 'running_lora_adapters="a,b"' in metrics.render().decode()
+    names.pop()
+    page = metrics.render().decode()
+    said = 'running_lora_adapters="a",waiting_lora_adapters=""} 7.0'
+    assert f'baton_adapter_requests_info{{max_lora="2",{said}' in page
+    assert f'vllm:lora_requests_info{{max_lora="2",model_name="m",{said}' in page
+    assert "a,b" not in page
+
+
 def test_labels_from_requests_cannot_grow_the_process() -> None:
     metrics = Metrics("router")
     for number in range(MAX_LABEL_SETS + 50):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.core.adapters import AdapterRef
 from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
 from fleet.redis_server import EmbeddedRedis
 from fleet.registry import Registry, RegistryUnavailableError
@@ -152,8 +151,8 @@ def test_names_of_blocks_differ_by_adapter(artifact, served):
     cache = NameCache()
     link = SimpleNamespace(weights_digest=b"w" * 16, kv_groups=[], numerics_id="exact/x")
     seeds = {
-        cache.seed(SimpleNamespace(adapter=adapter, cache_scope="team\0"), link)
-        for adapter in (None, AdapterRef("a", "01" * 16, "/a"), AdapterRef("a", "02" * 16, "/a"))
+        cache.seed(SimpleNamespace(adapter_digest=digest, cache_scope="team\0"), link)
+        for digest in ("", "01" * 16, "02" * 16)
     }
     assert len(seeds) == 3
 

@@ -1,7 +1,11 @@
 """What is refused: by name, with OpenAI's body, never clamped, never coerced."""
 
+import json
+
 import pytest
 
+from engine.core.errors import InvalidRequestError
+from router.schema import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, parse
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 
@@ -277,3 +281,31 @@ async def test_a_number_in_a_header_counts_with_all_its_digits(make_fleet):
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "x-baton-timeout-ms"
     assert (await fleet.chat(headers={"x-baton-timeout-ms": "86400000"})).status_code == 200
+
+
+MANY = 3000
+FULL_OF_FAULTS = [
+    (CompletionBody, {"prompt": [-1] * MANY}, "prompt[0]"),
+    (CompletionBody, {"prompt": [[-1] * MANY]}, "prompt[0][0]"),
+    (EmbeddingBody, {"input": [-1] * MANY}, "input[0]"),
+    (DetokenizeBody, {"tokens": [-1] * MANY}, "tokens[0]"),
+    (ChatBody, {"messages": [{}] * MANY}, "messages[0].role"),
+    (ChatBody, {"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages[0].content[0]"),
+    (ChatBody, {"messages": USER, "guided_choice": [5] * MANY}, "guided_choice[0]"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "param"), FULL_OF_FAULTS)
+def test_of_many_faults_the_first_is_looked_at(kind, fields, param):
+    """To list a million of them took a minute, in which the router did nothing else."""
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(kind, json.dumps({"model": MODEL, **fields}).encode())
+    assert caught.value.param.startswith(param)
+    assert caught.value.__cause__.error_count() < 10
+
+
+def test_where_faults_have_no_order_their_number_is_said():
+    part = {"type": "text", "text": "x"} | {f"key{i}": 1 for i in range(MANY)}
+    message = {"role": "user", "content": [part]}
+    with pytest.raises(InvalidRequestError, match=r"the body has 300\d faults"):
+        parse(ChatBody, json.dumps({"model": MODEL, "messages": [message]}).encode())

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.registry_types import EventBatch
-from router.cost import Edge, Terms, WorkerLoad, candidates, choose
+from router.cost import PRIOR_ADAPTER_LOAD_S, Edge, Terms, WorkerLoad, candidates, choose
 from router.load import LoadBook
 from router.mirror import Mirror
 from router.workers import load_of
@@ -226,6 +226,30 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
         reused += row["input_length"] - best.uncached_tokens
     assert max(work) / (sum(work) / nodes) < 1.5
     assert reused > 0.8 * bound
+
+
+def test_a_worker_that_holds_the_adapter_is_preferred_until_it_is_busy():
+    lacking = {"adapter_s": PRIOR_ADAPTER_LOAD_S}
+    others = [worker("prefill-0", **lacking), worker("decode-0", **lacking)]
+    best = found([*others, worker("decode-1")])[0]
+    assert (best.prefill, best.decode.worker_id) == (None, "decode-1")
+    assert found([*others, worker("decode-1", queued_tokens=200)])[0].decode.worker_id != "decode-1"
+    pair, alone = found(others, "disaggregated")[0], found(others[1:], "colocated")[0]
+    assert pair.terms.adapter_s == pytest.approx(2 * alone.terms.adapter_s)
+    assert alone.terms.first_token_s >= alone.terms.adapter_s == PRIOR_ADAPTER_LOAD_S
+
+
+def test_an_adapter_is_at_hand_where_it_was_reported_or_is_on_its_way():
+    held, other, book = "aa" * 16, "bb" * 16, LoadBook()
+    status = WorkerStatus(adapters=[bytes.fromhex(held)])
+    link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"d")
+    slot = SimpleNamespace(worker_id="decode-0", role="decode", link=link)
+    costs = [load_of(slot, 0, book, adapter).adapter_s for adapter in ("", held, other)]
+    assert costs == [0.0, 0.0, PRIOR_ADAPTER_LOAD_S]
+    book.book("decode-0", "r", tokens=1, streams=1, now_ns=0, adapter=other)
+    assert load_of(slot, 0, book, other).adapter_s == 0.0, "a burst does not spread over all"
+    book.release("r")
+    assert load_of(slot, 0, book, other).adapter_s > 0
 
 
 def test_a_measured_edge_without_an_overhead_has_the_usual_one():

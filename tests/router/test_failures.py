@@ -89,7 +89,7 @@ async def test_decode_death_in_the_middle_is_a_typed_error_within_two_seconds(ma
     slot = (await fleet.http.get("/fleet")).json()["workers"][0]
     assert slot["state"] == "dead"
     assert slot["kv_blocks"] == dict.fromkeys(slot["kv_blocks"], 0)
-    assert (slot["running"], slot["pid"], slot["threads"]) == (0, 0, 0)
+    assert (slot["running"], slot["pid"], slot["threads"], slot["age_s"]) == (0, 0, 0, None)
 
 
 async def test_death_before_anything_was_sent_moves_the_request(make_fleet, model):
@@ -357,14 +357,14 @@ class TestFaultsOfOurOwn:
         fleet = await make_fleet({"decode-0": None})
         table = fleet.router.gateway.workers
         faults = [KeyError("a fault of ours")]
-        note_status = table.note_status
+        note_transfers = table.note_transfers
 
-        def broken(link):
+        def broken(link, totals):
             if faults:
                 raise faults.pop()
-            note_status(link)
+            note_transfers(link, totals)
 
-        monkeypatch.setattr(table, "note_status", broken)
+        monkeypatch.setattr(table, "note_transfers", broken)
         await until(lambda: fleet.state("decode-0") == "dead")
         await until(lambda: fleet.state("decode-0") == "ready")
         assert "a fault of ours" in caplog.text

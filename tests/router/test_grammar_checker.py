@@ -110,15 +110,56 @@ async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(vocabula
     assert await checker.check("guided_regex", "regex", "a+")
 
 
-async def test_a_client_that_goes_away_leaves_no_answer_behind(make_checker):
+async def test_a_caller_that_cannot_wait_costs_no_other_anything(make_checker):
+    """It may leave while its grammar is tried, or while it still stands in the line."""
+    checker = make_checker(limit_s=20)
+    await checker.check("guided_choice", "choice", '["a"]')
+    process = checker._process
+    tried = asyncio.create_task(checker.check("response_format", "json", SLOW, "one"))
+    waiting = asyncio.create_task(checker.check("guided_regex", "regex", "b+", "two"))
+    await asyncio.sleep(0.02)
+    for gone in (tried, waiting):
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+    assert "[0-9]" in await checker.check("guided_regex", "regex", "[0-9]")
+    assert checker._process is process, "it goes on, and nobody waits for a new one"
+    known = {question.source for question in checker._known}
+    assert SLOW in known
+    assert "b+" not in known, "nobody waits for it"
+    assert not checker._lines
+
+
+async def test_the_router_closes_while_a_grammar_is_tried(make_checker):
     checker = make_checker()
     await checker.check("guided_choice", "choice", '["a"]')
-    gone = asyncio.create_task(checker.check("response_format", "json", SLOW))
+    process = checker._process
+    tried = asyncio.create_task(checker.check("response_format", "json", SLOW))
     await asyncio.sleep(0.02)
-    gone.cancel()
+    await checker.close()
+    assert process.returncode is not None
     with pytest.raises(asyncio.CancelledError):
-        await gone
-    assert "[0-9]" in await checker.check("guided_regex", "regex", "[0-9]")
+        await tried
+
+
+async def test_the_callers_deadline_cuts_the_wait(make_fleet, monkeypatch):
+    fleet, may_end = await make_fleet({"decode-0": Script()}), asyncio.Event()
+
+    async def tried(question: Question) -> Verdict:
+        await may_end.wait()
+        return Verdict(grammar="g")
+
+    monkeypatch.setattr(fleet.router.grammars, "_try", tried)
+    slow = asyncio.create_task(fleet.chat(guided_regex="a+"))
+    for tenant in ("default", "other"):
+        headers = {"x-baton-timeout-ms": "50", "x-baton-tenant": tenant}
+        answer = await fleet.chat(guided_regex="b+", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert "checked within 0.05 s" in answer.json()["error"]["message"]
+    may_end.set()
+    assert (await slow).status_code == 200
+    assert len(fleet.workers["decode-0"].submissions) == 1
+    assert fleet.router.metrics.value("baton_timeouts", phase="grammar") == 2
 
 
 REFUSED = [

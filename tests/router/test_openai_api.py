@@ -176,6 +176,9 @@ async def test_a_stop_token_ends_the_answer_and_is_counted_not_shown(make_fleet,
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == 2
     assert answer["usage"]["completion_tokens"] == len(ids) + 1
+    streamed = await fleet.complete(max_tokens=50, stream=True)
+    last = events_of(streamed.text)[-2]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -188,12 +191,12 @@ async def test_a_stop_string_over_tokens_ends_one_choice_and_tells_the_worker(
     if stream:
         chunks = events_of(response.text)[:-1]
         text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
-        reason = chunks[-1]["choices"][0]["finish_reason"]
+        choice = chunks[-1]["choices"][0]
     else:
-        text = response.json()["choices"][0]["message"]["content"]
-        reason = response.json()["choices"][0]["finish_reason"]
-        assert response.json()["choices"][0]["stop_reason"] == "ee fo"
-    assert (text, reason) == ("one two thr", "stop")
+        choice = response.json()["choices"][0]
+        text = choice["message"]["content"]
+    assert (text, choice["finish_reason"]) == ("one two thr", "stop")
+    assert choice["stop_reason"] == "ee fo"
     await until(lambda: fleet.workers["decode-0"].cancels)
     await asyncio.sleep(0.1)
     assert len(fleet.workers["decode-0"].cancels) == 1

@@ -17,7 +17,7 @@ from tests.router.emulated_worker import Script
 
 FIELDS = {
     *("id", "role", "state", "incarnation", "epoch", "pid", "ranks", "host", "address"),
-    *("kv_blocks", "running", "waiting", "threads"),
+    *("kv_blocks", "running", "waiting", "threads", "age_s"),
 }
 
 
@@ -44,6 +44,7 @@ async def test_fleet_has_every_field_of_every_worker(fleet):
         assert worker["state"] == "ready"
         assert worker["pid"] == os.getpid()
         assert worker["epoch"] == 1
+        assert 0 <= worker["age_s"] < 5
         assert len(bytes.fromhex(worker["incarnation"])) == 16
         assert worker["kv_blocks"] == {
             "total": 512,
@@ -138,7 +139,7 @@ async def test_a_request_can_be_explained(fleet):
     costs = [candidate["cost_s"] for candidate in story["candidates"]]
     assert costs == sorted(costs)
     assert set(story["chosen"]["terms"]) == {
-        *("queue_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s")
+        *("queue_s", "adapter_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s")
     }
     assert sum(story["chosen"]["terms"].values()) == pytest.approx(
         story["chosen"]["cost_s"], abs=1e-5
@@ -379,11 +380,15 @@ async def test_a_fault_is_500_with_an_id(fleet, monkeypatch):
 
 async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make_fleet):
     fleet = await make_fleet({"decode-0": None})
-    response = await fleet.chat(max_tokens=5, logprobs=True, top_logprobs=3)
+    response = await fleet.chat(
+        max_tokens=5, logprobs=True, top_logprobs=3, logit_bias={"5": 1}, guided_regex=".*"
+    )
     name, counted = response.json()["id"], response.json()["usage"]
-    [flight] = fleet.router.gateway._kept.values()
+    [flight] = fleet.router.gateway._kept._flights.values()
     await until(lambda: not flight.request.prompt)
     assert [choice.token_ids for choice in flight.record.choices] == [[]]
+    sampling = flight.request.sampling
+    assert (len(sampling.grammar), sampling.logit_bias) == (1, ())
     story = (await fleet.http.get(f"/fleet/requests/{name}")).json()
     assert story["prompt_tokens"] == counted["prompt_tokens"] > 0
     assert story["completion_tokens"] == 5

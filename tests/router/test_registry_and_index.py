@@ -126,8 +126,10 @@ def test_a_request_names_its_blocks_once_for_all_workers(model):
     capabilities = SimpleNamespace(
         kv_groups=[KV_GROUP], numerics_id="exact/x", weights_digest=b"w" * 16
     )
-    one = cache.seed(SimpleNamespace(adapter=None, cache_scope="a\0"), capabilities)
-    assert one == cache.seed(SimpleNamespace(adapter=None, cache_scope="a\0"), capabilities)
-    assert one != cache.seed(SimpleNamespace(adapter=None, cache_scope="a\0salt"), capabilities)
+    one = cache.seed(SimpleNamespace(adapter_digest="", cache_scope="a\0"), capabilities)
+    assert one == cache.seed(SimpleNamespace(adapter_digest="", cache_scope="a\0"), capabilities)
+    assert one != cache.seed(
+        SimpleNamespace(adapter_digest="", cache_scope="a\0salt"), capabilities
+    )
     capabilities.numerics_id = "fast/x"
-    assert one != cache.seed(SimpleNamespace(adapter=None, cache_scope="a\0"), capabilities)
+    assert one != cache.seed(SimpleNamespace(adapter_digest="", cache_scope="a\0"), capabilities)

@@ -3,10 +3,12 @@
 import base64
 import math
 import struct
+import threading
 
 import openai
 import pytest
 
+from router.embeddings import EmbeddingAnswer
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
 
@@ -188,13 +190,42 @@ async def test_base64_dimensions_pooling_and_raw_vectors(fleet, ids):
 async def test_many_inputs_run_a_few_at_a_time_and_keep_their_order(make_fleet):
     worker = Script(prefill_s=0.005)
     fleet = await make_fleet({"decode-0": worker}, window_requests=4, max_queued_requests=2)
-    response = await embed(fleet, [[5] * (1 + i % 50) for i in range(120)])
-    answer = response.json()
+    answer = (await embed(fleet, [[5] * (1 + i % 50) for i in range(120)])).json()
     assert [round(e["embedding"][2] / e["embedding"][0] * 3) for e in answer["data"]] == [
         1 + i % 50 for i in range(120)
     ]
-    story = await fleet.http.get(f"/fleet/requests/{response.headers['x-request-id']}")
-    assert len(story.json()["parts"]) == 120
+
+
+async def test_many_vectors_are_written_beside_the_event_loop(make_fleet, monkeypatch):
+    threads, whole = [], EmbeddingAnswer._whole
+
+    def written(self):
+        threads.append(threading.current_thread())
+        return whole(self)
+
+    monkeypatch.setattr(EmbeddingAnswer, "_whole", written)
+    monkeypatch.setattr("router.prepare._LARGE_BYTES", 20)  # a vector here has 16
+    fleet = await make_fleet({"decode-0": Script()})
+    for inputs in ([[5], [6]], [[5]]):
+        assert (await embed(fleet, inputs)).status_code == 200
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
+
+
+async def test_a_call_of_many_inputs_presses_out_no_others_records(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()}, kept_records=100)
+    other = (await fleet.chat(max_tokens=1)).json()["id"]
+    call = (await embed(fleet, [[5]] * 120)).headers["x-request-id"]
+    assert (await fleet.http.get(f"/fleet/requests/{other}")).status_code == 200
+    story = (await fleet.http.get(f"/fleet/requests/{call}")).json()
+    assert story["requests"] == 120
+    assert [part["id"] for part in story["parts"]] == [f"{call}-{i}" for i in range(56, 120)]
+    assert (await fleet.http.get(f"/fleet/requests/{call}-55")).status_code == 404
+    assert (await fleet.http.get(f"/fleet/requests/{call}-56")).json() == story["parts"][0]
+    for _ in range(2):
+        await fleet.complete(["hi"] * 64, max_tokens=1)
+    for gone in (other, call, f"{call}-119"):
+        assert (await fleet.http.get(f"/fleet/requests/{gone}")).status_code == 404
+    assert len(fleet.router.gateway._kept._calls) == 2
 
 
 async def test_a_failure_of_one_input_fails_the_call_and_stops_the_others(make_fleet):

@@ -1,5 +1,8 @@
 """What a chat may say about tools, and what is refused by name."""
 
+import pytest
+
+from router.model import ServedModel
 from tests.router.emulated_worker import Script
 
 USER = {"role": "user", "content": "hi"}
@@ -9,18 +12,15 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 LIST = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "5"}
 
+WRITES_ARGUMENTS = """
+{%- for message in messages %}{% for call in message.tool_calls or [] %}<tool_call>
+{{- call.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}{{ tools }}"""
+
 REFUSED = [
     ({"tools": [TOOL, TOOL]}, "tools[1]"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    (
-        {
-            "tools": [
-                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
-            ]
-        },
-        "tools[0].function.parameters",
-    ),
+    ({"tools": [LIST]}, "tools[0].function.parameters"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     (
@@ -48,6 +48,21 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("template", [None, WRITES_ARGUMENTS])
+async def test_arguments_that_no_template_can_write_are_refused(make_fleet, artifact, template):
+    served = ServedModel(artifact, ("smollm2",), chat_template=template)
+    fleet = await make_fleet({"decode-0": Script()}, served=served)
+    inside = ("\\ud800", "9" * 5000)
+    broken = [f'{{"a": "{inside[0]}"}}', f'{{"a": {inside[1]}}}', '{"a": NaN}']
+    broken += [f'{{"a": {"[" * depth}{"]" * depth}}}' for depth in range(220, 1000, 30)]
+    for arguments in broken:
+        call = CALL | {"function": {"name": "f", "arguments": arguments}}
+        messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+        answer = await fleet.chat(messages=messages)
+        param = "messages[1].tool_calls[0].function.arguments"
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_refused_by_name(make_fleet):
     fleet = await make_fleet({"decode-0": Script()})
     for body, param in REFUSED:
@@ -66,6 +81,27 @@ async def test_what_reaches_the_workers(make_fleet):
     seen = fleet.workers["decode-0"].submissions
     assert [bool(s.sampling.grammar) for s in seen] == [False, False, True, True]
     assert seen[0].prompt_tokens == seen[1].prompt_tokens != seen[2].prompt_tokens
+
+
+async def test_tokenize_counts_the_prompt_that_the_chat_has(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    chats = (
+        {"messages": [USER], "tools": [TOOL]},
+        {"messages": [USER, CALLED, RESULT | {"name": "f"}], "tools": [TOOL]},
+        {"messages": [USER], "tools": []},
+    )
+    counts = []
+    for chat in chats:
+        counted = (await fleet.http.post("/tokenize", json=chat)).json()["count"]
+        assert counted == (await fleet.chat(**chat)).json()["usage"]["prompt_tokens"]
+        counts.append(counted)
+    assert len(set(counts)) == 3
+    for bad, param in (
+        ({"prompt": "hi", "tools": [TOOL]}, "tools"),
+        ({"messages": [USER], "tools": [LIST]}, "tools[0].function.parameters"),
+    ):
+        answer = await fleet.http.post("/tokenize", json=bad)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_an_answer_that_is_no_call_is_text(make_fleet):

@@ -1,19 +1,26 @@
 """Workers with adapters: loaded on demand, mixed, given up in turn, and never lost on the way."""
 
 import asyncio
+import re
 import signal
 
 import httpx
 from batonpb import common_pb2
 from batonpb import decode_pb2 as pb
 
-from tests.workers.harness import MiniRouter, routed, workers
+from tests.workers.harness import MiniRouter, WorkerProcess, routed, workers
 
 PROMPT = list(range(3, 203))
 
 
 def adapter(number: int, path: object) -> common_pb2.Adapter:
     return common_pb2.Adapter(name=f"a{number}", digest=bytes([number]) * 16, path=str(path))
+
+
+def adapters_in_use(worker: WorkerProcess) -> str:
+    page = httpx.get(f"http://{worker.record.metrics_address}/metrics").text
+    [labels] = re.findall(r"^vllm:lora_requests_info\{(.*)\}", page, re.MULTILINE)
+    return labels
 
 
 async def ask(router: MiniRouter, name: str, lora=None, prefill=None, **sampling) -> list[int]:
@@ -49,6 +56,9 @@ async def test_more_adapters_than_places_are_served_in_turn(tmp_path):
         together = await asyncio.gather(*asked)
         assert together == [alone[i % 5] for i in range(15)]
         await router.baseline()
+        reported = list(router.status.adapters)
+        assert len(reported) == 2
+        assert set(reported) < {adapter(i, tmp_path).digest for i in range(1, 6)}
         page = httpx.get(f"http://{decode.record.metrics_address}/metrics").text
         assert "baton_adapters_held 2.0" in page
         assert 'baton_adapter_evictions_total{adapter="a1"}' in page
@@ -75,13 +85,20 @@ async def test_cancelled_while_it_waits_for_its_adapter(tmp_path):
             long = {"max_tokens": 60}
             await router.submit("long", PROMPT[:8], adapter=adapter(1, tmp_path), sampling=long)
             await router.submit("waits", PROMPT, adapter=adapter(2, tmp_path))
-            await asyncio.sleep(0.2)
+            await router.until(lambda: len(router.tokens["long"].get(0, [])) > 2)
+            assert adapters_in_use(decode) == (
+                'max_lora="1",model_name="emulated",running_lora_adapters="a1",'
+                'waiting_lora_adapters="a2"'
+            )
             await router.send(cancel=pb.Cancel(request_id="waits", attempt=1))
             end = await router.ended("waits", 1.0)
             assert end.error.code == "cancelled"
             assert "long" not in router.ends
             await router.ended("long")
             await router.baseline()
+            assert adapters_in_use(decode).endswith(
+                'running_lora_adapters="",waiting_lora_adapters=""'
+            )
 
 
 async def test_where_adapters_are_off_they_are_refused(tmp_path):

@@ -47,6 +47,13 @@ def test_a_template_that_knows_tools_writes_them_itself():
     assert "tool: 18 C;" in text
 
 
+def test_the_name_of_a_result_reaches_a_template_that_knows_tools():
+    named = [{**message, "name": "weather"} for message in MESSAGES if message["role"] == "tool"]
+    told, _ = conversation(named, [WEATHER], TEMPLATE)
+    source = f"{KNOWS}{{{{ messages[0].name }}}}"
+    assert ChatTemplate(source).render(told).endswith("tool: sunny;weather")
+
+
 @pytest.mark.parametrize(
     "template", [None, "{{ messages }}", "{% if tools %}[TOOL_CALLS]{% endif %}"]
 )

@@ -1,0 +1,66 @@
+"""The latest requests, for those who ask why (``GET /fleet/requests/{id}``)."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.flight import Flight
+
+PARTS_OF_A_CALL = 64
+"""A call with thousands of inputs shall not press out all that others asked for."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call with several prompts or inputs, each of which is a request."""
+
+    requests: int = 0
+    kept: deque[str] = field(default_factory=deque)
+
+
+class KeptRecords:
+    """Requests that run or have run, the oldest forgotten first; of one call only the last few.
+
+    Args:
+        limit: Requests that are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._flights: OrderedDict[str, Flight] = OrderedDict()
+        self._calls: dict[str, _Call] = {}  # those that have anything here
+
+    def keep(self, flight: Flight) -> None:
+        """A request was taken in."""
+        if flight.request.part_of:
+            call = self._calls.setdefault(flight.request.part_of, _Call())
+            call.requests += 1
+            call.kept.append(flight.id)
+            if len(call.kept) > PARTS_OF_A_CALL:
+                del self._flights[call.kept.popleft()]
+        self._flights[flight.id] = flight
+        while len(self._flights) > self._limit:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        _, flight = self._flights.popitem(last=False)
+        name = flight.request.part_of
+        if name:
+            call = self._calls[name]
+            call.kept.popleft()  # the parts of a call are kept in their order
+            if not call.kept:
+                del self._calls[name]
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """What was decided for a request and why; None when it is not known (any more).
+
+        Of a call with several prompts or inputs all parts are listed that are still here.
+        """
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            return flight.explain()
+        call = self._calls.get(request_id)
+        if call is None:
+            return None
+        parts = [self._flights[name].explain() for name in call.kept]
+        return {"id": request_id, "requests": call.requests, "parts": parts}
