@@ -202,6 +202,11 @@ class CudaDecoder:
         h_SE = add_norm(x_SE, None, self._final_norm, self.shape.rms_norm_eps, self.dtype)
         return self._product(h_SE, self._head, torch.float32)
 
+    @torch.inference_mode()
+    def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        """``[S, E]`` fp32: some rows of ``forward``'s result (contiguous) behind the final norm."""
+        return add_norm(x_SE, None, self._final_norm, self.shape.rms_norm_eps, torch.float32)
+
     def batch(
         self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Sequence[int]]
     ) -> Batch:

@@ -10,6 +10,8 @@ import torch
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.cuda import CudaDecoder, DecoderShape
 from engine.cuda_runner import CudaRunner
+from engine.cuda_steps import DecodeRow, DecodeSteps
+from engine.grammars import Grammars
 from engine.ipc import EngineSettings
 from engine.kernels.attention import Span
 from engine.kernels.configs import SPLIT_TOKENS
@@ -36,7 +38,10 @@ _SETTINGS = (
     "check_every_step",
     "max_adapters",  # none is served: whoever asks for one is told so
     "max_adapter_rank",
+    "speculation",
 )
+_STEP_TOKENS = 2 * BLOCK_TOKENS + 3
+_NEAR = 0.05
 _BESIDE = 10  # tokens of another sequence in the same step: enough to be a prefill
 
 
@@ -125,6 +130,45 @@ def verify_exact(decoder: CudaDecoder) -> None:
     decoder.pool[:, :, : 2 * blocks].zero_()
 
 
+@torch.inference_mode()
+def verify_steps(decoder: CudaDecoder, steps: DecodeSteps) -> None:
+    """Prove that a captured step, padded to its bucket, computes what single launches compute.
+
+    Uses the first blocks of the pool, and leaves them zero.
+
+    Raises:
+        NumericsSetupError: It does not.
+    """
+    length, size = min(_STEP_TOKENS, decoder.shape.max_context_tokens), decoder.block_tokens
+    tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
+    blocks = -(-length // size)
+    tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(3)]
+    ends = [length - 1, length // 2, 1]
+    flat: list[int] = []
+    spans = []
+    for number, end in enumerate(ends):
+        spans.append(Span(len(flat), 0, end + 1, number))
+        flat += tokens[: end + 1]
+    x_TE = decoder.forward(decoder.batch(flat, spans, tables))
+    expected = x_TE[[span.row + span.count - 1 for span in spans]]
+    steps.start(
+        [DecodeRow(tokens[end], end, table) for end, table in zip(ends, tables, strict=True)]
+    )
+    steps.step()
+    got = steps.hidden_RE
+    same = same_bits(got, expected) if decoder.exact else _near(got, expected)
+    if not same:
+        raise NumericsSetupError(
+            f"a decode step in one piece differs from single launches on {_name(decoder.device)}"
+        )
+    decoder.pool[:, :, : 3 * blocks].zero_()
+
+
+def _near(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two results are equal up to the rounding of bf16."""
+    return bool((left - right).norm() <= _NEAR * right.norm())
+
+
 def numerics_id(decoder: CudaDecoder, dtype: str) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable."""
     length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
@@ -146,6 +190,7 @@ def open_cuda_runner(
     max_context_tokens: int,
     map_pool: Callable[[KvGeometry], memoryview],
     progress: Callable[[str], None],
+    grammars: Grammars | None = None,
     device: torch.device | None = None,
 ) -> tuple[CudaRunner, ModelInfo]:
     """Load, prove, and wrap (see ``engine.opening.open_runner``).
@@ -156,6 +201,7 @@ def open_cuda_runner(
         max_context_tokens: Longest sequence.
         map_pool: Gives the memory of the pool that others see, zeroed.
         progress: Called with one line of text at a time.
+        grammars: For requests with a grammar.
         device: By default ``cuda``.
 
     Raises:
@@ -180,7 +226,8 @@ def open_cuda_runner(
         progress(f"checking that numerics are exact on {_name(device)}")
         verify_exact(decoder)
     identity = numerics_id(decoder, settings.dtype)
-    runner = CudaRunner(decoder, map_pool(geometry), geometry, c.eos_token_ids)
+    runner = CudaRunner(decoder, map_pool(geometry), geometry, c.eos_token_ids, grammars)
+    verify_steps(decoder, runner.steps)
     return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
 
 
@@ -192,6 +239,8 @@ def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
             f"{artifact.source}: architecture {artifact.architecture} does not run on CUDA yet "
             f"(supported: {', '.join(_ARCHITECTURES)}); {escape}"
         )
+    if settings.speculation.mode == "draft":
+        raise ModelError(f"a draft model is not supported on CUDA yet, only ngram; {escape}")
     plain = EngineSettings(model=settings.model)
     for name in EngineSettings.__struct_fields__:
         if name not in _SETTINGS and getattr(settings, name) != getattr(plain, name):

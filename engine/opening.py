@@ -180,7 +180,7 @@ def open_runner(
         from engine.cuda_open import open_cuda_runner  # needs triton
 
         sized = msgspec.structs.replace(settings, kv_blocks=geometry.num_blocks)
-        return open_cuda_runner(sized, artifact, context, map_pool, progress)
+        return open_cuda_runner(sized, artifact, context, map_pool, progress, grammars)
     with torch.inference_mode():
         shard = None if ranks is None else lead(artifact.config, ranks)
         model = load_model(

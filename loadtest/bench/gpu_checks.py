@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.cuda import CudaDecoder
-from engine.cuda_loop import DecodeLoop, DecodeRow
+from engine.cuda_loop import DecodeLoop
+from engine.cuda_steps import DecodeRow
 from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from engine.kernels.configs import AttentionConfig, attention_config
 from loadtest.bench.gpu_model import Machine, random_decoder, scattered_tables

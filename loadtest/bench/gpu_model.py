@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.cuda import CudaDecoder, DecoderShape
-from engine.cuda_loop import DecodeLoop, DecodeRow
+from engine.cuda_loop import DecodeLoop
+from engine.cuda_steps import DecodeRow
 from engine.kernels.attention import Span
 
 LLAMA_3_8B = DecoderShape(

@@ -10,7 +10,10 @@ import pytest
 from engine import cuda_open, opening
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
+from engine.cuda_steps import DecodeSteps
 from engine.ipc import EngineSettings
+from engine.numerics import NumericsSetupError
 from engine.text.artifact import ModelError
 from tests.engine.kernels import tiny
 
@@ -34,7 +37,9 @@ def memory(geometry: KvGeometry) -> memoryview:
 
 def test_a_model_is_loaded_proven_and_wrapped(artifact: Any) -> None:
     said: list[str] = []
-    made, info = cuda_open.open_cuda_runner(SETTINGS, artifact, 36, memory, said.append, tiny.CPU)
+    made, info = cuda_open.open_cuda_runner(
+        SETTINGS, artifact, 36, memory, said.append, device=tiny.CPU
+    )
     assert said[-1] == "checking that numerics are exact on the interpreter"
     assert info.numerics_id.startswith("exact/fp32/adjacent/cuda-")
     assert (info.weights_digest, info.max_context_tokens) == (b"digest", 36)
@@ -92,11 +97,33 @@ def test_rope_scaling_reaches_the_device() -> None:
 def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> None:
     artifact.architecture = "Gemma3ForCausalLM"
     with pytest.raises(ModelError, match=r"Gemma3ForCausalLM does not run on CUDA.*hide the GPU"):
-        cuda_open.open_cuda_runner(SETTINGS, artifact, 36, memory, print, tiny.CPU)
+        cuda_open.open_cuda_runner(SETTINGS, artifact, 36, memory, print, device=tiny.CPU)
     artifact.architecture = "llama"
     strange = msgspec.structs.replace(SETTINGS, emulated_token_s=1.0)
     with pytest.raises(ModelError, match="emulated_token_s is not supported on CUDA yet"):
-        cuda_open.open_cuda_runner(strange, artifact, 36, memory, print, tiny.CPU)
+        cuda_open.open_cuda_runner(strange, artifact, 36, memory, print, device=tiny.CPU)
+
+
+def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, artifact: Any
+) -> None:
+    speculation = SpeculationSettings(mode="draft", draft="small")
+    drafting = msgspec.structs.replace(SETTINGS, speculation=speculation)
+    with pytest.raises(ModelError, match="a draft model is not supported on CUDA yet"):
+        cuda_open.open_cuda_runner(drafting, artifact, 36, memory, print, device=tiny.CPU)
+    decoder = tiny.decoder(SHALLOW)
+    steps = DecodeSteps(decoder, 3)
+    cuda_open.verify_steps(decoder, steps)
+    assert not decoder.pool.any(), "what the proof wrote is gone"
+    compute = DecodeSteps.step
+
+    def otherwise(self: DecodeSteps) -> None:
+        compute(self)
+        self.hidden_RE.mul_(1 + 2**-20)
+
+    monkeypatch.setattr(DecodeSteps, "step", otherwise)
+    with pytest.raises(NumericsSetupError, match="differs from single launches"):
+        cuda_open.verify_steps(decoder, steps)
 
 
 def test_weights_that_would_be_ignored_are_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from engine.core.errors import InternalError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda_runner import on_device
+from engine.cuda_draw import on_device
 from tests.engine.kernels import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -126,12 +126,12 @@ def test_layers_are_announced_when_their_kv_is_in_the_pool_that_others_see() -> 
 def test_a_row_with_something_unknown_is_a_typed_error() -> None:
     @dataclass(frozen=True)
     class NewRow(PlanRow):
-        adapter: str = ""
+        colour: str = ""
 
     c = tiny.config(layers=1)
     runner = tiny.cuda_runner(c, "fp32", pools(c, "fp32")[0])
-    with pytest.raises(InternalError, match="adapter of a plan's row is not known on CUDA"):
-        tiny.step(runner, NewRow(1, [5], 0, [3], adapter="a"))
+    with pytest.raises(InternalError, match="colour of a plan's row is not known on CUDA"):
+        tiny.step(runner, NewRow(1, [5], 0, [3], colour="red"))
 
 
 @pytest.mark.parametrize(

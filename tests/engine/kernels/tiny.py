@@ -11,6 +11,7 @@ from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda import CudaDecoder
 from engine.cuda_open import make_decoder
 from engine.cuda_runner import CudaRunner
+from engine.grammars import Grammars
 from engine.models.decoder import Decoder
 from engine.models.families import weight_table
 from engine.numerics import DTYPES
@@ -72,14 +73,19 @@ def decoder(
     )
 
 
-def cuda_runner(c: ModelConfig, dtype: str, pool: bytearray) -> CudaRunner:
-    return CudaRunner(decoder(c, dtype), pool, geometry(c, dtype), c.eos_token_ids)
+def cuda_runner(
+    c: ModelConfig, dtype: str, pool: bytearray, grammars: Grammars | None = None
+) -> CudaRunner:
+    return CudaRunner(decoder(c, dtype), pool, geometry(c, dtype), c.eos_token_ids, grammars)
 
 
-def torch_runner(c: ModelConfig, dtype: str, pool: bytearray) -> TorchRunner:
+def torch_runner(
+    c: ModelConfig, dtype: str, pool: bytearray, grammars: Grammars | None = None
+) -> TorchRunner:
     model = Decoder(c, weights(c, dtype), DTYPES[dtype])
     layout = selftest.fast_layout(c.num_heads // c.num_kv_heads)
-    return TorchRunner(model, pool, geometry(c, dtype), layout, c.eos_token_ids)
+    shape = geometry(c, dtype)
+    return TorchRunner(model, pool, shape, layout, c.eos_token_ids, grammars=grammars)
 
 
 @functools.cache
