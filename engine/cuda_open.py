@@ -2,6 +2,7 @@
 
 # ruff: noqa: N806 - suffixes such as x_TE give shapes
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import torch
 
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.cuda import CudaDecoder, DecoderShape
+from engine.cuda_adapters import CudaAdapters
 from engine.cuda_runner import CudaRunner
 from engine.cuda_steps import DecodeRow, DecodeSteps
 from engine.grammars import Grammars
@@ -16,13 +18,13 @@ from engine.ipc import EngineSettings
 from engine.kernels.attention import Span
 from engine.kernels.configs import SPLIT_TOKENS
 from engine.loading import load_weights
-from engine.models.rope import ROPE_ORDER, rope_frequencies, rope_magnitude
+from engine.models.families import FAMILIES
+from engine.models.rope import ROPE_ORDER, local_frequencies, rope_frequencies, rope_magnitude
 from engine.numerics import DTYPES, NumericsSetupError, digest, same_bits
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
 
 _PROBE_TOKENS = 2 * SPLIT_TOKENS + 5 * BLOCK_TOKENS + 3  # three splits, the last page not full
-_ARCHITECTURES = ("llama", "LlamaForCausalLM")
 _SETTINGS = (
     "model",
     "dtype",
@@ -36,7 +38,7 @@ _SETTINGS = (
     "poison_token",
     "workers_on_host",
     "check_every_step",
-    "max_adapters",  # none is served: whoever asks for one is told so
+    "max_adapters",
     "max_adapter_rank",
     "speculation",
 )
@@ -47,6 +49,7 @@ _BESIDE = 10  # tokens of another sequence in the same step: enough to be a pref
 
 def shape_of(config: ModelConfig, max_context_tokens: int) -> DecoderShape:
     """The decoder's numbers for a model."""
+    family = FAMILIES[config.family]
     return DecoderShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -57,6 +60,10 @@ def shape_of(config: ModelConfig, max_context_tokens: int) -> DecoderShape:
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
         max_context_tokens=max_context_tokens,
+        windows=tuple(window or 0 for window in config.layer_windows),
+        gelu=family.activation == "gelu_tanh",
+        embed_scale=math.sqrt(config.hidden_size) if family.scale_embedding else 1.0,
+        query_scale=config.query_scale,
     )
 
 
@@ -72,19 +79,21 @@ def make_decoder(
     """A decoder from loaded weights (``engine.loading.load_weights``), which are emptied.
 
     Raises:
-        ModelError: Weights are left over, so the model is not of Llama's shape.
+        ModelError: The kernels cannot take its shape, or weights are left over.
     """
     frequencies = rope_frequencies(config, weights.pop("rope_factors", None))
+    ropes = [(frequencies, rope_magnitude(config))]
+    if (local := local_frequencies(config)) is not None:
+        ropes.append((local, 1.0))
     decoder = CudaDecoder(
         shape_of(config, max_context_tokens),
         weights,
-        frequencies,
+        ropes,
         dtype=DTYPES[geometry.dtype],
         device=device,
         num_blocks=geometry.num_blocks,
         block_tokens=geometry.block_tokens,
         exact=exact,
-        magnitude=rope_magnitude(config),
     )
     if weights:
         raise ModelError(f"CUDA has no use for the weights {', '.join(sorted(weights)[:4])}")
@@ -226,7 +235,8 @@ def open_cuda_runner(
         progress(f"checking that numerics are exact on {_name(device)}")
         verify_exact(decoder)
     identity = numerics_id(decoder, settings.dtype)
-    runner = CudaRunner(decoder, map_pool(geometry), geometry, c.eos_token_ids, grammars)
+    adapters = CudaAdapters(c, decoder, settings.max_adapter_rank)
+    runner = CudaRunner(decoder, map_pool(geometry), geometry, c.eos_token_ids, adapters, grammars)
     verify_steps(decoder, runner.steps)
     return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
 
@@ -234,10 +244,10 @@ def open_cuda_runner(
 def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
     """Name what the CUDA path does not have; a setting that it does not know is one of them."""
     escape = "hide the GPU with CUDA_VISIBLE_DEVICES= to serve on the CPU"
-    if artifact.architecture not in _ARCHITECTURES:
+    if artifact.config.num_experts:
         raise ModelError(
-            f"{artifact.source}: architecture {artifact.architecture} does not run on CUDA yet "
-            f"(supported: {', '.join(_ARCHITECTURES)}); {escape}"
+            f"{artifact.source}: architecture {artifact.architecture}, a mixture of experts, does "
+            f"not run on CUDA yet; {escape}"
         )
     if settings.speculation.mode == "draft":
         raise ModelError(f"a draft model is not supported on CUDA yet, only ngram; {escape}")

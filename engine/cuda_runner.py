@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from engine import scoring
-from engine.core.adapters import AdapterRef
-from engine.core.errors import AdapterLoadError, BatonError, InternalError, NumericsError
+from engine.core.errors import BatonError, InternalError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.harvest import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda import CudaDecoder
+from engine.cuda_adapters import CudaAdapters, DeviceDeltas
 from engine.cuda_draw import Draws, Specs, on_device, unknown_fields
 from engine.cuda_mirror import PoolMirror
 from engine.cuda_steps import DecodeRow, DecodeSteps
@@ -31,21 +31,16 @@ from engine.kernels.attention import Span
 from engine.numerics import DTYPES
 from engine.sampling import Logits
 
-_KNOWN = ("sequence_id", "tokens", "start", "block_ids", "samples", "harvest", "guesses")
-
-
-class NoAdapters:
-    """The adapters that CUDA serves: none yet."""
-
-    def prepare(self, ref: AdapterRef) -> None:
-        """Refuse by name."""
-        raise AdapterLoadError(f"adapter {ref.name}: LoRA is not supported on CUDA yet")
-
-    def add(self, ref: AdapterRef, prepared: None) -> None:
-        """Never called: nothing can be prepared."""
-
-    def remove(self, digest: str) -> None:
-        """Never called: nothing is held."""
+_KNOWN = (
+    "sequence_id",
+    "tokens",
+    "start",
+    "block_ids",
+    "samples",
+    "adapter",
+    "harvest",
+    "guesses",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +83,7 @@ class CudaRunner:
         pool_buffer: Writable memory of ``geometry.pool_bytes`` bytes: the pool that others see.
         geometry: Shape of both pools.
         eos_token_ids: Tokens that end an answer.
+        adapters: What rows may name.
         grammars: For requests with a grammar.
     """
 
@@ -96,7 +92,8 @@ class CudaRunner:
         decoder: CudaDecoder,
         pool_buffer: memoryview | bytearray,
         geometry: KvGeometry,
-        eos_token_ids: tuple[int, ...] = (),
+        eos_token_ids: tuple[int, ...],
+        adapters: CudaAdapters,
         grammars: Grammars | None = None,
     ) -> None:
         self._decoder = decoder
@@ -109,7 +106,7 @@ class CudaRunner:
         self._draws = Draws(eos_token_ids, grammars)
         longest = -(-decoder.shape.max_context_tokens // geometry.block_tokens)
         self.steps = DecodeSteps(decoder, longest)
-        self.adapters = NoAdapters()
+        self.adapters = adapters
         self.grammars = grammars
         self.harvests = True
         self.refused_rows: Mapping[int, BatonError] = {}
@@ -228,7 +225,19 @@ class CudaRunner:
             tokens += row.tokens
             ends.append(len(tokens))
         tables = [row.block_ids for row in rows]
-        return self._decoder.forward(self._decoder.batch(tokens, spans, tables)), ends
+        batch = self._decoder.batch(tokens, spans, tables, self._deltas(rows, ends))
+        return self._decoder.forward(batch), ends
+
+    def _deltas(self, rows: Sequence[PlanRow], ends: Sequence[int]) -> DeviceDeltas | None:
+        """Which flat rows get which adapter's deltas."""
+        groups: dict[str, list[int]] = {}
+        for row, end in zip(rows, ends, strict=True):
+            if row.adapter:
+                groups.setdefault(row.adapter, []).extend(range(end - len(row.tokens), end))
+        if not groups:
+            return None
+        found = [(flat, self.adapters[name]) for name, flat in groups.items()]
+        return DeviceDeltas(found, self._decoder.device)
 
     def _reap(
         self, rows: Sequence[PlanRow], done: _Computed
@@ -260,7 +269,8 @@ class CudaRunner:
 
 def _decodes_plainly(row: PlanRow) -> bool:
     """Whether a captured step computes it: one token, and something to draw."""
-    return len(row.tokens) == 1 and bool(row.samples) and row.harvest is None
+    plain = row.harvest is None and not row.adapter
+    return len(row.tokens) == 1 and bool(row.samples) and plain
 
 
 def _decode_row(row: PlanRow, plain: bool) -> DecodeRow:

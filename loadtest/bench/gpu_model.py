@@ -114,7 +114,7 @@ def random_decoder(machine: Machine, num_blocks: int, *, exact: bool) -> CudaDec
     decoder = CudaDecoder(
         s,
         weights,
-        frequencies,
+        [(frequencies, 1.0)],
         dtype=machine.dtype,
         device=machine.device,
         num_blocks=num_blocks,

@@ -58,7 +58,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
         "attend_kernel",
         "reduce_kernel",
         "add_norm_kernel",
-        "silu_mul_kernel",
+        "gate_kernel",
         "rope_write_kernel",
         "draw_kernel",
         "reduce_draw_kernel",

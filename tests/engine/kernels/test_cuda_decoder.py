@@ -1,5 +1,7 @@
 """The decoder on CUDA against ``engine/models/decoder.py``, and its bits against themselves."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -47,6 +49,38 @@ def test_hidden_states_and_logits_are_those_of_the_other_engine(
     limit = {"fp32": 1e-5, "bf16": 0.01}[dtype]
     assert (together - hidden).norm() < limit * hidden.norm()
     assert (decoder.logits(together) - logits).norm() < limit * logits.norm()
+
+
+FAMILIES = {
+    "mistral": {"layer_windows": (9, 9)},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma3": {
+        "layer_windows": (9, None),
+        "local_rope_theta": 50.0,
+        "query_scale": 0.2,
+        "tie_word_embeddings": True,
+    },
+}
+SLOW_FAMILIES = ("mistral", "qwen3")  # the others have all of their parts between them
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow) if f in SLOW_FAMILIES else f for f in FAMILIES],
+)
+def test_every_family_has_the_hidden_states_of_the_other_engine(family: str) -> None:
+    c = dataclasses.replace(tiny.config(), family=family, **FAMILIES[family])
+    text = tiny.tokens(30)
+    hidden, logits = expected(c, "fp32", text)
+    decoder = tiny.decoder(c)
+    got = []
+    for start, end in ((0, 29), (29, 30)):
+        batch = decoder.batch(text[start:end], [Span(0, start, end - start, 0)], [[7, 3]])
+        got.append(decoder.forward(batch))
+    together = torch.cat(got)
+    assert (together - hidden).norm() < 1e-5 * hidden.norm()
+    assert (decoder.logits(together[-1:]) - logits[-1:]).norm() < 1e-5 * logits[-1:].norm()
 
 
 def test_exact_bits_depend_neither_on_the_batch_nor_on_the_chunks() -> None:

@@ -1,18 +1,24 @@
 """What requests may ask for beside plain tokens: on CUDA as on the CPU, in one batch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from engine.core.adapters import AdapterRef
 from engine.core.errors import GrammarError
 from engine.core.harvest import MEAN, Harvest
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda_runner import CudaRunner
 from engine.grammars import Grammars
+from engine.numerics import same_bits
 from engine.runner import TorchRunner
+from engine.text.adapter_artifact import TARGETS, read_adapter
 from tests.engine.kernels import tiny
+from tests.engine.lora_files import write_adapter
 
 C = tiny.config(layers=1)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -130,3 +136,37 @@ def test_scores_and_embeddings_are_those_of_the_cpu(cut: int) -> None:
     assert (left.rows, left.ranks, left.top_ids) == (13, right.ranks, right.top_ids)
     for a, b in ((left.logprobs, right.logprobs), (mine.vector(), theirs.vector())):
         np.testing.assert_allclose(np.frombuffer(a, "<f4"), np.frombuffer(b, "<f4"), atol=1e-4)
+
+
+def test_adapters_are_mixed_in_a_batch_as_on_the_cpu(tmp_path: Path) -> None:
+    pair = Pair()
+    names = []
+    for name, targets in (("all", TARGETS), ("some", ("v_proj", "gate_proj", "down_proj"))):
+        path = write_adapter(tmp_path / name, C, size=0.6, rank=4, targets=targets)
+        ref = AdapterRef(name, read_adapter(path, C, 64).digest.hex(), str(path))
+        for store in (pair.cuda.adapters, pair.cpu.adapters):
+            store.add(ref, store.prepare(ref))
+        names.append(ref.digest)
+    text = tiny.tokens(9)
+
+    def rows(start: int, end: int, answers: list[list[int]]) -> list[PlanRow]:
+        found = []
+        for i, adapter in enumerate(["", *names, names[0]]):
+            whole = [*text, *answers[i]]
+            plain = tiny.row(i, whole, start, end, [i], SEEDED if i == 3 else GREEDY, 9)
+            found.append(replace(plain, adapter=adapter))
+        return found
+
+    first = pair.step(*rows(0, 9, [[]] * 4))
+    pair.step(*rows(9, 10, first))
+    batch = rows(0, 9, [[]] * 4)
+    together = pair.cuda.hidden(StepPlan(tuple(batch)))
+    for row, mine, theirs in zip(
+        batch, together, pair.cpu.hidden(StepPlan(tuple(batch))), strict=True
+    ):
+        assert (mine - theirs).norm() < 1e-5 * theirs.norm()
+        assert same_bits(pair.cuda.hidden(StepPlan((row,)))[0], mine), "alone as in the batch"
+        assert same_bits(mine, together[0]) is (row.adapter == ""), "an adapter changes something"
+    pair.cuda.adapters.remove(names[0])
+    with pytest.raises(KeyError):
+        pair.cuda.hidden(StepPlan((batch[1],)))

@@ -88,17 +88,18 @@ def test_a_pool_that_nobody_sized_has_blocks(
 def test_rope_scaling_reaches_the_device() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     scaled = dataclasses.replace(SHALLOW, rope_scaling=yarn)
-    turned = tiny.decoder(scaled)._rotation
+    turned = tiny.decoder(scaled)._layers[0].rotation
     twin = tiny.torch_runner(scaled, "fp32", bytearray(1 << 20))._model
     (expected,) = twin.rotations(tiny.torch.arange(len(turned)))
     assert tiny.torch.allclose(turned, tiny.torch.view_as_real(expected[:, 0]))
 
 
 def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> None:
-    artifact.architecture = "Gemma3ForCausalLM"
-    with pytest.raises(ModelError, match=r"Gemma3ForCausalLM does not run on CUDA.*hide the GPU"):
+    artifact.architecture = "Qwen3MoeForCausalLM"
+    artifact.config = dataclasses.replace(SHALLOW, num_experts=4, experts_per_token=2)
+    with pytest.raises(ModelError, match=r"Qwen3Moe.*mixture.*not run on CUDA.*hide the GPU"):
         cuda_open.open_cuda_runner(SETTINGS, artifact, 36, memory, print, device=tiny.CPU)
-    artifact.architecture = "llama"
+    artifact.config = SHALLOW
     strange = msgspec.structs.replace(SETTINGS, emulated_token_s=1.0)
     with pytest.raises(ModelError, match="emulated_token_s is not supported on CUDA yet"):
         cuda_open.open_cuda_runner(strange, artifact, 36, memory, print, device=tiny.CPU)
@@ -127,7 +128,7 @@ def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
 
 
 def test_weights_that_would_be_ignored_are_refused() -> None:
-    weights = tiny.weights(SHALLOW, "fp32") | {"layers.0.q_bias": tiny.torch.zeros(48)}
+    weights = tiny.weights(SHALLOW, "fp32") | {"layers.0.router": tiny.torch.zeros(48)}
     geometry = tiny.geometry(SHALLOW, "fp32")
-    with pytest.raises(ModelError, match=r"no use for the weights layers\.0\.q_bias"):
+    with pytest.raises(ModelError, match=r"no use for the weights layers\.0\.router"):
         cuda_open.make_decoder(SHALLOW, weights, geometry, tiny.CPU, 36, exact=True)

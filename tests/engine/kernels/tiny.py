@@ -9,6 +9,7 @@ from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda import CudaDecoder
+from engine.cuda_adapters import CudaAdapters
 from engine.cuda_open import make_decoder
 from engine.cuda_runner import CudaRunner
 from engine.grammars import Grammars
@@ -76,7 +77,9 @@ def decoder(
 def cuda_runner(
     c: ModelConfig, dtype: str, pool: bytearray, grammars: Grammars | None = None
 ) -> CudaRunner:
-    return CudaRunner(decoder(c, dtype), pool, geometry(c, dtype), c.eos_token_ids, grammars)
+    model = decoder(c, dtype)
+    shape, adapters = geometry(c, dtype), CudaAdapters(c, model)
+    return CudaRunner(model, pool, shape, c.eos_token_ids, adapters, grammars)
 
 
 def torch_runner(
