@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from engine.kernels.configs import AttentionConfig, attention_config
-from engine.kernels.products import Products
+from engine.kernels.products import Products, Weight, to_fp8
 from engine.kernels.rows import add_norm, add_to, gate_mul, rope_write
 
 SPREAD_QUERIES = 8
@@ -98,14 +98,14 @@ class _Layer:
     """One layer; what a family has not is ``None``."""
 
     attn_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Weight
     qkv_bias: torch.Tensor | None
     head_norm: torch.Tensor | None  # [H + K, D]
-    o: torch.Tensor
+    o: Weight
     attn_post_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
     mlp_post_norm: torch.Tensor | None
     window: int
     rotation: torch.Tensor  # [positions, D / 2, 2]
@@ -125,6 +125,11 @@ class CudaDecoder:
         num_blocks: Size of the pool.
         block_tokens: Tokens of a block.
         exact: A row's bits never depend on the other rows.
+        fp8: Keep the layers' matrices in fp8, with a scale per output; not embedding and head.
+
+    Raises:
+        ValueError: The kernels cannot take the shape.
+        RuntimeError: The device cannot multiply in fp8.
     """
 
     def __init__(
@@ -138,12 +143,16 @@ class CudaDecoder:
         num_blocks: int,
         block_tokens: int = 16,
         exact: bool = True,
+        fp8: bool = False,
     ) -> None:
         s = shape
+        self.fp8 = fp8
         self.shape, self.dtype, self.device, self.exact = shape, dtype, device, exact
         self.block_tokens = block_tokens
         self.decode_config = attention_config("decode", s.head_dim, exact=exact)
         self.prefill_config = attention_config("prefill", s.head_dim, exact=exact)
+        for config in (self.decode_config, self.prefill_config):
+            config.queries(self._group)
         self.product = Products(exact=exact)
         self.workspace = Workspace(device)
         pool = (s.num_layers, 2, num_blocks, block_tokens, s.num_kv_heads, s.head_dim)
@@ -156,7 +165,7 @@ class CudaDecoder:
         self._layers = [self._layer(i, weights) for i in range(s.num_layers)]
         first = self._layers[0]
         for weight in (first.qkv, first.o, first.gate_up, first.down, self._head):
-            self.product.prepare(weight)
+            self.product.prepare(weight, dtype)
 
     def _rotation(self, frequencies: torch.Tensor, magnitude: float) -> torch.Tensor:
         positions = torch.arange(self.shape.max_context_tokens, dtype=torch.float32).view(-1, 1)
@@ -168,9 +177,10 @@ class CudaDecoder:
         """Take the weights of one layer and pack them."""
         s = self.shape
 
-        def matrix(*names: str) -> torch.Tensor:
+        def matrix(*names: str) -> Weight:
             parts = [weights.pop(f"layers.{index}.{n}").to(self.device, self.dtype) for n in names]
-            return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+            whole = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+            return to_fp8(whole) if self.fp8 else whole
 
         def there(name: str) -> torch.Tensor | None:
             found = weights.pop(f"layers.{index}.{name}", None)
@@ -272,10 +282,10 @@ class CudaDecoder:
         return a_THD.view(len(qkv), -1)
 
     def _project(
-        self, batch: Batch, index: int, name: str, weight_NE: torch.Tensor, x_TE: torch.Tensor
+        self, batch: Batch, index: int, name: str, weight: Weight, x_TE: torch.Tensor
     ) -> torch.Tensor:
         """One product of layer ``index``, with what the rows' adapters add to it."""
-        y_TN = self.product(x_TE, weight_NE)
+        y_TN = self.product(x_TE, weight)
         if batch.deltas is not None:
             batch.deltas.apply(index, name, x_TE, y_TN)
         return y_TN

@@ -17,6 +17,7 @@ from engine.grammars import Grammars
 from engine.ipc import EngineSettings
 from engine.kernels.attention import Span
 from engine.kernels.configs import SPLIT_TOKENS
+from engine.kernels.products import FP8_SIDE
 from engine.loading import load_weights
 from engine.models.families import FAMILIES
 from engine.models.rope import ROPE_ORDER, local_frequencies, rope_frequencies, rope_magnitude
@@ -41,7 +42,9 @@ _SETTINGS = (
     "max_adapters",
     "max_adapter_rank",
     "speculation",
+    "weight_quantisation",
 )
+_FP8_CAPABILITY = (9, 0)
 _STEP_TOKENS = 2 * BLOCK_TOKENS + 3
 _NEAR = 0.05
 _BESIDE = 10  # tokens of another sequence in the same step: enough to be a prefill
@@ -75,6 +78,7 @@ def make_decoder(
     max_context_tokens: int,
     *,
     exact: bool,
+    fp8: bool = False,
 ) -> CudaDecoder:
     """A decoder from loaded weights (``engine.loading.load_weights``), which are emptied.
 
@@ -85,16 +89,20 @@ def make_decoder(
     ropes = [(frequencies, rope_magnitude(config))]
     if (local := local_frequencies(config)) is not None:
         ropes.append((local, 1.0))
-    decoder = CudaDecoder(
-        shape_of(config, max_context_tokens),
-        weights,
-        ropes,
-        dtype=DTYPES[geometry.dtype],
-        device=device,
-        num_blocks=geometry.num_blocks,
-        block_tokens=geometry.block_tokens,
-        exact=exact,
-    )
+    try:
+        decoder = CudaDecoder(
+            shape_of(config, max_context_tokens),
+            weights,
+            ropes,
+            dtype=DTYPES[geometry.dtype],
+            device=device,
+            num_blocks=geometry.num_blocks,
+            block_tokens=geometry.block_tokens,
+            exact=exact,
+            fp8=fp8,
+        )
+    except ValueError as error:
+        raise ModelError(f"this model does not run on CUDA: {error}") from error
     if weights:
         raise ModelError(f"CUDA has no use for the weights {', '.join(sorted(weights)[:4])}")
     return decoder
@@ -190,7 +198,8 @@ def numerics_id(decoder: CudaDecoder, dtype: str) -> str:
     cut = f"m{decoder.decode_config.block_m}k{decoder.decode_config.kv_tile}"
     cut += f"s{decoder.decode_config.split}"
     bits = digest((x_TE.cpu(), logits_SV.cpu()))
-    return f"{mode}/{dtype}/{ROPE_ORDER}/cuda-{cut}/{bits}"
+    kinds = f"{dtype}/fp8" if decoder.fp8 else dtype
+    return f"{mode}/{kinds}/{ROPE_ORDER}/cuda-{cut}/{bits}"
 
 
 def open_cuda_runner(
@@ -230,7 +239,8 @@ def open_cuda_runner(
     weights = load_weights(artifact, settings.dtype)
     exact = settings.numerics != "fast"
     progress(f"moving weights to {_name(device)}")
-    decoder = make_decoder(c, weights, geometry, device, max_context_tokens, exact=exact)
+    fp8 = settings.weight_quantisation == "fp8"
+    decoder = make_decoder(c, weights, geometry, device, max_context_tokens, exact=exact, fp8=fp8)
     if exact:
         progress(f"checking that numerics are exact on {_name(device)}")
         verify_exact(decoder)
@@ -249,12 +259,33 @@ def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
             f"{artifact.source}: architecture {artifact.architecture}, a mixture of experts, does "
             f"not run on CUDA yet; {escape}"
         )
+    kept = settings.weight_quantisation
+    if kept not in ("none", "fp8"):
+        raise ModelError(
+            f"quantisation.weights {kept} is not supported on CUDA, only fp8; {escape}"
+        )
+    if kept == "fp8":
+        _refuse_fp8(settings, artifact.config)
     if settings.speculation.mode == "draft":
         raise ModelError(f"a draft model is not supported on CUDA yet, only ngram; {escape}")
     plain = EngineSettings(model=settings.model)
     for name in EngineSettings.__struct_fields__:
         if name not in _SETTINGS and getattr(settings, name) != getattr(plain, name):
             raise ModelError(f"{name} is not supported on CUDA yet; {escape}")
+
+
+def _refuse_fp8(settings: EngineSettings, c: ModelConfig) -> None:
+    """Name what fp8 weights need and this start does not have."""
+    if settings.dtype != "bf16":
+        raise ModelError(f"quantisation.weights fp8 needs dtype bf16, not {settings.dtype}")
+    heads = c.num_heads * c.head_dim
+    for width in (c.hidden_size, c.intermediate_size, heads, c.num_kv_heads * c.head_dim):
+        if width % FP8_SIDE:
+            raise ModelError(
+                f"quantisation.weights fp8: a width of {width} is not a multiple of {FP8_SIDE}"
+            )
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+        raise ModelError("quantisation.weights fp8 needs compute capability 9.0 (Hopper)")
 
 
 def _name(device: torch.device) -> str:

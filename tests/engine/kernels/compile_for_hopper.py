@@ -110,7 +110,10 @@ def main() -> None:
     for name, cut in (("few", configs.EXACT_ROWS), ("many", configs.EXACT_MANY_ROWS)):
         compiler.title = f"product of {name} rows"
         weight = torch.zeros(6144, 4096, dtype=BF16)
-        products.fixed_linear(torch.zeros(64, 4096, dtype=BF16), weight, cut, BF16)
+        x = torch.zeros(64, 4096, dtype=BF16)
+        products.fixed_linear(x, weight, cut, BF16)
+        compiler.title += ", fp8 weight"
+        products.fixed_linear(x, products.to_fp8(weight), cut, BF16)
 
 
 if __name__ == "__main__":

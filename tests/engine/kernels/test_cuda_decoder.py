@@ -83,6 +83,17 @@ def test_every_family_has_the_hidden_states_of_the_other_engine(family: str) -> 
     assert (decoder.logits(together[-1:]) - logits[-1:]).norm() < 1e-5 * logits[-1:].norm()
 
 
+def test_fp8_weights_change_the_hidden_states_by_their_rounding() -> None:
+    c = dataclasses.replace(SHALLOW, hidden_size=32, intermediate_size=48)
+    text, found = tiny.tokens(12), []
+    for fp8 in (False, True):
+        decoder = tiny.decoder(c, "bf16", fp8=fp8)
+        found.append(decoder.forward(decoder.batch(text, [Span(0, 0, 12, 0)], [[2]])))
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    assert 0.001 < error < 0.1
+    assert numerics_id(decoder, "bf16").startswith("exact/bf16/fp8/")
+
+
 def test_exact_bits_depend_neither_on_the_batch_nor_on_the_chunks() -> None:
     decoder = tiny.decoder(SHALLOW)
     verify_exact(decoder)

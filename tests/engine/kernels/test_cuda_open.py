@@ -105,6 +105,22 @@ def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> 
         cuda_open.open_cuda_runner(strange, artifact, 36, memory, print, device=tiny.CPU)
 
 
+@pytest.mark.parametrize(
+    ("kept", "dtype", "said"),
+    [
+        ("int8", "bf16", "int8 is not supported on CUDA, only fp8"),
+        ("fp8", "fp32", "fp8 needs dtype bf16, not fp32"),
+        ("fp8", "bf16", "a width of 24 is not a multiple of 16"),
+    ],
+)
+def test_quantised_weights_are_fp8_of_even_widths(
+    artifact: Any, kept: str, dtype: str, said: str
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, weight_quantisation=kept, dtype=dtype)
+    with pytest.raises(ModelError, match=said):
+        cuda_open.open_cuda_runner(settings, artifact, 36, memory, print, device=tiny.CPU)
+
+
 def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
     monkeypatch: pytest.MonkeyPatch, artifact: Any
 ) -> None:
@@ -132,3 +148,9 @@ def test_weights_that_would_be_ignored_are_refused() -> None:
     geometry = tiny.geometry(SHALLOW, "fp32")
     with pytest.raises(ModelError, match=r"no use for the weights layers\.0\.router"):
         cuda_open.make_decoder(SHALLOW, weights, geometry, tiny.CPU, 36, exact=True)
+
+
+def test_heads_that_no_tile_holds_are_refused() -> None:
+    wide = dataclasses.replace(SHALLOW, num_heads=65, head_dim=2)
+    with pytest.raises(ModelError, match="65 heads share a KV head; a tile has 64 rows"):
+        tiny.decoder(wide)

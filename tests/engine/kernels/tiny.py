@@ -66,11 +66,15 @@ def geometry(c: ModelConfig, dtype: str) -> KvGeometry:
 
 
 def decoder(
-    c: ModelConfig | None = None, dtype: str = "fp32", *, exact: bool = True
+    c: ModelConfig | None = None,
+    dtype: str = "fp32",
+    *,
+    exact: bool = True,
+    fp8: bool = False,
 ) -> CudaDecoder:
     c = c or config()
     return make_decoder(
-        c, weights(c, dtype), geometry(c, dtype), CPU, c.max_context_tokens, exact=exact
+        c, weights(c, dtype), geometry(c, dtype), CPU, c.max_context_tokens, exact=exact, fp8=fp8
     )
 
 
