@@ -1,31 +1,33 @@
 """From a model on disk to a proven ``CudaRunner``."""
 
-# ruff: noqa: N806 - suffixes such as x_TE give shapes
-
 import math
 from collections.abc import Callable
-from itertools import pairwise
 
+import msgspec
 import torch
 
-from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.geometry import KvGeometry
 from engine.cuda import CudaDecoder, DecoderShape
 from engine.cuda_adapters import CudaAdapters
+from engine.cuda_proof import (
+    PROOF_BLOCKS,
+    device_name,
+    numerics_id,
+    verify_exact,
+    verify_steps,
+)
 from engine.cuda_runner import CudaRunner
-from engine.cuda_steps import DecodeRow, DecodeSteps
+from engine.footprint import footprint, pool_geometry
 from engine.grammars import Grammars
 from engine.ipc import EngineSettings
-from engine.kernels.attention import Span
-from engine.kernels.configs import SPLIT_TOKENS
 from engine.kernels.products import FP8_SIDE
 from engine.loading import load_weights
 from engine.models.families import FAMILIES
-from engine.models.rope import ROPE_ORDER, local_frequencies, rope_frequencies, rope_magnitude
-from engine.numerics import DTYPES, NumericsSetupError, digest, same_bits
+from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from engine.numerics import DTYPES
 from engine.process import ModelInfo
 from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
 
-_PROBE_TOKENS = 2 * SPLIT_TOKENS + 5 * BLOCK_TOKENS + 3  # three splits, the last page not full
 _SETTINGS = (
     "model",
     "dtype",
@@ -45,9 +47,7 @@ _SETTINGS = (
     "weight_quantisation",
 )
 _FP8_CAPABILITY = (9, 0)
-_STEP_TOKENS = 2 * BLOCK_TOKENS + 3
-_NEAR = 0.05
-_BESIDE = 10  # tokens of another sequence in the same step: enough to be a prefill
+_USED_SHARE = 0.85  # of the device's free memory; the rest is for activations, splits and graphs
 
 
 def shape_of(config: ModelConfig, max_context_tokens: int) -> DecoderShape:
@@ -108,98 +108,29 @@ def make_decoder(
     return decoder
 
 
-def verify_exact(decoder: CudaDecoder) -> None:
-    """Prove ``exact`` on the loaded model: same bits in one chunk, in odd chunks, and in a batch.
+def fit_pool(
+    geometry: KvGeometry, weight_bytes: int, free_bytes: int, *, chosen: bool
+) -> KvGeometry:
+    """The pool, or a smaller one that the device has room for beside the weights.
 
-    Uses the first blocks of the pool, and leaves them zero.
-
-    Raises:
-        NumericsSetupError: The message names the positions that differ.
-        ModelError: The pool is too small for the proof.
-    """
-    length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
-    tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
-    blocks = -(-length // decoder.block_tokens)
-    if decoder.pool.shape[2] < 2 * blocks:
-        raise ModelError(f"kv_blocks is {decoder.pool.shape[2]}; the proof needs {2 * blocks}")
-    tables = [list(range(blocks)), list(range(2 * blocks - 1, blocks - 1, -1))]
-
-    def run(*parts: tuple[int, int, int]) -> list[torch.Tensor]:
-        """``(table, start, end)`` together in one step."""
-        flat: list[int] = []
-        spans = []
-        for number, (_, start, end) in enumerate(parts):
-            spans.append(Span(len(flat), start, end - start, number))
-            flat += tokens[start:end]
-        x_TE = decoder.forward(decoder.batch(flat, spans, [tables[t] for t, _, _ in parts]))
-        return [x_TE[s.row : s.row + s.count] for s in spans]
-
-    whole = run((0, 0, length))[0].clone()
-    cuts = [0, length // 2 - 3, length - 8, length - 7, length - 2, length - 1, length]
-    for start, end in pairwise(cuts):
-        # beside it, in the same step, the other sequence computes something else
-        got = run((1, start, end), (0, 0, min(end, _BESIDE)))[0]
-        if not same_bits(got, whole[start:end]):
-            raise NumericsSetupError(
-                f"numerics exact: positions {start} to {end - 1} computed apart differ from one "
-                f"chunk on {_name(decoder.device)}; use numerics: fast"
-            )
-    decoder.pool[:, :, : 2 * blocks].zero_()
-
-
-@torch.inference_mode()
-def verify_steps(decoder: CudaDecoder, steps: DecodeSteps) -> None:
-    """Prove that a captured step, padded to its bucket, computes what single launches compute.
-
-    Uses the first blocks of the pool, and leaves them zero.
+    Args:
+        geometry: As large as the host's memory or the config allows.
+        weight_bytes: Of all weights.
+        free_bytes: On the device, before anything is there.
+        chosen: Whether the config says the size; then it is not changed.
 
     Raises:
-        NumericsSetupError: It does not.
+        ModelError: There is no room; it says for how many blocks there is.
     """
-    length, size = min(_STEP_TOKENS, decoder.shape.max_context_tokens), decoder.block_tokens
-    tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
-    blocks = -(-length // size)
-    tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(3)]
-    ends = [length - 1, length // 2, 1]
-    flat: list[int] = []
-    spans = []
-    for number, end in enumerate(ends):
-        spans.append(Span(len(flat), 0, end + 1, number))
-        flat += tokens[: end + 1]
-    x_TE = decoder.forward(decoder.batch(flat, spans, tables))
-    expected = x_TE[[span.row + span.count - 1 for span in spans]]
-    steps.start(
-        [DecodeRow(tokens[end], end, table) for end, table in zip(ends, tables, strict=True)]
-    )
-    steps.step()
-    got = steps.hidden_RE
-    same = same_bits(got, expected) if decoder.exact else _near(got, expected)
-    if not same:
-        raise NumericsSetupError(
-            f"a decode step in one piece differs from single launches on {_name(decoder.device)}"
+    most = int((free_bytes * _USED_SHARE - weight_bytes) / geometry.block_bytes)
+    if geometry.num_blocks <= most:
+        return geometry
+    if chosen or most < PROOF_BLOCKS:
+        raise ModelError(
+            f"kv_blocks is {geometry.num_blocks}, but beside {weight_bytes / 1e9:.1f} GB of "
+            f"weights the GPU has room for {max(most, 0)} ({free_bytes / 1e9:.1f} GB are free)"
         )
-    decoder.pool[:, :, : 3 * blocks].zero_()
-
-
-def _near(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two results are equal up to the rounding of bf16."""
-    return bool((left - right).norm() <= _NEAR * right.norm())
-
-
-def numerics_id(decoder: CudaDecoder, dtype: str) -> str:
-    """What two workers must have in common for their KV and tokens to be interchangeable."""
-    length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
-    tokens = [(104729 * i + 5) % decoder.shape.vocab_size for i in range(length)]
-    blocks = list(range(-(-length // decoder.block_tokens)))
-    x_TE = decoder.forward(decoder.batch(tokens, [Span(0, 0, length, 0)], [blocks]))
-    logits_SV = decoder.logits(x_TE[-1:].contiguous())
-    decoder.pool[:, :, blocks].zero_()
-    mode = "exact" if decoder.exact else "fast"
-    cut = f"m{decoder.decode_config.block_m}k{decoder.decode_config.kv_tile}"
-    cut += f"s{decoder.decode_config.split}"
-    bits = digest((x_TE.cpu(), logits_SV.cpu()))
-    kinds = f"{dtype}/fp8" if decoder.fp8 else dtype
-    return f"{mode}/{kinds}/{ROPE_ORDER}/cuda-{cut}/{bits}"
+    return msgspec.structs.replace(geometry, num_blocks=most)
 
 
 def open_cuda_runner(
@@ -229,20 +160,18 @@ def open_cuda_runner(
     _refuse(settings, artifact)
     device = device or torch.device("cuda")
     c = artifact.config
-    geometry = KvGeometry(
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        num_blocks=settings.kv_blocks,
-        dtype=settings.dtype,
-    )
+    geometry = pool_geometry(settings, c)
+    if device.type == "cuda":
+        need = footprint(c, dtype=settings.dtype, quantisation=settings.weight_quantisation)
+        free = torch.cuda.mem_get_info(device)[0]
+        geometry = fit_pool(geometry, need.weights, free, chosen=bool(settings.kv_blocks))
     weights = load_weights(artifact, settings.dtype)
     exact = settings.numerics != "fast"
-    progress(f"moving weights to {_name(device)}")
+    progress(f"moving weights to {device_name(device)}")
     fp8 = settings.weight_quantisation == "fp8"
     decoder = make_decoder(c, weights, geometry, device, max_context_tokens, exact=exact, fp8=fp8)
     if exact:
-        progress(f"checking that numerics are exact on {_name(device)}")
+        progress(f"checking that numerics are exact on {device_name(device)}")
         verify_exact(decoder)
     identity = numerics_id(decoder, settings.dtype)
     adapters = CudaAdapters(c, decoder, settings.max_adapter_rank)
@@ -286,7 +215,3 @@ def _refuse_fp8(settings: EngineSettings, c: ModelConfig) -> None:
             )
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
         raise ModelError("quantisation.weights fp8 needs compute capability 9.0 (Hopper)")
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"

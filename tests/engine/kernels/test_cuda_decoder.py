@@ -7,7 +7,7 @@ import torch
 
 from engine.core.plan import StepPlan
 from engine.cuda import CudaDecoder
-from engine.cuda_open import numerics_id, verify_exact
+from engine.cuda_proof import numerics_id, verify_exact
 from engine.kernels.attention import Span
 from engine.numerics import NumericsSetupError, same_bits
 from engine.text.artifact import ModelError

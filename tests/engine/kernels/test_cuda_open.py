@@ -11,6 +11,7 @@ from engine import cuda_open, opening
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.speculation import SpeculationSettings
+from engine.cuda_proof import verify_steps
 from engine.cuda_steps import DecodeSteps
 from engine.ipc import EngineSettings
 from engine.numerics import NumericsSetupError
@@ -78,11 +79,29 @@ def test_the_device_is_the_setting_and_auto_is_what_is_there(
 def test_a_pool_that_nobody_sized_has_blocks(
     monkeypatch: pytest.MonkeyPatch, artifact: Any
 ) -> None:
-    monkeypatch.setattr(cuda_open, "open_cuda_runner", lambda sized, *_: sized.kv_blocks)
+    monkeypatch.setattr(cuda_open, "make_decoder", lambda c, weights, geometry, *_, **__: geometry)
+    monkeypatch.setattr(cuda_open, "verify_exact", lambda _: None)
+    monkeypatch.setattr(cuda_open, "numerics_id", lambda geometry, _: geometry.num_blocks)
+    monkeypatch.setattr(cuda_open, "CudaAdapters", lambda *_: None)
+    monkeypatch.setattr(cuda_open, "CudaRunner", lambda *_: SimpleNamespace(steps=None))
+    monkeypatch.setattr(cuda_open, "verify_steps", lambda *_: None)
     automatic = msgspec.structs.replace(SETTINGS, kv_blocks=0)
+    _, info = cuda_open.open_cuda_runner(automatic, artifact, 36, memory, print, device=tiny.CPU)
     context_blocks = -(-SHALLOW.max_context_tokens // tiny.BLOCK)
-    blocks = opening.open_runner(automatic, memory, print)
-    assert blocks == automatic.max_batch_requests * context_blocks
+    assert info.numerics_id == automatic.max_batch_requests * context_blocks
+
+
+def test_a_pool_fits_beside_the_weights_or_is_refused() -> None:
+    geometry = tiny.geometry(SHALLOW, "fp32")
+    geometry = msgspec.structs.replace(geometry, num_blocks=1000)
+    whole = geometry.block_bytes * 1000
+    assert cuda_open.fit_pool(geometry, 0, 2 * whole, chosen=True) is geometry
+    smaller = cuda_open.fit_pool(geometry, whole // 4, whole, chosen=False)
+    assert smaller.num_blocks == 600
+    with pytest.raises(ModelError, match=r"kv_blocks is 1000, .* the GPU has room for 600"):
+        cuda_open.fit_pool(geometry, whole // 4, whole, chosen=True)
+    with pytest.raises(ModelError, match="the GPU has room for 0"):
+        cuda_open.fit_pool(geometry, whole, whole, chosen=False)
 
 
 def test_rope_scaling_reaches_the_device() -> None:
@@ -130,7 +149,7 @@ def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
         cuda_open.open_cuda_runner(drafting, artifact, 36, memory, print, device=tiny.CPU)
     decoder = tiny.decoder(SHALLOW)
     steps = DecodeSteps(decoder, 3)
-    cuda_open.verify_steps(decoder, steps)
+    verify_steps(decoder, steps)
     assert not decoder.pool.any(), "what the proof wrote is gone"
     compute = DecodeSteps.step
 
@@ -140,7 +159,7 @@ def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
 
     monkeypatch.setattr(DecodeSteps, "step", otherwise)
     with pytest.raises(NumericsSetupError, match="differs from single launches"):
-        cuda_open.verify_steps(decoder, steps)
+        verify_steps(decoder, steps)
 
 
 def test_weights_that_would_be_ignored_are_refused() -> None:
