@@ -10,6 +10,7 @@ from engine.core.errors import InternalError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda_draw import on_device
+from engine.cuda_mirror import PoolMirror
 from tests.engine.kernels import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -79,6 +80,19 @@ def test_kv_that_others_wrote_into_the_pool_is_used_also_in_pages_used_before() 
     view(mine, c)[:, :, table] = view(theirs, c)[:, :, table]  # a hand-off
     last = tiny.row(2, text, 19, 20, table, GREEDY)
     assert tiny.step(cuda, last) == tiny.step(cpu, last)
+
+
+def test_pages_that_the_device_wrote_are_not_brought_in_again() -> None:
+    host, device = torch.zeros(1, 2, 4, 16, 1, 2), torch.zeros(1, 2, 4, 16, 1, 2)
+    mirror = PoolMirror(host, device)
+    mirror.before(StepPlan((PlanRow(1, [7, 8, 9], 16, [0, 2], guesses=2),)))
+    host[:] = 1.0  # nobody does that, so one sees what is copied
+    mirror.before(StepPlan((PlanRow(1, [5], 17, [0, 2]),)))  # both guesses were wrong
+    assert not device.any()
+    mirror.before(StepPlan((PlanRow(1, [5], 18, [0, 3]),)))
+    assert device[0, 0, :, 0, 0, 0].tolist() == [1, 0, 0, 1]
+    mirror.before(StepPlan((PlanRow(2, [5], 18, [2, 1]),)))
+    assert device.bool().all()
 
 
 def test_copies_happen_before_anything_else_and_in_both_pools() -> None:
