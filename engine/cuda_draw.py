@@ -1,13 +1,14 @@
-"""Which token each row of a step draws: plain draws on the device, all others on the host.
+"""Which token each row of a step draws, on the device or on the host.
 
-A draw is plain when the largest logit, or the largest logit / temperature + noise, is the answer. A
-draw with filters, penalties, log-probabilities or a grammar has its row of logits brought to the
-host, where ``engine/sampling.py`` draws. Which of the two it is depends on the draw alone, never on
-what else is in the step.
+The device draws the largest logit, or the largest logit / temperature + noise, of all tokens or of
+those that ``top_k``, ``top_p`` and ``min_p`` leave. A draw with penalties, log-probabilities or a
+grammar has its row of logits brought to the host, where ``engine/sampling.py`` draws. Which of the
+two it is depends on the draw alone, never on what else is in the step.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 
@@ -19,7 +20,7 @@ from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec
 from engine.cuda_steps import signed
 from engine.grammars import Grammars
-from engine.kernels.rows import draw
+from engine.kernels.rows import cuts, draw
 
 Specs = tuple[SampleSpec, ...]
 
@@ -75,23 +76,23 @@ class Draws:
     def start(
         self, draws: Mapping[int, Specs], logits_SV: torch.Tensor
     ) -> tuple[dict[int, list[int]], dict[int, torch.Tensor]]:
-        """Draw on the device what is plain, and fetch the logits of the rest; waits for both.
+        """Draw what the device can, and fetch the logits of the rest; waits for both.
 
         Args:
             draws: What rows draw, by the row's number.
             logits_SV: The logits of these rows, in this order; finite.
         """
-        plain: list[tuple[int, int, SampleSpec]] = []
+        here: list[tuple[int, int, SampleSpec]] = []
         fetched: list[tuple[int, int]] = []
         for place, (number, specs) in enumerate(draws.items()):
             if all(on_device(spec) for spec in specs):
-                plain += [(place, number, spec) for spec in specs]
+                here += [(place, number, spec) for spec in specs]
             else:
                 fetched.append((place, number))
         drawn: dict[int, list[int]] = {}
-        if plain:
-            tokens = _draw_plain([(place, spec) for place, _, spec in plain], logits_SV)
-            for (_, number, _), token in zip(plain, tokens, strict=True):
+        if here:
+            tokens = _draw([(place, spec) for place, _, spec in here], logits_SV)
+            for (_, number, _), token in zip(here, tokens, strict=True):
                 drawn.setdefault(number, []).append(token)
         if not fetched:
             return drawn, {}
@@ -129,23 +130,45 @@ class Draws:
         return found
 
 
-def _draw_plain(wanted: Sequence[tuple[int, SampleSpec]], logits_SV: torch.Tensor) -> list[int]:
+def _draw(wanted: Sequence[tuple[int, SampleSpec]], logits_SV: torch.Tensor) -> list[int]:
     device = logits_SV.device
-    rows = torch.tensor([row for row, _ in wanted], device=device)
-    specs = [spec for _, spec in wanted]
-    seeds = [signed(spec.params.seed) for spec in specs]
+    params = [spec.params for _, spec in wanted]
+
+    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    rows_SV = logits_SV.index_select(0, column([row for row, _ in wanted], torch.int64))
+    temperatures_S = column([p.temperature for p in params], torch.float64)
+    cuts_S = None
+    filtered = [i for i, p in enumerate(params) if is_filtered(p)]
+    if filtered:
+        places, some = column(filtered, torch.int64), [params[i] for i in filtered]
+        found = cuts(
+            rows_SV.index_select(0, places),
+            temperatures_S.index_select(0, places),
+            column([p.top_k for p in some], torch.int32),
+            column([p.top_p for p in some], torch.float64),
+            column([p.min_p for p in some], torch.float64),
+        )
+        cuts_S = torch.full((len(params),), -math.inf, device=device).index_copy_(0, places, found)
     tokens: list[int] = draw(
-        logits_SV.index_select(0, rows),
-        torch.tensor([s.params.temperature for s in specs], dtype=torch.float64, device=device),
-        torch.tensor(seeds, device=device),
-        torch.tensor([signed(spec.choice) for spec in specs], device=device),
-        torch.tensor([len(spec.history) for spec in specs], device=device),
+        rows_SV,
+        temperatures_S,
+        column([signed(p.seed) for p in params], torch.int64),
+        column([signed(spec.choice) for _, spec in wanted], torch.int64),
+        column([len(spec.history) for _, spec in wanted], torch.int64),
+        cuts_S,
     ).tolist()
     return tokens
 
 
+def is_filtered(p: SamplingParams) -> bool:
+    """Whether not all tokens may be drawn."""
+    return bool(p.temperature) and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+
+
 def on_device(spec: SampleSpec) -> bool:
-    """Whether the largest logit, or logit / temperature + noise, is the answer."""
+    """Whether the device draws it."""
     p = spec.params
     if len(spec.history) - spec.prompt_tokens < p.min_tokens:
         return False
@@ -154,6 +177,9 @@ def on_device(spec: SampleSpec) -> bool:
     return p == SamplingParams(
         max_tokens=p.max_tokens,
         temperature=p.temperature,
+        top_p=p.top_p,
+        top_k=p.top_k,
+        min_p=p.min_p,
         seed=p.seed,
         n=p.n,
         stop_token_ids=p.stop_token_ids,

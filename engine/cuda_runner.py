@@ -23,7 +23,7 @@ from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda import CudaDecoder
 from engine.cuda_adapters import CudaAdapters, DeviceDeltas
-from engine.cuda_draw import Draws, Specs, on_device, unknown_fields
+from engine.cuda_draw import Draws, Specs, is_filtered, on_device, unknown_fields
 from engine.cuda_mirror import PoolMirror
 from engine.cuda_steps import DecodeRow, DecodeSteps
 from engine.grammars import Grammars
@@ -175,7 +175,7 @@ class CudaRunner:
 
     def _step(self, rows: Sequence[PlanRow]) -> _Computed:
         """Decodes alone: one captured step draws for all of them; few need their logits."""
-        plain = [len(row.samples) == 1 and on_device(row.samples[0]) for row in rows]
+        plain = [_draws_plainly(row.samples) for row in rows]
         self.steps.start([_decode_row(row, here) for row, here in zip(rows, plain, strict=True)])
         self.steps.step()
         tokens: list[int] = self.steps.drawn_R.tolist()
@@ -271,6 +271,11 @@ def _decodes_plainly(row: PlanRow) -> bool:
     """Whether a captured step computes it: one token, and something to draw."""
     plain = row.harvest is None and not row.adapter
     return len(row.tokens) == 1 and bool(row.samples) and plain
+
+
+def _draws_plainly(samples: Specs) -> bool:
+    """Whether a captured step draws it."""
+    return len(samples) == 1 and on_device(samples[0]) and not is_filtered(samples[0].params)
 
 
 def _decode_row(row: PlanRow, plain: bool) -> DecodeRow:

@@ -12,6 +12,7 @@ import triton
 from engine.kernels.device import rows, sampling
 
 _GATE_TILE = 1024
+_CUT_TILE = 2048
 _DRAW_TILE = 256  # counters of one program, of four tokens each
 
 
@@ -134,8 +135,9 @@ def draw(
     seeds_S: torch.Tensor,
     choices_S: torch.Tensor,
     positions_S: torch.Tensor,
+    cuts_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[S]`` int64 tokens, as ``engine.sampling`` draws them without filters and penalties.
+    """``[S]`` int64 tokens, as ``engine.sampling`` draws them without penalties.
 
     Args:
         logits_SV: Any float dtype, contiguous.
@@ -143,6 +145,7 @@ def draw(
         seeds_S: int64 holding the bits of the unsigned seed.
         choices_S: int64.
         positions_S: int64 index of the token that is drawn.
+        cuts_S: From ``cuts``; by default nothing is filtered.
     """
     count, vocabulary = logits_SV.shape
     parts = triton.cdiv(vocabulary, 4 * _DRAW_TILE)
@@ -156,10 +159,12 @@ def draw(
         seeds_S,
         choices_S,
         positions_S,
+        positions_S if cuts_S is None else cuts_S,
         scores,
         tokens,
         vocabulary,
         parts,
+        CUT=cuts_S is not None,
         TILE=_DRAW_TILE,
         num_warps=4,
     )
@@ -167,3 +172,35 @@ def draw(
         scores, tokens, out_S, vocabulary, parts, PARTS_PAD=triton.next_power_of_2(parts)
     )
     return out_S
+
+
+def cuts(
+    logits_SV: torch.Tensor,
+    temperatures_S: torch.Tensor,
+    top_ks_S: torch.Tensor,
+    top_ps_S: torch.Tensor,
+    min_ps_S: torch.Tensor,
+) -> torch.Tensor:
+    """``[S]`` fp32: the least logit that a row's filters leave, as ``engine.sampling`` has them.
+
+    Args:
+        logits_SV: fp32.
+        temperatures_S: fp64, 0 = greedy.
+        top_ks_S: int32, 0 = off.
+        top_ps_S: fp64, 1 = off.
+        min_ps_S: fp64, 0 = off.
+    """
+    count, vocabulary = logits_SV.shape
+    cuts_S = torch.empty(count, dtype=torch.float32, device=logits_SV.device)
+    sampling.cut_kernel[(count,)](
+        logits_SV.sort(dim=-1, descending=True).values,
+        temperatures_S,
+        top_ks_S,
+        top_ps_S,
+        min_ps_S.log(),
+        cuts_S,
+        vocabulary,
+        TILE=_CUT_TILE,
+        num_warps=8,
+    )
+    return cuts_S

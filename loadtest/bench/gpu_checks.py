@@ -12,7 +12,7 @@ from engine.cuda_steps import DecodeRow
 from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from engine.kernels.configs import AttentionConfig, attention_config
 from engine.kernels.products import Products, to_fp8
-from engine.kernels.rows import add_norm, draw, gate_mul, rope_write
+from engine.kernels.rows import add_norm, cuts, draw, gate_mul, rope_write
 from loadtest.bench.gpu_model import Machine, random_decoder, scattered_tables
 
 Result = tuple[str, str | None]
@@ -139,6 +139,17 @@ def _draws(machine: Machine) -> str | None:
         alone = draw(logits[one].contiguous(), hot[one], seeds[one], zeros[one], seeds[one] + 5)
         if int(alone) != int(drawn[row]):
             return "a row alone draws another token than in its batch"
+    count = min(50, vocabulary // 2)
+    top_ks, ones = torch.full_like(zeros, count).int(), torch.ones_like(hot)
+    least = cuts(logits, hot, top_ks, ones, ones * 0)
+    if not torch.equal(least, logits.topk(count).values[:, -1]):
+        return f"top_k {count} does not end at the logit of that rank"
+    weights = logits.double().softmax(-1)
+    left = (weights * (logits >= cuts(logits, hot, top_ks * 0, ones / 2, ones * 0)[:, None])).sum(
+        -1
+    )
+    if not bool(((left >= 0.5) & (left < 0.5 + weights.amax(-1))).all()):
+        return "top_p 0.5 does not leave half of the probability"
     flat = torch.zeros(6, vocabulary, device=device)
     same = draw(flat, hot, seeds, zeros, zeros).tolist()
     return None if len(set(same)) > 1 else "the noise does not depend on the seed"

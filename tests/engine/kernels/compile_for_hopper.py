@@ -106,7 +106,9 @@ def main() -> None:
     rows.rope_write(qkv, 32, index, index, turns, tables, pool)
     rows.rope_write(qkv, 32, index, index, turns, tables, pool, bias=bias, norm=norm, eps=1e-6)
     zeros = torch.zeros(4, dtype=torch.int64)
-    rows.draw(torch.zeros(4, 128256), zeros.double(), zeros, zeros, zeros)
+    hot, logits = zeros.double(), torch.zeros(4, 128256)
+    rows.draw(logits, hot, zeros, zeros, zeros)
+    rows.draw(logits, hot, zeros, zeros, zeros, rows.cuts(logits, hot, zeros.int(), hot, hot))
     for name, cut in (("few", configs.EXACT_ROWS), ("many", configs.EXACT_MANY_ROWS)):
         compiler.title = f"product of {name} rows"
         weight = torch.zeros(6144, 4096, dtype=BF16)

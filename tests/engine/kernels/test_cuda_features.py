@@ -24,6 +24,7 @@ C = tiny.config(layers=1)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.1, seed=4)
 FILTERED = SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=9)
+PUNISHED = SamplingParams(max_tokens=8, temperature=0.9, seed=2, repetition_penalty=1.4)
 SHAPED = SamplingParams(max_tokens=8, temperature=0.8, seed=5, grammar="sevens")
 BROKEN = SamplingParams(max_tokens=8, temperature=0.0, grammar="broken")
 
@@ -79,7 +80,7 @@ def verifying(sequence: int, text: list[int], guesses: list[int], table: list[in
 
 def test_masks_guesses_and_filters_draw_the_tokens_of_the_cpu() -> None:
     pair = Pair()
-    params = {1: GREEDY, 2: SEEDED, 3: FILTERED, 4: SHAPED}
+    params = {1: GREEDY, 2: SEEDED, 3: FILTERED, 4: SHAPED, 5: PUNISHED}
     texts = {i: list(tiny.tokens(6 + i, seed=i)) for i in params}
     prompts = {i: len(text) for i, text in texts.items()}
     tables = {i: [2 * i, 2 * i + 1] for i in params}
@@ -104,7 +105,7 @@ def test_masks_guesses_and_filters_draw_the_tokens_of_the_cpu() -> None:
             for i, drawn in zip(params, decoded, strict=True)
         )
     )
-    assert [len(drawn) for drawn in verified] == [2, 2, 2, 2]
+    assert [len(drawn) for drawn in verified] == [2, 2, 2, 2, 2]
     refused = pair.step(tiny.row(9, tiny.tokens(3), 0, 3, [20], BROKEN), rows(1, 1))
     assert refused[1] == decoded[0]
     assert list(pair.cuda.refused_rows) == [0]

@@ -15,7 +15,7 @@ from tests.engine.kernels import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.2, seed=77, n=2)
-FILTERED = SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=5, logprobs=2)
+SCORED = SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=5, logprobs=2)
 
 
 def pools(c: tiny.ModelConfig, dtype: str) -> tuple[bytearray, bytearray]:
@@ -50,7 +50,7 @@ def test_a_mixed_batch_draws_the_tokens_of_the_cpu_and_leaves_the_same_kv() -> N
             (
                 tiny.row(1, a, 0, 21, tables[0], GREEDY),
                 tiny.row(2, b, 0, 17, tables[1]),
-                tiny.row(3, d, 0, 5, tables[2], FILTERED),
+                tiny.row(3, d, 0, 5, tables[2], SCORED),
             )
         )
     )
@@ -60,7 +60,7 @@ def test_a_mixed_batch_draws_the_tokens_of_the_cpu_and_leaves_the_same_kv() -> N
         StepPlan(
             (
                 tiny.row(1, a, 21, 22, tables[0], GREEDY, 21),
-                tiny.row(3, d, 5, 6, tables[2], FILTERED, 5),
+                tiny.row(3, d, 5, 6, tables[2], SCORED, 5),
                 tiny.row(2, b, 17, 34, tables[1], SEEDED),
             )
         )
@@ -154,15 +154,17 @@ def test_a_row_with_something_unknown_is_a_typed_error() -> None:
         ({}, True),
         ({"temperature": 0.0}, True),
         ({"stop_token_ids": (4,), "n": 3}, True),
-        ({"top_k": 4}, False),
-        ({"top_p": 0.9}, False),
-        ({"min_p": 0.1}, False),
+        ({"top_k": 4, "top_p": 0.9, "min_p": 0.1}, True),
+        ({"repetition_penalty": 1.1}, False),
+        ({"grammar": "x"}, False),
         ({"logprobs": 0}, False),
         ({"logit_bias": ((1, 2.0),)}, False),
         ({"presence_penalty": 0.5}, False),
         ({"min_tokens": 1}, False),
     ],
 )
-def test_only_plain_draws_stay_on_the_device(change: dict[str, object], here: bool) -> None:
+def test_draws_without_penalties_grammars_and_scores_stay_on_the_device(
+    change: dict[str, object], here: bool
+) -> None:
     params = SamplingParams(**{"max_tokens": 8, "temperature": 1.0, **change})  # type: ignore[arg-type]
     assert on_device(SampleSpec(0, params, [1, 2], 2)) is here
