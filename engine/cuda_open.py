@@ -163,8 +163,10 @@ def open_cuda_runner(
     geometry = pool_geometry(settings, c)
     if device.type == "cuda":
         need = footprint(c, dtype=settings.dtype, quantisation=settings.weight_quantisation)
-        free = torch.cuda.mem_get_info(device)[0]
-        geometry = fit_pool(geometry, need.weights, free, chosen=bool(settings.kv_blocks))
+        free, chosen = torch.cuda.mem_get_info(device)[0], bool(settings.kv_blocks)
+        if not chosen:  # the workers of a host start together, on the first GPU that they see
+            free //= max(settings.workers_on_host, 1)
+        geometry = fit_pool(geometry, need.weights, free, chosen=chosen)
     weights = load_weights(artifact, settings.dtype)
     exact = settings.numerics != "fast"
     progress(f"moving weights to {device_name(device)}")
