@@ -129,7 +129,9 @@ def numerics_id(decoder: CudaDecoder, dtype: str) -> str:
 def _need(decoder: CudaDecoder, blocks: int) -> None:
     """Kernels do not check: beyond the pool is somebody else's memory."""
     if decoder.pool.shape[2] < blocks:
-        raise ModelError(f"kv_blocks is {decoder.pool.shape[2]}; the proof needs {blocks}")
+        raise ModelError(
+            f"kv_blocks_per_worker is {decoder.pool.shape[2]}; the proof needs {blocks}"
+        )
 
 
 def device_name(device: torch.device) -> str:

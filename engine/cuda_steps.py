@@ -243,7 +243,7 @@ class DecodeSteps:
         token_R = draw(logits_RV, state.temperatures_R, state.seeds_R, state.choices_R, next_R)
         finite_R = torch.isfinite(logits_RV.sum(dim=-1))
         state.hidden_RE.copy_(x_RE)
-        state.drawn_R.copy_(torch.where(finite_R, token_R, -1))
+        state.drawn_R.copy_(token_R.masked_fill(~finite_R, -1))
         state.tokens_R.copy_(token_R)
         state.positions_R.add_(state.used_R)
         state.tiles_4R[2].add_(state.used_R)

@@ -91,6 +91,10 @@ def main() -> None:
                 attention(cut, dim, spread=kind == "decode")
     compiler.title = "fast prefill 128, window"
     attention(configs.attention_config("prefill", 128, exact=False), 128, spread=False, window=99)
+    for kind in ("decode", "prefill"):  # Gemma 3
+        compiler.title = f"exact {kind} 256, window"
+        cut = configs.attention_config(kind, 256, exact=True)
+        attention(cut, 256, spread=kind == "decode", window=99)
     compiler.title = "rows"
     x, delta = torch.zeros(64, 4096), torch.zeros(64, 4096, dtype=BF16)
     weight = torch.zeros(4096)

@@ -98,7 +98,9 @@ def test_a_pool_fits_beside_the_weights_or_is_refused() -> None:
     assert cuda_open.fit_pool(geometry, 0, 2 * whole, chosen=True) is geometry
     smaller = cuda_open.fit_pool(geometry, whole // 4, whole, chosen=False)
     assert smaller.num_blocks == 600
-    with pytest.raises(ModelError, match=r"kv_blocks is 1000, .* the GPU has room for 600"):
+    with pytest.raises(
+        ModelError, match=r"kv_blocks_per_worker is 1000, .* the GPU has room for 600"
+    ):
         cuda_open.fit_pool(geometry, whole // 4, whole, chosen=True)
     with pytest.raises(ModelError, match="the GPU has room for 0"):
         cuda_open.fit_pool(geometry, whole, whole, chosen=False)
