@@ -70,7 +70,7 @@ class Draws:
 
     def __init__(self, eos_token_ids: Sequence[int], grammars: Grammars | None) -> None:
         self.grammars = grammars
-        self.mask_ns = 0  # of the last step
+        self.mask_ns = 0  # of the step; whoever begins one sets it back
         self._eos_token_ids = eos_token_ids
 
     def start(
@@ -107,7 +107,6 @@ class Draws:
         host: Mapping[int, torch.Tensor],
     ) -> tuple[list[list[SampledToken]], dict[int, GrammarError]]:
         """What ``start`` drew and what the host draws, of each plan row as far as it counts."""
-        self.mask_ns = 0
         every = Drawable(range(len(drawn) + len(host)), drawn, host)
         return verifying.draw_by(Drawable.sample, every, rows, self._eos_token_ids, self._masks)
 

@@ -127,8 +127,8 @@ def fit_pool(
         return geometry
     if chosen or most < PROOF_BLOCKS:
         raise ModelError(
-            f"kv_blocks_per_worker is {geometry.num_blocks}, but beside {weight_bytes / 1e9:.1f} GB of "
-            f"weights the GPU has room for {max(most, 0)} ({free_bytes / 1e9:.1f} GB are free)"
+            f"kv_blocks_per_worker is {geometry.num_blocks}, but beside {weight_bytes / 1e9:.1f} "
+            f"GB of weights the GPU has room for {max(most, 0)} ({free_bytes / 1e9:.1f} GB free)"
         )
     return msgspec.structs.replace(geometry, num_blocks=most)
 

@@ -147,7 +147,7 @@ class CudaRunner:
             if strange := unknown_fields(row, _KNOWN):
                 raise InternalError(f"{strange[0]} of a plan's row is not known on CUDA")
         self._mirror.before(plan)
-        self.refused_rows = {}
+        self.refused_rows, self._draws.mask_ns = {}, 0
         if not plan.rows:
             return []
         captured = all(_decodes_plainly(row) for row in plan.rows)
@@ -183,7 +183,7 @@ class CudaRunner:
         broken = {index for index, token in enumerate(tokens) if token < 0}
         drawn = {index: [tokens[index]] for index, here in enumerate(plain) if here}
         host: dict[int, torch.Tensor] = {}
-        others = [index for index, here in enumerate(plain) if not here and index not in broken]
+        others = [index for index, here in enumerate(plain) if not here]
         if others and not broken:
             places = torch.tensor(others, device=hidden_RE.device)
             logits_SV = self._decoder.logits(hidden_RE.index_select(0, places))
