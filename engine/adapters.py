@@ -15,7 +15,8 @@ not depend on who shares its batch or chunk.
 
 # ruff: noqa: N803, N806 - suffixes such as x_TK give shapes
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -47,16 +48,20 @@ _PRODUCTS = {
 _PAIRED = ("q_proj", "k_proj")  # their rows are stored with adjacent RoPE pairs
 
 
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""``[T, K] -> [T, N]``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one adapter adds to one product of one layer."""
 
-    def __init__(self, a: Linear, b: Linear) -> None:
-        self._a = a
-        self._b = b
+    a: Product
+    b: Product
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         """``[T, K] -> [T, N]``."""
-        return self._b(self._a(x_TK))
+        return self.b(self.a(x_TK))
 
 
 Adapter = dict[tuple[int, str], Delta]
@@ -214,7 +219,7 @@ class AdapterSet:
         own = [part[self._shard.rows(name)] for part, name in zip(parts, names, strict=True)]
         return torch.cat(own)
 
-    def _linear(self, weight_NK: torch.Tensor) -> Linear:
+    def _linear(self, weight_NK: torch.Tensor) -> Product:
         weight = weight_NK.to(self._dtype)
         if self._numerics == "fast":
             return Linear(weight, ANY_ROWS)

@@ -1,4 +1,4 @@
-"""A decoder of Llama's shape on CUDA: weights, a paged pool, and one forward pass for everything.
+"""A decoder on CUDA: weights, a paged pool, and one forward pass for everything.
 
 T rows of a step, E hidden size, H query heads, K KV heads, D head dim, V vocabulary,
 S block table rows, N tiles
@@ -9,16 +9,18 @@ that its results can be compared with ``engine/models/decoder.py`` without a GPU
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from engine.kernels.configs import AttentionConfig, attention_config
-from engine.kernels.products import Products
-from engine.kernels.rows import add_norm, rope_write, silu_mul
+from engine.kernels.products import Products, Weight, to_fp8
+from engine.kernels.rows import add_norm, add_to, gate_mul, rope_write
 
 SPREAD_QUERIES = 8
 """Up to so many queries (decode, verification) a sequence's keys are spread over programs."""
@@ -26,7 +28,16 @@ SPREAD_QUERIES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The numbers of a model. ``window``: keys a query sees, 0 = all."""
+    """The numbers of a model.
+
+    Attributes:
+        windows: For each layer how many keys a query sees, its own included; 0 = all. Empty: no
+            layer has a window.
+        gelu: The gate's activation is GELU in its tanh form, not SiLU.
+        embed_scale: Embeddings are multiplied with it.
+        query_scale: What scores are multiplied with, if not ``1 / sqrt(head_dim)``; only for a
+            model that norms its heads.
+    """
 
     num_layers: int
     hidden_size: int
@@ -37,7 +48,10 @@ class DecoderShape:
     vocab_size: int
     rms_norm_eps: float
     max_context_tokens: int
-    window: int = 0
+    windows: tuple[int, ...] = ()
+    gelu: bool = False
+    embed_scale: float = 1.0
+    query_scale: float | None = None
 
     @property
     def qkv_width(self) -> int:
@@ -51,6 +65,13 @@ class DecoderShape:
         return self.hidden_size * (attention + 3 * self.intermediate_size)
 
 
+class Deltas(Protocol):
+    """What is added to the layers' products."""
+
+    def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
+        """Change ``y_TN``, the product ``name`` of a layer for the inputs ``x_TE``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's rows, on the device.
@@ -61,6 +82,7 @@ class Batch:
         sequences_T: int32 row of the block tables; -1 = a row that only pads.
         tables_SB: int32 block ids by sequence.
         launches: The tiles of the step's attention, and how each launch is cut.
+        deltas: What adapters add to the products; not in captured steps.
     """
 
     tokens_T: torch.Tensor
@@ -68,16 +90,25 @@ class Batch:
     sequences_T: torch.Tensor
     tables_SB: torch.Tensor
     launches: tuple[tuple[Tiles, AttentionConfig], ...]
+    deltas: Deltas | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """One layer; what a family has not is ``None``."""
+
     attn_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Weight
+    qkv_bias: torch.Tensor | None
+    head_norm: torch.Tensor | None  # [H + K, D]
+    o: Weight
+    attn_post_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
+    mlp_post_norm: torch.Tensor | None
+    window: int
+    rotation: torch.Tensor  # [positions, D / 2, 2]
 
 
 class CudaDecoder:
@@ -86,67 +117,105 @@ class CudaDecoder:
     Args:
         shape: The model's numbers.
         weights: By canonical name (``engine.models.families.weight_table``); Q and K with adjacent
-            pairs. Emptied while packing.
-        frequencies: Angle per position of each pair, ``[D / 2]`` fp32.
-        magnitude: What rotated pairs are multiplied with.
+            pairs. Emptied while packing; which parts a layer has follows from them.
+        ropes: Angle per position of each pair, ``[D / 2]`` fp32, and what rotated pairs are
+            multiplied with; a second one is for the layers with a window.
         dtype: Of weights, activations and KV.
         device: ``cuda``, or ``cpu`` for the interpreter.
         num_blocks: Size of the pool.
         block_tokens: Tokens of a block.
         exact: A row's bits never depend on the other rows.
+        fp8: Keep the layers' matrices in fp8, with a scale per output; not embedding and head.
+
+    Raises:
+        ValueError: The kernels cannot take the shape.
+        RuntimeError: The device cannot multiply in fp8.
     """
 
     def __init__(
         self,
         shape: DecoderShape,
         weights: dict[str, torch.Tensor],
-        frequencies: torch.Tensor,
+        ropes: Sequence[tuple[torch.Tensor, float]],
         *,
         dtype: torch.dtype,
         device: torch.device,
         num_blocks: int,
         block_tokens: int = 16,
         exact: bool = True,
-        magnitude: float = 1.0,
+        fp8: bool = False,
     ) -> None:
         s = shape
+        self.fp8 = fp8
         self.shape, self.dtype, self.device, self.exact = shape, dtype, device, exact
         self.block_tokens = block_tokens
         self.decode_config = attention_config("decode", s.head_dim, exact=exact)
         self.prefill_config = attention_config("prefill", s.head_dim, exact=exact)
-        self._product = Products(exact=exact)
+        for config in (self.decode_config, self.prefill_config):
+            config.queries(self._group)
+        self.product = Products(exact=exact)
         self.workspace = Workspace(device)
         pool = (s.num_layers, 2, num_blocks, block_tokens, s.num_kv_heads, s.head_dim)
         self.pool = torch.zeros(pool, dtype=dtype, device=device)
-
-        def take(*names: str) -> torch.Tensor:
-            parts = [weights.pop(name).to(device, dtype) for name in names]
-            return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-
-        def norm(name: str) -> torch.Tensor:
-            return weights.pop(name).to(device, torch.float32).contiguous()
-
-        self._embed = take("embed")
-        self._final_norm = norm("final_norm")
-        self._head = take("head") if "head" in weights else self._embed
-        self._layers = [
-            _Layer(
-                attn_norm=norm(f"layers.{i}.attn_norm"),
-                qkv=take(*(f"layers.{i}.{name}" for name in ("q", "k", "v"))),
-                o=take(f"layers.{i}.o"),
-                mlp_norm=norm(f"layers.{i}.mlp_norm"),
-                gate_up=take(*(f"layers.{i}.{name}" for name in ("gate", "up"))),
-                down=take(f"layers.{i}.down"),
-            )
-            for i in range(s.num_layers)
-        ]
-        positions = torch.arange(s.max_context_tokens, dtype=torch.float32).view(-1, 1)
-        angles = positions * frequencies.float().cpu()
-        turned = torch.stack((angles.cos(), angles.sin()), dim=-1) * magnitude
-        self._rotation = turned.to(device)
+        self._rotations = [self._rotation(*rope) for rope in ropes]
+        self._embed = weights.pop("embed").to(device, dtype).contiguous()
+        self._final_norm = weights.pop("final_norm").to(device, torch.float32)
+        head = weights.pop("head", None)
+        self._head = self._embed if head is None else head.to(device, dtype).contiguous()
+        self._layers = [self._layer(i, weights) for i in range(s.num_layers)]
         first = self._layers[0]
         for weight in (first.qkv, first.o, first.gate_up, first.down, self._head):
-            self._product.prepare(weight)
+            self.product.prepare(weight, dtype)
+
+    def _rotation(self, frequencies: torch.Tensor, magnitude: float) -> torch.Tensor:
+        positions = torch.arange(self.shape.max_context_tokens, dtype=torch.float32).view(-1, 1)
+        angles = positions * frequencies.float().cpu()
+        turned = torch.stack((angles.cos(), angles.sin()), dim=-1) * magnitude
+        return turned.to(self.device)
+
+    def _layer(self, index: int, weights: dict[str, torch.Tensor]) -> _Layer:
+        """Take the weights of one layer and pack them."""
+        s = self.shape
+
+        def matrix(*names: str) -> Weight:
+            parts = [weights.pop(f"layers.{index}.{n}").to(self.device, self.dtype) for n in names]
+            whole = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+            return to_fp8(whole) if self.fp8 else whole
+
+        def there(name: str) -> torch.Tensor | None:
+            found = weights.pop(f"layers.{index}.{name}", None)
+            return None if found is None else found.to(self.device, torch.float32).contiguous()
+
+        def norm(name: str) -> torch.Tensor:
+            return weights.pop(f"layers.{index}.{name}").to(self.device, torch.float32)
+
+        biases = [part for name in "qkv" if (part := there(f"{name}_bias")) is not None]
+        window = s.windows[index] if s.windows else 0
+        return _Layer(
+            attn_norm=norm("attn_norm"),
+            qkv=matrix("q", "k", "v"),
+            qkv_bias=torch.cat(biases) if biases else None,
+            head_norm=self._head_norm(there("q_norm"), there("k_norm")),
+            o=matrix("o"),
+            attn_post_norm=there("attn_post_norm"),
+            mlp_norm=norm("mlp_norm"),
+            gate_up=matrix("gate", "up"),
+            down=matrix("down"),
+            mlp_post_norm=there("mlp_post_norm"),
+            window=window,
+            rotation=self._rotations[-1 if window else 0],
+        )
+
+    def _head_norm(
+        self, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """``[H + K, D]``: a row for each head. A query scale of the model's own goes in here."""
+        s = self.shape
+        if q_norm is None or k_norm is None:
+            return None
+        if s.query_scale is not None:
+            q_norm = q_norm * (s.query_scale * math.sqrt(s.head_dim))
+        return torch.cat((q_norm.expand(s.num_heads, -1), k_norm.expand(s.num_kv_heads, -1)))
 
     @torch.inference_mode()
     def forward(
@@ -159,51 +228,85 @@ class CudaDecoder:
             on_layers_done: Called with 1, 2, ... when that many layers' KV is *enqueued* (wait for
                 the device before reading it elsewhere).
         """
-        s, product = self.shape, self._product
-        rows, heads, dim = batch.tokens_T.shape[0], s.num_heads, s.head_dim
+        eps = self.shape.rms_norm_eps
         x_TE = F.embedding(batch.tokens_T, self._embed).float()
-        # zeroed: rows that only pad belong to no tile
-        a_THD = torch.zeros(rows, heads, dim, dtype=self.dtype, device=self.device)
+        if self.shape.embed_scale != 1.0:
+            x_TE *= self.shape.embed_scale
         delta_TE: torch.Tensor | None = None
+        post_E: torch.Tensor | None = None  # of the delta that is still to be added
         for index, layer in enumerate(self._layers):
-            h_TE = add_norm(x_TE, delta_TE, layer.attn_norm, s.rms_norm_eps, self.dtype)
-            qkv = product(h_TE, layer.qkv)
-            rope_write(
-                qkv,
-                heads,
-                batch.positions_T,
-                batch.sequences_T,
-                self._rotation,
-                batch.tables_SB,
-                self.pool[index],
-            )
+            h_TE = add_norm(x_TE, delta_TE, layer.attn_norm, eps, self.dtype, post_E)
+            a_TE = self._attend(batch, index, layer, h_TE)
             if on_layers_done is not None:
                 on_layers_done(index + 1)
-            q_THD = qkv.view(rows, -1, dim)[:, :heads]
-            for tiles, config in batch.launches:
-                paged_attention(
-                    q_THD,
-                    self.pool[index],
-                    batch.tables_SB,
-                    tiles,
-                    a_THD,
-                    config,
-                    self.workspace,
-                    window=s.window,
-                )
-            delta_TE = product(a_THD.view(rows, -1), layer.o)
-            h_TE = add_norm(x_TE, delta_TE, layer.mlp_norm, s.rms_norm_eps, self.dtype)
-            delta_TE = product(silu_mul(product(h_TE, layer.gate_up)), layer.down)
-        return x_TE if delta_TE is None else x_TE.add_(delta_TE)
+            delta_TE = self._project(batch, index, "o", layer.o, a_TE)
+            h_TE = add_norm(x_TE, delta_TE, layer.mlp_norm, eps, self.dtype, layer.attn_post_norm)
+            gate_up = self._project(batch, index, "gate_up", layer.gate_up, h_TE)
+            act_TF = gate_mul(gate_up, gelu=self.shape.gelu)
+            delta_TE = self._project(batch, index, "down", layer.down, act_TF)
+            post_E = layer.mlp_post_norm
+        if delta_TE is not None:
+            add_to(x_TE, delta_TE, eps, post_E)
+        return x_TE
+
+    def _attend(self, batch: Batch, index: int, layer: _Layer, h_TE: torch.Tensor) -> torch.Tensor:
+        """``[T, H D]``: the heads of a layer; writes its K and V."""
+        s = self.shape
+        qkv = self._project(batch, index, "qkv", layer.qkv, h_TE)
+        rope_write(
+            qkv,
+            s.num_heads,
+            batch.positions_T,
+            batch.sequences_T,
+            layer.rotation,
+            batch.tables_SB,
+            self.pool[index],
+            bias=layer.qkv_bias,
+            norm=layer.head_norm,
+            eps=s.rms_norm_eps,
+        )
+        q_THD = qkv.view(len(qkv), -1, s.head_dim)[:, : s.num_heads]
+        # zeroed: rows that only pad belong to no tile
+        a_THD = torch.zeros(q_THD.shape, dtype=self.dtype, device=self.device)
+        for tiles, config in batch.launches:
+            paged_attention(
+                q_THD,
+                self.pool[index],
+                batch.tables_SB,
+                tiles,
+                a_THD,
+                config,
+                self.workspace,
+                window=layer.window,
+            )
+        return a_THD.view(len(qkv), -1)
+
+    def _project(
+        self, batch: Batch, index: int, name: str, weight: Weight, x_TE: torch.Tensor
+    ) -> torch.Tensor:
+        """One product of layer ``index``, with what the rows' adapters add to it."""
+        y_TN = self.product(x_TE, weight)
+        if batch.deltas is not None:
+            batch.deltas.apply(index, name, x_TE, y_TN)
+        return y_TN
 
     @torch.inference_mode()
     def logits(self, x_SE: torch.Tensor) -> torch.Tensor:
         """``[S, V]`` fp32 logits of some rows of ``forward``'s result (contiguous)."""
         h_SE = add_norm(x_SE, None, self._final_norm, self.shape.rms_norm_eps, self.dtype)
-        return self._product(h_SE, self._head, torch.float32)
+        return self.product(h_SE, self._head, torch.float32)
+
+    @torch.inference_mode()
+    def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        """``[S, E]`` fp32: some rows of ``forward``'s result (contiguous) behind the final norm."""
+        return add_norm(x_SE, None, self._final_norm, self.shape.rms_norm_eps, torch.float32)
 
     def batch(
-        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Sequence[int]]
+        self,
+        tokens: Sequence[int],
+        spans: Sequence[Span],
+        tables: Sequence[Sequence[int]],
+        deltas: Deltas | None = None,
     ) -> Batch:
         """Put a step on the device. Sequences with few queries are spread over their keys.
 
@@ -211,6 +314,7 @@ class CudaDecoder:
             tokens: Of all rows.
             spans: Which rows are which sequence's, in the order of the rows.
             tables: Block ids by sequence.
+            deltas: What adapters add to the products.
 
         Raises:
             ValueError: A position is beyond the context: the device would read what is not there.
@@ -243,6 +347,7 @@ class CudaDecoder:
             self._int32(sequences),
             self._int32(padded),
             tuple(launches),
+            deltas,
         )
 
     def check_position(self, position: int) -> None:

@@ -45,7 +45,8 @@ class PoolMirror:
         for row in plan.rows:
             known = self._known.get(row.sequence_id)
             blocks = list(row.block_ids[: -(-row.start // size)])
-            if known is None or known.end != row.start or known.blocks[: len(blocks)] != blocks:
+            # a row may begin before the end of the last one, whose guesses were wrong
+            if known is None or known.end < row.start or known.blocks[: len(blocks)] != blocks:
                 wanted.update(blocks)
             seen[row.sequence_id] = _Known(list(row.block_ids), row.start + len(row.tokens))
         wanted.update(target for _, target in plan.copies)

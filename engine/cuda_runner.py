@@ -3,43 +3,76 @@
     plan rows      A: chunk of 5      B: decode      C: decode     (as the scheduler wrote them)
     flat rows      A0 A1 A2 A3 A4  B  C                            (the same order)
 
-Tokens without filters, penalties and log-probabilities are drawn on the device; for the others
-their row of logits comes to the host, where ``engine/sampling.py`` draws. Kernels never read a page
-beyond a sequence's own end, so a neighbour's NaN cannot reach a row, and none is computed twice.
+A plan of decodes alone is one captured step (``engine/cuda_steps.py``); prefill chunks, guesses,
+adapters, and mixtures are launched kernel by kernel. Kernels never read a page beyond a sequence's
+own end, so a neighbour's NaN cannot reach a row, and none is computed twice.
 """
 
-# ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
+# ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import dataclass
 
 import torch
 
-from engine import sampling
-from engine.core.adapters import AdapterRef
-from engine.core.errors import AdapterLoadError, BatonError, InternalError, NumericsError
+from engine import scoring
+from engine.core.errors import BatonError, InternalError, NumericsError
 from engine.core.geometry import KvGeometry
-from engine.core.params import SampledToken, SamplingParams
+from engine.core.harvest import Floats, Harvest, Scores
+from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda import CudaDecoder
+from engine.cuda_adapters import CudaAdapters, DeviceDeltas
+from engine.cuda_draw import Draws, Specs, is_filtered, on_device, unknown_fields
 from engine.cuda_mirror import PoolMirror
+from engine.cuda_steps import DecodeRow, DecodeSteps
+from engine.grammars import Grammars
 from engine.kernels.attention import Span
-from engine.kernels.rows import draw
 from engine.numerics import DTYPES
+from engine.sampling import Logits
+
+_KNOWN = (
+    "sequence_id",
+    "tokens",
+    "start",
+    "block_ids",
+    "samples",
+    "adapter",
+    "harvest",
+    "guesses",
+)
 
 
-class NoAdapters:
-    """The adapters that CUDA serves: none yet."""
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A decoder's results where scores are computed: the host, as those of drawn tokens are."""
 
-    def prepare(self, ref: AdapterRef) -> None:
-        """Refuse by name."""
-        raise AdapterLoadError(f"adapter {ref.name}: LoRA is not supported on CUDA yet")
+    decoder: CudaDecoder
 
-    def add(self, ref: AdapterRef, prepared: None) -> None:
-        """Never called: nothing can be prepared."""
+    def logits(self, x_SE: torch.Tensor) -> Logits:
+        return Logits(self.decoder.logits(x_SE.contiguous()).cpu())
 
-    def remove(self, digest: str) -> None:
-        """Never called: nothing is held."""
+    def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        return self.decoder.normed(x_SE.contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A step behind its forward pass.
+
+    Attributes:
+        hidden_TE: Flat rows.
+        ends: Where each plan row's flat rows end.
+        broken: Plan rows with NaN or Inf.
+        drawn: What was drawn on the device, by number of the draw.
+        host: Logits ``[1, V]`` of what the host draws.
+    """
+
+    hidden_TE: torch.Tensor
+    ends: Sequence[int]
+    broken: set[int]
+    drawn: dict[int, list[int]]
+    host: dict[int, torch.Tensor]
 
 
 class CudaRunner:
@@ -50,6 +83,8 @@ class CudaRunner:
         pool_buffer: Writable memory of ``geometry.pool_bytes`` bytes: the pool that others see.
         geometry: Shape of both pools.
         eos_token_ids: Tokens that end an answer.
+        adapters: What rows may name.
+        grammars: For requests with a grammar.
     """
 
     def __init__(
@@ -57,19 +92,24 @@ class CudaRunner:
         decoder: CudaDecoder,
         pool_buffer: memoryview | bytearray,
         geometry: KvGeometry,
-        eos_token_ids: tuple[int, ...] = (),
+        eos_token_ids: tuple[int, ...],
+        adapters: CudaAdapters,
+        grammars: Grammars | None = None,
     ) -> None:
         self._decoder = decoder
+        self._head = _Head(decoder)
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
         self._mirror = PoolMirror(flat.view(geometry.shape), decoder.pool)
-        self.adapters = NoAdapters()
-        self.grammars = None
-        self.harvests = False
+        self._draws = Draws(eos_token_ids, grammars)
+        longest = -(-decoder.shape.max_context_tokens // geometry.block_tokens)
+        self.steps = DecodeSteps(decoder, longest)
+        self.adapters = adapters
+        self.grammars = grammars
+        self.harvests = True
         self.refused_rows: Mapping[int, BatonError] = {}
-        self.mask_ns = 0
 
     @property
     def geometry(self) -> KvGeometry:
@@ -86,9 +126,14 @@ class CudaRunner:
         """None, ever."""
         return ()
 
+    @property
+    def mask_ns(self) -> int:
+        """Time that the last step spent on grammars."""
+        return self._draws.mask_ns
+
     def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
-        """All of them: no grammar comes here."""
-        return len(guesses)
+        """See ``engine.core.plan.ModelRunner``."""
+        return self._draws.admissible(spec, guesses)
 
     @torch.inference_mode()
     def execute(
@@ -99,146 +144,144 @@ class CudaRunner:
         KV reaches the pool that others see at the end of the step: all layers are announced then.
         """
         for row in plan.rows:
-            if strange := unknown_fields(row):
+            if strange := unknown_fields(row, _KNOWN):
                 raise InternalError(f"{strange[0]} of a plan's row is not known on CUDA")
         self._mirror.before(plan)
+        self.refused_rows, self._draws.mask_ns = {}, 0
         if not plan.rows:
             return []
-        hidden_TE, ends = self._forward(plan)
-        sampled = [index for index, row in enumerate(plan.rows) if row.samples]
-        finite_T = torch.isfinite(hidden_TE.sum(dim=-1))
-        logits_SV = None
-        if sampled:
-            last = torch.tensor([ends[i] - 1 for i in sampled], device=hidden_TE.device)
-            logits_SV = self._decoder.logits(hidden_TE.index_select(0, last))
-        drawn = self._draw(plan, sampled, logits_SV)
-        self._check(plan, sampled, ends, finite_T, logits_SV)
+        captured = all(_decodes_plainly(row) for row in plan.rows)
+        done = self._step(plan.rows) if captured else self._launch(plan.rows)
+        reaped, unscored = self._reap(plan.rows, done)
+        if broken := done.broken | unscored:
+            self._fail(plan.rows, broken)
         self._mirror.after(plan.rows)
         if on_layers_done is not None:
-            for done in range(1, self._geometry.num_layers + 1):
-                on_layers_done(done)
-        results: list[list[SampledToken]] = [[] for _ in plan.rows]
-        for index, tokens in zip(sampled, drawn, strict=True):
-            results[index] = tokens
+            for layers in range(1, self._geometry.num_layers + 1):
+                on_layers_done(layers)
+        for harvest, scores, rows_TE in reaped:
+            harvest.take(scores, rows_TE)
+        results, self.refused_rows = self._draws.finish(plan.rows, done.drawn, done.host)
         return results
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
         """Hidden states ``[len(tokens), E]`` of each row of a plan (self-test and tests)."""
         self._mirror.before(plan)
-        hidden_TE, ends = self._forward(plan)
+        hidden_TE, ends = self._forward(plan.rows)
         self._mirror.after(plan.rows)
         pairs = zip(plan.rows, ends, strict=True)
         return [hidden_TE[end - len(row.tokens) : end].cpu() for row, end in pairs]
 
-    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, list[int]]:
+    def _step(self, rows: Sequence[PlanRow]) -> _Computed:
+        """Decodes alone: one captured step draws for all of them; few need their logits."""
+        plain = [_draws_plainly(row.samples) for row in rows]
+        self.steps.start([_decode_row(row, here) for row, here in zip(rows, plain, strict=True)])
+        self.steps.step()
+        tokens: list[int] = self.steps.drawn_R.tolist()
+        hidden_RE = self.steps.hidden_RE
+        broken = {index for index, token in enumerate(tokens) if token < 0}
+        drawn = {index: [tokens[index]] for index, here in enumerate(plain) if here}
+        host: dict[int, torch.Tensor] = {}
+        others = [index for index, here in enumerate(plain) if not here]
+        if others and not broken:
+            places = torch.tensor(others, device=hidden_RE.device)
+            logits_SV = self._decoder.logits(hidden_RE.index_select(0, places))
+            more, host = self._draws.start({i: rows[i].samples for i in others}, logits_SV)
+            drawn |= more
+        return _Computed(hidden_RE, range(1, len(rows) + 1), broken, drawn, host)
+
+    def _launch(self, rows: Sequence[PlanRow]) -> _Computed:
+        """Any rows."""
+        hidden_TE, ends = self._forward(rows)
+        wanted: list[tuple[int, int, Specs]] = [
+            (index, end - 1 - back, specs)
+            for index, (row, end) in enumerate(zip(rows, ends, strict=True))
+            for back, specs in row.draws()
+        ]
+        fine: list[bool] = torch.isfinite(hidden_TE.sum(dim=-1)).tolist()
+        broken = {
+            index
+            for index, (row, end) in enumerate(zip(rows, ends, strict=True))
+            if not all(fine[end - len(row.tokens) : end])
+        }
+        drawn: dict[int, list[int]] = {}
+        host: dict[int, torch.Tensor] = {}
+        if wanted:
+            places = torch.tensor([flat for _, flat, _ in wanted], device=hidden_TE.device)
+            logits_SV = self._decoder.logits(hidden_TE.index_select(0, places))
+            fine = torch.isfinite(logits_SV.sum(dim=-1)).tolist()
+            broken |= {index for (index, _, _), ok in zip(wanted, fine, strict=True) if not ok}
+            if not broken:
+                draws = {number: specs for number, (_, _, specs) in enumerate(wanted)}
+                drawn, host = self._draws.start(draws, logits_SV)
+        return _Computed(hidden_TE, ends, broken, drawn, host)
+
+    def _forward(self, rows: Sequence[PlanRow]) -> tuple[torch.Tensor, list[int]]:
         tokens: list[int] = []
         spans, ends = [], []
-        for index, row in enumerate(plan.rows):
+        for index, row in enumerate(rows):
             spans.append(Span(len(tokens), row.start, len(row.tokens), index))
             tokens += row.tokens
             ends.append(len(tokens))
-        tables = [row.block_ids for row in plan.rows]
-        return self._decoder.forward(self._decoder.batch(tokens, spans, tables)), ends
+        tables = [row.block_ids for row in rows]
+        batch = self._decoder.batch(tokens, spans, tables, self._deltas(rows, ends))
+        return self._decoder.forward(batch), ends
 
-    def _draw(
-        self, plan: StepPlan, sampled: Sequence[int], logits_SV: torch.Tensor | None
-    ) -> list[list[SampledToken]]:
-        """Tokens of the rows that draw, in the order of ``sampled``."""
-        if logits_SV is None:
-            return []
-        found: list[list[SampledToken]] = [[] for _ in sampled]
-        simple: list[tuple[int, SampleSpec]] = []
-        for row, index in enumerate(sampled):
-            specs = plan.rows[index].samples
-            if all(on_device(spec) for spec in specs):
-                simple += [(row, spec) for spec in specs]
+    def _deltas(self, rows: Sequence[PlanRow], ends: Sequence[int]) -> DeviceDeltas | None:
+        """Which flat rows get which adapter's deltas."""
+        groups: dict[str, list[int]] = {}
+        for row, end in zip(rows, ends, strict=True):
+            if row.adapter:
+                groups.setdefault(row.adapter, []).extend(range(end - len(row.tokens), end))
+        if not groups:
+            return None
+        found = [(flat, self.adapters[name]) for name, flat in groups.items()]
+        return DeviceDeltas(found, self._decoder.device)
+
+    def _reap(
+        self, rows: Sequence[PlanRow], done: _Computed
+    ) -> tuple[list[tuple[Harvest, list[Scores], Floats]], set[int]]:
+        """What harvests want of this step's rows, and the rows whose logits are not finite."""
+        reaped, unscored = [], set()
+        for index, (row, end) in enumerate(zip(rows, done.ends, strict=True)):
+            if row.harvest is None or index in done.broken:
+                continue
+            rows_TE = done.hidden_TE[end - len(row.tokens) : end]
+            try:
+                part = scoring.reap(self._head, row.harvest, row.start, rows_TE)
+            except scoring.NotFiniteError:
+                unscored.add(index)
             else:
-                raw_SV = logits_SV[row : row + 1].cpu()
-                if bool(torch.isfinite(raw_SV.sum())):  # else the step fails, and draws nothing
-                    logits = sampling.Logits(raw_SV)
-                    found[row] = sampling.sample(logits, [specs], self._eos_token_ids)[0]
-        if simple:
-            for (row, _), token in zip(simple, self._draw_simple(simple, logits_SV), strict=True):
-                found[row].append(SampledToken(token))
-        return found
+                reaped.append((row.harvest, *part))
+        return reaped, unscored
 
-    def _draw_simple(
-        self, simple: Sequence[tuple[int, SampleSpec]], logits_SV: torch.Tensor
-    ) -> list[int]:
-        device = logits_SV.device
-        rows = torch.tensor([row for row, _ in simple], device=device)
-        specs = [spec for _, spec in simple]
-        seeds = [_signed(spec.params.seed) for spec in specs]
-        tokens: list[int] = draw(
-            logits_SV.index_select(0, rows),
-            torch.tensor([s.params.temperature for s in specs], dtype=torch.float64, device=device),
-            torch.tensor(seeds, device=device),
-            torch.tensor([_signed(spec.choice) for spec in specs], device=device),
-            torch.tensor([len(spec.history) for spec in specs], device=device),
-        ).tolist()
-        return tokens
-
-    def _check(
-        self,
-        plan: StepPlan,
-        sampled: Sequence[int],
-        ends: Sequence[int],
-        finite_T: torch.Tensor,
-        logits_SV: torch.Tensor | None,
-    ) -> None:
-        finite = finite_T.tolist()
-        broken = {
-            index
-            for index, (row, end) in enumerate(zip(plan.rows, ends, strict=True))
-            if not all(finite[end - len(row.tokens) : end])
-        }
-        if logits_SV is not None:
-            fine = torch.isfinite(logits_SV.sum(dim=-1)).tolist()
-            broken |= {index for index, ok in zip(sampled, fine, strict=True) if not ok}
-        if not broken:
-            return
+    def _fail(self, plan_rows: Sequence[PlanRow], broken: set[int]) -> None:
         rows = tuple(sorted(broken))
-        good = [row for index, row in enumerate(plan.rows) if index not in broken]
+        good = [row for index, row in enumerate(plan_rows) if index not in broken]
         if good:
             self._mirror.after(good)
-        self._mirror.clear(plan.rows[index] for index in rows)
-        error = NumericsError(f"NaN or Inf in the logits of {len(rows)} of {len(plan.rows)} rows")
+        self._mirror.clear(plan_rows[index] for index in rows)
+        error = NumericsError(f"NaN or Inf in the logits of {len(rows)} of {len(plan_rows)} rows")
         error.rows = rows  # type: ignore[attr-defined]
         raise error
 
 
-def on_device(spec: SampleSpec) -> bool:
-    """Whether the largest logit, or logit / temperature + noise, is the answer."""
+def _decodes_plainly(row: PlanRow) -> bool:
+    """Whether a captured step computes it: one token, and something to draw."""
+    plain = row.harvest is None and not row.adapter
+    return len(row.tokens) == 1 and bool(row.samples) and plain
+
+
+def _draws_plainly(samples: Specs) -> bool:
+    """Whether a captured step draws it."""
+    return len(samples) == 1 and on_device(samples[0]) and not is_filtered(samples[0].params)
+
+
+def _decode_row(row: PlanRow, plain: bool) -> DecodeRow:
+    """For a row that does not draw plainly, the token is not looked at."""
+    token, spec = row.tokens[0], row.samples[0]
+    if not plain:
+        return DecodeRow(token, row.start, row.block_ids)
     p = spec.params
-    if len(spec.history) - spec.prompt_tokens < p.min_tokens:
-        return False
-    if unknown_fields(spec):
-        return False
-    return p == SamplingParams(
-        max_tokens=p.max_tokens,
-        temperature=p.temperature,
-        seed=p.seed,
-        n=p.n,
-        stop_token_ids=p.stop_token_ids,
-        ignore_eos=p.ignore_eos,
-        min_tokens=p.min_tokens,
-    )
-
-
-def unknown_fields(part: PlanRow | SampleSpec) -> list[str]:
-    """Fields of a plan that are set, and that this runner has never heard of."""
-    known = ("sequence_id", "tokens", "start", "block_ids", "samples")
-    return [
-        field.name
-        for field in fields(part)
-        if field.default is not MISSING
-        and field.name not in known
-        and getattr(part, field.name) != field.default
-    ]
-
-
-def _signed(value: int) -> int:
-    """The 64 bits of an unsigned number as a signed one."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
+    return DecodeRow(token, row.start, row.block_ids, p.temperature, p.seed, spec.choice)

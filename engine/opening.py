@@ -6,7 +6,6 @@ computed bits, so two workers that say the same id can hand over to each other.
 
 from collections.abc import Callable
 
-import msgspec
 import torch
 
 from engine import selftest
@@ -179,8 +178,7 @@ def open_runner(
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         from engine.cuda_open import open_cuda_runner  # needs triton
 
-        sized = msgspec.structs.replace(settings, kv_blocks=geometry.num_blocks)
-        return open_cuda_runner(sized, artifact, context, map_pool, progress)
+        return open_cuda_runner(settings, artifact, context, map_pool, progress, grammars)
     with torch.inference_mode():
         shard = None if ranks is None else lead(artifact.config, ranks)
         model = load_model(

@@ -269,7 +269,9 @@ class EngineProcess:
         wants_harvest = bool(command.pooling) or command.params.prompt_logprobs is not None
         try:
             if wants_harvest and not self._core.runner.harvests:
-                raise InvalidRequestError("prompt_logprobs and embeddings need a CPU worker yet")
+                raise InvalidRequestError(
+                    "prompt_logprobs and embeddings are not served by this engine"
+                )
             self._core.scheduler.submit(request, now_ns)
         except BatonError as error:
             self._end(command.request_id, error)

@@ -150,6 +150,8 @@ def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linea
     """
     if quantisation == "none":
         return lambda name, weight: None
+    if quantisation == "fp8":
+        raise ModelError("quantisation.weights fp8 needs CUDA (docs/gpu.md); on a CPU: int8, int4")
     if quantisation not in ("int8", "int4"):
         raise ModelError(f"weights in {quantisation!r} are not supported (int8, int4)")
     if quantisation == "int4" and dtype != "bf16":

@@ -6,11 +6,12 @@ a token has the same score, to the bit, whether it was drawn or stands in a prom
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
 from engine.core.harvest import Floats, Harvest, Scores
-from engine.models.decoder import Decoder
 from engine.sampling import Logits
 
 SLICE_ROWS = 32
@@ -21,8 +22,18 @@ class NotFiniteError(ArithmeticError):
     """A row's logits hold NaN or Inf."""
 
 
+class Head(Protocol):
+    """What turns a model's rows into results."""
+
+    def logits(self, x_SE: torch.Tensor) -> Logits:
+        """Their logits."""
+
+    def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        """``[S, E]`` fp32: the rows behind the final norm."""
+
+
 def reap(
-    model: Decoder, harvest: Harvest, start: int, hidden_TE: torch.Tensor
+    model: Head, harvest: Harvest, start: int, hidden_TE: torch.Tensor
 ) -> tuple[list[Scores], Floats]:
     """What a harvest wants of the rows at positions ``start ...``; it takes that in itself.
 

@@ -1,6 +1,7 @@
 """Drawing the tokens of a step whose rows may hold guesses, without drawing in vain."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, Self, TypeVar
 
 from engine.core.errors import GrammarError
 from engine.core.finish import finish_reason
@@ -14,14 +15,41 @@ MaskFn = Callable[
 """``Grammars.masks``."""
 
 
+class _Rows(Protocol):
+    """Rows of logits."""
+
+    def rows(self, indexes: Sequence[int]) -> Self:
+        """Some of the rows."""
+
+
+_L = TypeVar("_L", bound=_Rows)
+SampleFn = Callable[
+    [_L, Sequence[Sequence[SampleSpec]], Sequence[int], Sequence[Sequence[Mask | None]]],
+    list[list[SampledToken]],
+]
+"""``sampling.sample``, for whatever holds the rows."""
+
+
 def draw(
     logits: Logits, rows: Sequence[PlanRow], eos_token_ids: Sequence[int], masks: MaskFn
+) -> tuple[list[list[SampledToken]], dict[int, GrammarError]]:
+    """``draw_by`` from rows of logits in this process's memory."""
+    return draw_by(sample, logits, rows, eos_token_ids, masks)
+
+
+def draw_by(
+    sample: SampleFn[_L],
+    logits: _L,
+    rows: Sequence[PlanRow],
+    eos_token_ids: Sequence[int],
+    masks: MaskFn,
 ) -> tuple[list[list[SampledToken]], dict[int, GrammarError]]:
     """Draw what ``rows`` ask for; nothing behind a wrong guess, nor behind the end of an answer.
 
     So a draw only ever sees a history that is a fact, or becomes one with this step.
 
     Args:
+        sample: Draws from rows of ``logits``, as ``engine.sampling.sample`` does.
         logits: Rows in the order of ``PlanRow.draws``, plan row by plan row.
         rows: Of the plan.
         eos_token_ids: The model's end tokens.

@@ -82,7 +82,7 @@ class QuantisationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    weights: Literal["none", "int8", "int4"] = "none"
+    weights: Literal["none", "int8", "int4", "fp8"] = "none"  # fp8: on CUDA only
     kv: Literal["none", "int8", "fp8"] = "none"
 
 
@@ -204,9 +204,10 @@ class FleetConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _four_bits_have_one_kernel(self) -> Self:
-        if self.quantisation.weights == "int4" and self.dtype != "bf16":
-            raise ValueError(f"quantisation.weights: int4 needs dtype bf16, not {self.dtype}")
+    def _few_bits_have_one_kernel(self) -> Self:
+        weights = self.quantisation.weights
+        if weights in ("int4", "fp8") and self.dtype != "bf16":
+            raise ValueError(f"quantisation.weights: {weights} needs dtype bf16, not {self.dtype}")
         if self.quantisation.weights == "int4" and max(self.pools.ranks) > 1:
             raise ValueError("pools.tensor_parallel: int4 weights are not split; int8 ones are")
         return self

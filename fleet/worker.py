@@ -64,7 +64,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     numerics: str = "exact"
     dtype: str = "bf16"
     device: str = "cpu"  # "cuda" and "auto" are not proven on hardware yet (docs/gpu.md)
-    weight_quantisation: str = "none"  # or "int8", "int4"
+    weight_quantisation: str = "none"  # or "int8", "int4"; on CUDA "fp8"
     kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
     kv_blocks: int = 1024  # 0 = sized from the memory that is free
     workers_on_host: int = 1  # that share it

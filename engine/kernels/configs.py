@@ -29,7 +29,13 @@ class AttentionConfig:
     num_stages: int
 
     def queries(self, group: int) -> int:
-        """Queries of one tile when ``group`` query heads share a KV head."""
+        """Queries of one tile when ``group`` query heads share a KV head.
+
+        Raises:
+            ValueError: Not even one fits.
+        """
+        if group > self.block_m:
+            raise ValueError(f"{group} heads share a KV head; a tile has {self.block_m} rows")
         return self.block_m // group
 
 

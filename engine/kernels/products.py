@@ -3,9 +3,15 @@
 cuBLAS chooses its kernel by the number of rows, so a row's bits depend on its batch. ``exact``
 therefore takes ``linear_kernel`` with a cut that never changes; a second, faster cut for many rows
 is used only when it was found, for this weight on this device, to give the same bits.
+
+Weights in fp8 (e4m3, a scale per output) are widened inside that kernel, so a row's bits still come
+from the row alone. In ``fast`` many rows are rounded to fp8 themselves, with a scale per row, and
+multiplied by ``torch._scaled_mm``; few rows wait for weights, not for arithmetic, and are not.
 """
 
-# ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
+# ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -14,21 +20,57 @@ import triton
 from engine.kernels.configs import EXACT_MANY_ROWS, EXACT_ROWS, LinearConfig, tuned_linear
 from engine.kernels.device import matmul
 
+FP8 = torch.float8_e4m3fn
+FP8_SIDE = 16
+"""``torch._scaled_mm`` wants outputs and inputs to be multiples of it."""
+
 _MANY = 256
 """Rows from which the second cut pays."""
 
+_MANY_FP8 = 128
+"""Rows from which rounding them to fp8 pays; a guess."""
+
+_FP8_MAX = 448.0
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight in e4m3, and what each of its outputs is multiplied with (fp32)."""
+
+    values_NE: torch.Tensor
+    scale_N: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values_NE.shape[0], self.values_NE.shape[1]
+
+
+Weight = torch.Tensor | Fp8Weight
+
+
+def to_fp8(values: torch.Tensor) -> Fp8Weight:
+    """Round each row to e4m3, its largest value to the largest there is."""
+    wide = values.float()
+    scale = wide.abs().amax(1).mul_(1 / _FP8_MAX).clamp_(min=_TINY)
+    return Fp8Weight((wide / scale[:, None]).clamp_(-_FP8_MAX, _FP8_MAX).to(FP8), scale)
+
 
 def fixed_linear(
-    x_TE: torch.Tensor, weight_NE: torch.Tensor, config: LinearConfig, dtype: torch.dtype
+    x_TE: torch.Tensor, weight: Weight, config: LinearConfig, dtype: torch.dtype
 ) -> torch.Tensor:
     """``[T, N]`` product in one cut, rounded once to ``dtype``."""
+    scaled = isinstance(weight, Fp8Weight)
+    values_NE = weight.values_NE if isinstance(weight, Fp8Weight) else weight
     count, width_in = x_TE.shape
-    width_out = weight_NE.shape[0]
+    width_out = values_NE.shape[0]
     out_TN = torch.empty(count, width_out, dtype=dtype, device=x_TE.device)
     grid = (triton.cdiv(count, config.block_m), triton.cdiv(width_out, config.block_n))
     matmul.linear_kernel[grid](
         x_TE,
-        weight_NE,
+        values_NE,
+        weight.scale_N if isinstance(weight, Fp8Weight) else values_NE,
         out_TN,
         count,
         width_out,
@@ -36,11 +78,25 @@ def fixed_linear(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        SCALED=scaled,
         PRECISION="ieee",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     return out_TN
+
+
+def scaled_linear(x_TE: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    """``[T, N]`` bf16 product of rows that are rounded to fp8 too."""
+    rows = to_fp8(x_TE)
+    y_TN: torch.Tensor = torch._scaled_mm(  # noqa: SLF001 - torch has no other name for it
+        rows.values_NE,
+        weight.values_NE.t(),
+        scale_a=rows.scale_N[:, None],
+        scale_b=weight.scale_N[None, :],
+        out_dtype=torch.bfloat16,
+    )
+    return y_TN
 
 
 class Products:
@@ -52,43 +108,69 @@ class Products:
 
     def __init__(self, *, exact: bool) -> None:
         self._exact = exact
-        self._many_allowed: dict[tuple[int, int], bool] = {}
+        self._many_allowed: dict[tuple[int, int, bool], bool] = {}
 
     def __call__(
-        self, x_TE: torch.Tensor, weight_NE: torch.Tensor, dtype: torch.dtype | None = None
+        self, x_TE: torch.Tensor, weight: Weight, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """``[T, N]`` in ``dtype``, by default that of ``x``; ``x`` is contiguous."""
-        kind = dtype or x_TE.dtype
+        kind, rows = dtype or x_TE.dtype, x_TE.shape[0]
         if self._exact:
-            many = x_TE.shape[0] >= _MANY and self._allows_many(weight_NE)
-            return fixed_linear(x_TE, weight_NE, EXACT_MANY_ROWS if many else EXACT_ROWS, kind)
-        config = tuned_linear(x_TE.shape[0], *weight_NE.shape)
+            many = rows >= _MANY and self._allows_many(weight)
+            return fixed_linear(x_TE, weight, EXACT_MANY_ROWS if many else EXACT_ROWS, kind)
+        if isinstance(weight, Fp8Weight):
+            if rows >= _MANY_FP8 and kind == torch.bfloat16:
+                return scaled_linear(x_TE, weight)
+            return fixed_linear(x_TE, weight, EXACT_ROWS, kind)
+        config = tuned_linear(rows, weight.shape[0], weight.shape[1])
         if config is not None:
-            return fixed_linear(x_TE, weight_NE, config, kind)
+            return fixed_linear(x_TE, weight, config, kind)
         if kind == x_TE.dtype:
-            return F.linear(x_TE, weight_NE)
+            return F.linear(x_TE, weight)
         if x_TE.is_cuda and kind == torch.float32:
-            return torch.mm(x_TE, weight_NE.t(), out_dtype=kind)
-        return F.linear(x_TE.to(kind), weight_NE.to(kind))
+            return torch.mm(x_TE, weight.t(), out_dtype=kind)
+        return F.linear(x_TE.to(kind), weight.to(kind))
 
-    def prepare(self, weight_NE: torch.Tensor) -> None:
-        """Probe a weight's shape beforehand: while a graph is captured it would be too late."""
-        if self._exact and weight_NE.is_cuda:
-            self._allows_many(weight_NE)
+    def prepare(self, weight: Weight, dtype: torch.dtype) -> None:
+        """Do beforehand what is too late while a graph is captured: probe a shape, or try it.
 
-    def _allows_many(self, weight_NE: torch.Tensor) -> bool:
-        shape = (weight_NE.shape[0], weight_NE.shape[1])
-        found = self._many_allowed.get(shape)
+        Raises:
+            RuntimeError: The device cannot multiply in fp8.
+        """
+        values_NE = weight.values_NE if isinstance(weight, Fp8Weight) else weight
+        if not values_NE.is_cuda:
+            return
+        if self._exact:
+            self._allows_many(weight)
+        elif isinstance(weight, Fp8Weight):
+            ones = torch.ones(_MANY_FP8, weight.shape[1], dtype=dtype, device=values_NE.device)
+            self(ones, weight)
+
+    def _allows_many(self, weight: Weight) -> bool:
+        scaled = isinstance(weight, Fp8Weight)
+        outputs, inputs = weight.shape[0], weight.shape[1]
+        key = (outputs, inputs, scaled)
+        found = self._many_allowed.get(key)
         if found is None:
-            found = same_bits_by_cut(*shape, weight_NE.dtype, weight_NE.device)
-            self._many_allowed[shape] = found
+            values_NE = weight.values_NE if isinstance(weight, Fp8Weight) else weight
+            dtype = torch.bfloat16 if scaled else values_NE.dtype
+            found = same_bits_by_cut(outputs, inputs, dtype, values_NE.device, scaled=scaled)
+            self._many_allowed[key] = found
         return found
 
 
 def same_bits_by_cut(
-    width_out: int, width_in: int, dtype: torch.dtype, device: torch.device
+    width_out: int, width_in: int, dtype: torch.dtype, device: torch.device, *, scaled: bool
 ) -> bool:
-    """Whether both cuts give the same bits, on pairs that cancel: what is left is rounding."""
+    """Whether both cuts give the same bits, on pairs that cancel: what is left is rounding.
+
+    Args:
+        width_out: Outputs.
+        width_in: Inputs.
+        dtype: Of the rows.
+        device: Where they are multiplied.
+        scaled: Weights in fp8.
+    """
     generator = torch.Generator().manual_seed(0)
     half_in = (width_in + 1) // 2
     rows = min(_MANY, 2 * EXACT_MANY_ROWS.block_m)
@@ -97,7 +179,8 @@ def same_bits_by_cut(
     w = torch.randn(outputs, half_in, generator=generator)
     x_TE = torch.cat((x, x), 1)[:, :width_in].contiguous().to(device, dtype)
     w_NE = torch.cat((w, -w), 1)[:, :width_in].contiguous().to(device, dtype)
+    weight = to_fp8(w_NE) if scaled else w_NE
     left, right = (
-        fixed_linear(x_TE, w_NE, cut, torch.float32) for cut in (EXACT_ROWS, EXACT_MANY_ROWS)
+        fixed_linear(x_TE, weight, cut, torch.float32) for cut in (EXACT_ROWS, EXACT_MANY_ROWS)
     )
     return torch.equal(left.view(torch.int32), right.view(torch.int32))

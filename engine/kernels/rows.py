@@ -11,7 +11,8 @@ import triton
 
 from engine.kernels.device import rows, sampling
 
-_SILU_TILE = 1024
+_GATE_TILE = 1024
+_CUT_TILE = 2048
 _DRAW_TILE = 256  # counters of one program, of four tokens each
 
 
@@ -21,23 +22,48 @@ def add_norm(
     weight_E: torch.Tensor,
     eps: float,
     dtype: torch.dtype,
+    post_E: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add ``delta`` to the fp32 sum ``x`` in place; returns its RMS norm in ``dtype``."""
+    """Add ``delta`` to the fp32 sum ``x`` in place; returns the sum's RMS norm in ``dtype``.
+
+    With ``post_E``, what is added is the RMS norm of ``delta``.
+    """
+    out_TE = torch.empty(x_TE.shape, dtype=dtype, device=x_TE.device)
+    _launch_add_norm(x_TE, delta_TE, weight_E, eps, out_TE, post_E)
+    return out_TE
+
+
+def add_to(
+    x_TE: torch.Tensor, delta_TE: torch.Tensor, eps: float, post_E: torch.Tensor | None
+) -> None:
+    """The sum alone."""
+    _launch_add_norm(x_TE, delta_TE, None, eps, None, post_E)
+
+
+def _launch_add_norm(
+    x_TE: torch.Tensor,
+    delta_TE: torch.Tensor | None,
+    weight_E: torch.Tensor | None,
+    eps: float,
+    out_TE: torch.Tensor | None,
+    post_E: torch.Tensor | None,
+) -> None:
     count, width = x_TE.shape
-    out_TE = torch.empty(count, width, dtype=dtype, device=x_TE.device)
     padded = triton.next_power_of_2(width)
     rows.add_norm_kernel[(count,)](
         x_TE,
         x_TE if delta_TE is None else delta_TE,
-        weight_E,
-        out_TE,
+        x_TE if post_E is None else post_E,
+        x_TE if weight_E is None else weight_E,
+        x_TE if out_TE is None else out_TE,
         width,
         eps,
         ADD=delta_TE is not None,
+        POST=post_E is not None,
+        NORM=out_TE is not None,
         WIDTH_PAD=padded,
         num_warps=8 if padded >= 4096 else 4,
     )
-    return out_TE
 
 
 def rope_write(
@@ -48,6 +74,10 @@ def rope_write(
     rotation: torch.Tensor,
     tables_SB: torch.Tensor,
     pool_2BTKD: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Rotate Q in place, rotate K, and write K and V into the pages of each row's sequence.
 
@@ -59,6 +89,9 @@ def rope_write(
         rotation: ``[positions, D / 2, 2]`` fp32 cosines and sines.
         tables_SB: int32 block ids.
         pool_2BTKD: K and V of one layer.
+        bias: ``[(H + 2 K) D]`` fp32, added first.
+        norm: ``[H + K, D]`` fp32; the heads of Q and K are RMS normed with it before they turn.
+        eps: Of that norm.
     """
     _, _, block, kv_heads, dim = pool_2BTKD.shape
     rows.rope_write_kernel[(qkv.shape[0],)](
@@ -69,7 +102,10 @@ def rope_write(
         tables_SB,
         pool_2BTKD[0],
         pool_2BTKD[1],
+        rotation if bias is None else bias,
+        rotation if norm is None else norm,
         tables_SB.stride(0),
+        eps,
         H=heads,
         K=kv_heads,
         D=dim,
@@ -78,16 +114,18 @@ def rope_write(
         K_PAD=triton.next_power_of_2(kv_heads),
         D_PAD=triton.next_power_of_2(dim),
         HALF_PAD=triton.next_power_of_2(dim // 2),
+        BIASED=bias is not None,
+        NORMED=norm is not None,
         num_warps=8 if heads * dim >= 4096 else 4,
     )
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``[T, 2 F]``."""
+def gate_mul(gate_up: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+    """``silu(gate) * up`` of ``[T, 2 F]``, or with ``gelu`` (its tanh form) instead."""
     count, width = gate_up.shape[0], gate_up.shape[1] // 2
     out_TF = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (count, triton.cdiv(width, _SILU_TILE))
-    rows.silu_mul_kernel[grid](gate_up, out_TF, width, TILE=_SILU_TILE, num_warps=4)
+    grid = (count, triton.cdiv(width, _GATE_TILE))
+    rows.gate_kernel[grid](gate_up, out_TF, width, GELU=gelu, TILE=_GATE_TILE, num_warps=4)
     return out_TF
 
 
@@ -97,8 +135,9 @@ def draw(
     seeds_S: torch.Tensor,
     choices_S: torch.Tensor,
     positions_S: torch.Tensor,
+    cuts_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[S]`` int64 tokens, as ``engine.sampling`` draws them without filters and penalties.
+    """``[S]`` int64 tokens, as ``engine.sampling`` draws them without penalties.
 
     Args:
         logits_SV: Any float dtype, contiguous.
@@ -106,6 +145,7 @@ def draw(
         seeds_S: int64 holding the bits of the unsigned seed.
         choices_S: int64.
         positions_S: int64 index of the token that is drawn.
+        cuts_S: From ``cuts``; by default nothing is filtered.
     """
     count, vocabulary = logits_SV.shape
     parts = triton.cdiv(vocabulary, 4 * _DRAW_TILE)
@@ -119,10 +159,12 @@ def draw(
         seeds_S,
         choices_S,
         positions_S,
+        positions_S if cuts_S is None else cuts_S,
         scores,
         tokens,
         vocabulary,
         parts,
+        CUT=cuts_S is not None,
         TILE=_DRAW_TILE,
         num_warps=4,
     )
@@ -130,3 +172,35 @@ def draw(
         scores, tokens, out_S, vocabulary, parts, PARTS_PAD=triton.next_power_of_2(parts)
     )
     return out_S
+
+
+def cuts(
+    logits_SV: torch.Tensor,
+    temperatures_S: torch.Tensor,
+    top_ks_S: torch.Tensor,
+    top_ps_S: torch.Tensor,
+    min_ps_S: torch.Tensor,
+) -> torch.Tensor:
+    """``[S]`` fp32: the least logit that a row's filters leave, as ``engine.sampling`` has them.
+
+    Args:
+        logits_SV: fp32.
+        temperatures_S: fp64, 0 = greedy.
+        top_ks_S: int32, 0 = off.
+        top_ps_S: fp64, 1 = off.
+        min_ps_S: fp64, 0 = off.
+    """
+    count, vocabulary = logits_SV.shape
+    cuts_S = torch.empty(count, dtype=torch.float32, device=logits_SV.device)
+    sampling.cut_kernel[(count,)](
+        logits_SV.sort(dim=-1, descending=True).values,
+        temperatures_S,
+        top_ks_S,
+        top_ps_S,
+        min_ps_S.log(),
+        cuts_S,
+        vocabulary,
+        TILE=_CUT_TILE,
+        num_warps=8,
+    )
+    return cuts_S

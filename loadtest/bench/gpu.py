@@ -200,29 +200,33 @@ class Bench:
         self._report.add("bound", "copy", f"{self._copy / 1e9:.0f} GB/s", gb_per_s=self._copy / 1e9)
         rate = self._product / 1e12
         self._report.add("bound", "bf16 product", f"{rate:.1f} TFLOP/s", tflop_per_s=rate)
-        ours = self._mode(exact=False, workloads=True)
+        ours = self._mode("fast", workloads=True)
         self._contexts = self._contexts[::3] if len(self._contexts) > 2 else self._contexts[:1]
         self._batches = tuple(b for b in self._batches if b in (1, 32, 256))
         self._prefills = self._prefills[-2:-1] or self._prefills
-        self._mode(exact=True, workloads=False)
+        self._mode("exact")
         if peer:
             self._peer(ours)
+        self._prefills = ()  # of prefill in fp8 there is no bound to compare with
+        self._mode("fast", fp8=True)
 
-    def _mode(self, *, exact: bool, workloads: bool) -> dict[str, float]:
+    def _mode(
+        self, numerics: str, *, fp8: bool = False, workloads: bool = False
+    ) -> dict[str, float]:
         """Decode and prefill in one numerics; returns seconds of the workloads."""
         from engine.cuda_loop import DecodeLoop
         from loadtest.bench.gpu_model import BLOCK, random_decoder, workload_s
 
         machine, report = self._machine, self._report
-        name = "exact" if exact else "fast"
-        weights = machine.step_weight_bytes * 1.1
+        name = f"{numerics} fp8" if fp8 else numerics
+        weights = machine.step_weight_bytes() * 1.1
         room = machine.free_bytes() - weights - (0 if machine.smoke else RESERVE_BYTES)
         most = max(b * c for b in self._batches for c in self._contexts)
         tokens = int(min(room // machine.kv_token_bytes, most + BLOCK * max(self._batches)))
-        if tokens < max(self._prefills):
+        if tokens < max(self._prefills, default=BLOCK):
             report.skip(name, "all", f"only {room / 1e9:.0f} GB free")
             return {}
-        decoder = random_decoder(machine, tokens // BLOCK, exact=exact)
+        decoder = random_decoder(machine, tokens // BLOCK, exact=numerics == "exact", fp8=fp8)
         report.say(f"numerics {name}: pool of {tokens} tokens")
         widest = -(-max(*self._contexts, *(p + n for _, p, n in self._workloads)) // BLOCK)
         loop = DecodeLoop(decoder, max_blocks=widest)
@@ -255,7 +259,7 @@ class Bench:
 
         def measure() -> dict[str, Any]:
             seconds = decode_step_s(self._machine, decoder, loop, batch, context)
-            rate = decode_bytes(self._machine, batch, context) / seconds
+            rate = decode_bytes(self._machine, batch, context, fp8=decoder.fp8) / seconds
             return {
                 "ms": 1e3 * seconds,
                 "tokens_per_s": batch / seconds,

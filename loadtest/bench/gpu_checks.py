@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.cuda import CudaDecoder
-from engine.cuda_loop import DecodeLoop, DecodeRow
+from engine.cuda_loop import DecodeLoop
+from engine.cuda_steps import DecodeRow
 from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from engine.kernels.configs import AttentionConfig, attention_config
+from engine.kernels.products import Products, to_fp8
+from engine.kernels.rows import add_norm, cuts, draw, gate_mul, rope_write
 from loadtest.bench.gpu_model import Machine, random_decoder, scattered_tables
 
 Result = tuple[str, str | None]
@@ -36,7 +39,120 @@ def checks(machine: Machine) -> Iterator[Result]:
         for name, spans in (SMOKE_SPANS if machine.smoke else SPANS).items():
             title = f"{name}, {heads}/{kv_heads} heads of {dim}, window {window}"
             yield title, _attention(machine, spans, heads, kv_heads, dim, window)
+    yield "rows: norms, gates, biased and normed heads that turn", _rows(machine)
+    yield "products: exact, and of fp8 weights", _products(machine)
+    yield "draws: the largest logit, and noise that is each row's own", _draws(machine)
     yield from _decoder(machine)
+
+
+def _off(got: torch.Tensor, wanted: torch.Tensor, limit: float) -> float:
+    """By how much of its norm a result is off, 0 when that is within the limit."""
+    error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
+    return 0.0 if error <= limit else error  # NaN is off
+
+
+def _rows(machine: Machine) -> str | None:
+    device, dtype = machine.device, machine.dtype
+    generator = torch.Generator(device).manual_seed(7)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    count, width, heads, kv_heads, dim = (
+        (3, 40, 3, 2, 12) if machine.smoke else (67, 4096, 32, 8, 128)
+    )
+    limit, eps = 1e-2 if dtype == torch.bfloat16 else 1e-5, 1e-5
+    x, delta, weight, post = noise(count, width), noise(count, width), noise(width), noise(width)
+    for after in (None, post):
+        added = delta if after is None else F.rms_norm(delta, (width,), after, eps)
+        total = x.clone()
+        normed = add_norm(total, delta, weight, eps, dtype, after)
+        if error := _off(total, x + added, 1e-5) or _off(
+            normed, F.rms_norm(x + added, (width,), weight, eps), limit
+        ):
+            return f"a norm is off by {error:.2g}"
+    gate_up = noise(count, 2 * width).to(dtype)
+    gate, up = gate_up.float().chunk(2, 1)
+    for gelu in (False, True):
+        wanted = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+        if error := _off(gate_mul(gate_up, gelu=gelu), wanted, limit):
+            return f"a gate is off by {error:.2g}"
+    qkv = noise(count, (heads + 2 * kv_heads) * dim).to(dtype)
+    bias, norm = noise(qkv.shape[1]), noise(heads + kv_heads, dim)
+    angles = noise(count, dim // 2)
+    parts = (qkv.float() + bias).view(count, -1, dim)
+    turning = F.rms_norm(parts[:, : heads + kv_heads], (dim,), None, eps) * norm
+    pairs = torch.view_as_complex(turning.view(count, heads + kv_heads, -1, 2))
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
+    turned = turned.reshape(count, -1, dim)
+    rotation = torch.stack((angles.cos(), angles.sin()), -1)
+    places = torch.arange(count, dtype=torch.int32, device=device)
+    table = torch.arange(-(-count // 16), dtype=torch.int32, device=device).view(1, -1)
+    pool = torch.zeros(2, table.shape[1], 16, kv_heads, dim, dtype=dtype, device=device)
+    rope_write(qkv, heads, places, places * 0, rotation, table, pool, bias=bias, norm=norm, eps=eps)
+    k, v = pool.view(2, -1, kv_heads, dim)[:, :count]
+    for got, wanted in (
+        (qkv.view(count, -1, dim)[:, :heads], turned[:, :heads]),
+        (k, turned[:, heads:]),
+        (v, parts[:, heads + kv_heads :]),
+    ):
+        if error := _off(got, wanted, limit):
+            return f"the heads are off by {error:.2g}"
+    return None
+
+
+def _products(machine: Machine) -> str | None:
+    """``exact`` against torch and itself; fp8 against what its weights come to."""
+    device, dtype = machine.device, machine.dtype
+    generator = torch.Generator(device).manual_seed(8)
+    outputs, inputs, count = (32, 48, 5) if machine.smoke else (1024, 4096, 300)
+    x = torch.randn(count, inputs, generator=generator, device=device).to(dtype)
+    w = torch.randn(outputs, inputs, generator=generator, device=device).to(dtype)
+    narrow = to_fp8(w)
+    widened = narrow.values_NE.float() * narrow.scale_N[:, None]
+    exact, fast = Products(exact=True), Products(exact=False)
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for name, weight, values in (("plain", w, w.float()), ("fp8", narrow, widened)):
+        wanted = x.float() @ values.t()
+        whole = exact(x, weight)
+        if error := _off(whole, wanted, limit):
+            return f"exact, {name}: off by {error:.2g}"
+        for rows in (slice(0, 1), slice(3, 5), slice(count // 3, count)):
+            if not torch.equal(exact(x[rows].contiguous(), weight), whole[rows]):
+                return f"exact, {name}: rows {rows.start} to {rows.stop - 1} have other bits alone"
+        if error := _off(fast(x, weight), wanted, 0.04 if name == "fp8" else limit):
+            return f"fast, {name}: off by {error:.2g}"
+    return None
+
+
+def _draws(machine: Machine) -> str | None:
+    device, vocabulary = machine.device, machine.shape.vocab_size
+    generator = torch.Generator(device).manual_seed(9)
+    logits = torch.randn(6, vocabulary, generator=generator, device=device)
+    zeros = torch.zeros(6, dtype=torch.int64, device=device)
+    if not torch.equal(draw(logits, zeros.double(), zeros, zeros, zeros), logits.argmax(-1)):
+        return "a greedy draw is not the largest logit"
+    seeds, hot = torch.arange(6, device=device), torch.ones(6, dtype=torch.float64, device=device)
+    drawn = draw(logits, hot, seeds, zeros, seeds + 5)
+    for row in range(6):
+        one = slice(row, row + 1)
+        alone = draw(logits[one].contiguous(), hot[one], seeds[one], zeros[one], seeds[one] + 5)
+        if int(alone) != int(drawn[row]):
+            return "a row alone draws another token than in its batch"
+    count = min(50, vocabulary // 2)
+    top_ks, ones = torch.full_like(zeros, count).int(), torch.ones_like(hot)
+    least = cuts(logits, hot, top_ks, ones, ones * 0)
+    if not torch.equal(least, logits.topk(count).values[:, -1]):
+        return f"top_k {count} does not end at the logit of that rank"
+    weights = logits.double().softmax(-1)
+    left = (weights * (logits >= cuts(logits, hot, top_ks * 0, ones / 2, ones * 0)[:, None])).sum(
+        -1
+    )
+    if not bool(((left >= 0.5) & (left < 0.5 + weights.amax(-1))).all()):
+        return "top_p 0.5 does not leave half of the probability"
+    flat = torch.zeros(6, vocabulary, device=device)
+    same = draw(flat, hot, seeds, zeros, zeros).tolist()
+    return None if len(set(same)) > 1 else "the noise does not depend on the seed"
 
 
 def _oracle(

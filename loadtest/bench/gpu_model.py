@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.cuda import CudaDecoder, DecoderShape
-from engine.cuda_loop import DecodeLoop, DecodeRow
+from engine.cuda_loop import DecodeLoop
+from engine.cuda_steps import DecodeRow
 from engine.kernels.attention import Span
 
 LLAMA_3_8B = DecoderShape(
@@ -54,12 +55,11 @@ class Machine:
         s = self.shape
         return 2 * s.num_layers * s.num_kv_heads * s.head_dim * self.dtype.itemsize
 
-    @property
-    def step_weight_bytes(self) -> int:
+    def step_weight_bytes(self, *, fp8: bool = False) -> int:
         """Weights that every step reads: all layers and the head."""
         s = self.shape
-        head = s.vocab_size * s.hidden_size
-        return (s.num_layers * s.layer_weights + head) * self.dtype.itemsize
+        head = s.vocab_size * s.hidden_size * self.dtype.itemsize
+        return s.num_layers * s.layer_weights * (1 if fp8 else self.dtype.itemsize) + head
 
     def free_bytes(self) -> int:
         """Memory that can still be had."""
@@ -91,7 +91,9 @@ def _wall(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def random_decoder(machine: Machine, num_blocks: int, *, exact: bool) -> CudaDecoder:
+def random_decoder(
+    machine: Machine, num_blocks: int, *, exact: bool, fp8: bool = False
+) -> CudaDecoder:
     """A model of the machine's shape; weights are scaled so that activations stay finite."""
     s = machine.shape
     q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
@@ -113,12 +115,13 @@ def random_decoder(machine: Machine, num_blocks: int, *, exact: bool) -> CudaDec
     decoder = CudaDecoder(
         s,
         weights,
-        frequencies,
+        [(frequencies, 1.0)],
         dtype=machine.dtype,
         device=machine.device,
         num_blocks=num_blocks,
         block_tokens=BLOCK,
         exact=exact,
+        fp8=fp8,
     )
     for layer in decoder.pool:  # zeros would cost less power, and so less time
         layer.normal_(generator=generator)
@@ -175,9 +178,9 @@ def decode_step_s(
     return seconds
 
 
-def decode_bytes(machine: Machine, batch: int, context: int) -> int:
+def decode_bytes(machine: Machine, batch: int, context: int, *, fp8: bool) -> int:
     """Bytes that a step must move at least: the weights once, and each sequence's KV."""
-    return machine.step_weight_bytes + batch * context * machine.kv_token_bytes
+    return machine.step_weight_bytes(fp8=fp8) + batch * context * machine.kv_token_bytes
 
 
 def prefill_s(machine: Machine, decoder: CudaDecoder, tokens: int) -> float:

@@ -123,7 +123,11 @@ def test_a_kernel_that_overflows_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("quantisation", "dtype", "said"),
-    [("int4", "fp32", "int4 needs dtype bf16"), ("int3", "bf16", "'int3' are not supported")],
+    [
+        ("int4", "fp32", "int4 needs dtype bf16"),
+        ("int3", "bf16", "'int3' are not supported"),
+        ("fp8", "bf16", "fp8 needs CUDA"),
+    ],
 )
 def test_what_is_not_supported_is_refused_by_name(
     artifact: ModelArtifact, quantisation: str, dtype: str, said: str

@@ -63,13 +63,14 @@ def test_there_are_fewer_than_25_keys() -> None:
         ("served_model_name: [a, a]", "holds the same name twice"),
         (
             "quantisation:\n  weights: int3",
-            "fleet.yaml:2: quantisation.weights = 'int3': must be 'none', 'int8' or 'int4'",
+            "fleet.yaml:2: quantisation.weights = 'int3': must be 'none', 'int8', 'int4' or 'fp8'",
         ),
         (
             "quantisation: {vk: int8}",
             "fleet.yaml:1: quantisation.vk: unknown key (known keys: weights, kv)",
         ),
         ("quantisation: {weights: int4}\ndtype: fp32", "int4 needs dtype bf16, not fp32"),
+        ("quantisation: {weights: fp8}\ndtype: fp32", "fp8 needs dtype bf16, not fp32"),
         (
             "quantisation: {weights: int4}\npools: {tensor_parallel: {decode: 2}}",
             "int4 weights are not split; int8 ones are",

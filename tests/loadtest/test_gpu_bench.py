@@ -109,6 +109,7 @@ def test_all_of_it_runs_on_toy_shapes(tmp_path: Path) -> None:
     assert record["checks_failed"] == 0
     found = {row["section"] for row in record["rows"]}
     assert found >= {"check", "bound", "decode fast", "prefill fast", "decode exact", "workload"}
+    assert "decode fast fp8" in found
     assert not [row for row in record["rows"] if "not_run" in row]
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 def linear_kernel(
     x_ptr,
     w_ptr,
+    scale_ptr,
     out_ptr,
     rows,
     width_out,
@@ -17,9 +18,13 @@ def linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``out = x @ w.T``; each element is one sum over K in steps of ``BLOCK_K``, from the left."""
+    """``out = x @ w.T``; each element is one sum over K in steps of ``BLOCK_K``, from the left.
+
+    ``SCALED``: weights are narrower than ``x``, with a scale for each output.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -31,9 +36,13 @@ def linear_kernel(
         inside = k < width_in - start
         x = tl.load(x_at, mask=m_inside[:, None] & inside[None, :], other=0.0)
         w = tl.load(w_at, mask=n_inside[None, :] & inside[:, None], other=0.0)
+        if SCALED:
+            w = w.to(x.dtype)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
         x_at += BLOCK_K
         w_at += BLOCK_K
+    if SCALED:
+        acc *= tl.load(scale_ptr + n, mask=n_inside, other=0.0)[None, :]
     out_at = out_ptr + m.to(tl.int64)[:, None] * width_out + n[None, :]
     inside_out = m_inside[:, None] & n_inside[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside_out)

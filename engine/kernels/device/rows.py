@@ -13,45 +13,72 @@ import triton.language as tl
 def add_norm_kernel(
     x_ptr,
     delta_ptr,
+    post_ptr,
     weight_ptr,
     out_ptr,
     width,
     eps,
     ADD: tl.constexpr,
+    POST: tl.constexpr,
+    NORM: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
 ):
-    """``x += delta`` (``ADD``), then ``out = x / rms(x) * weight``."""
+    """``x += delta`` (``ADD``), then ``out = x / rms(x) * weight`` (``NORM``).
+
+    ``POST``: it is ``delta / rms(delta) * post`` that is added.
+    """
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, WIDTH_PAD)
     inside = offsets < width
     x = tl.load(x_ptr + row * width + offsets, mask=inside, other=0.0)
     if ADD:
-        x += tl.load(delta_ptr + row * width + offsets, mask=inside, other=0.0).to(tl.float32)
+        delta = tl.load(delta_ptr + row * width + offsets, mask=inside, other=0.0).to(tl.float32)
+        if POST:
+            post = tl.load(post_ptr + offsets, mask=inside, other=0.0)
+            delta = delta * (1.0 / tl.sqrt_rn(tl.sum(delta * delta, 0) / width + eps)) * post
+        x += delta
         tl.store(x_ptr + row * width + offsets, x, mask=inside)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps)
-    weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
-    out = x * scale * weight
-    tl.store(out_ptr + row * width + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if NORM:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps)
+        weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
+        out = x * scale * weight
+        tl.store(out_ptr + row * width + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rotate_heads(
     source_ptr,
     target_ptr,
+    bias_ptr,
+    norm_ptr,
     cos,
     sin,
     count,
+    eps,
     D: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
-    """Turn the pairs (2i, 2i + 1) of ``count`` heads; source and target may be the same."""
+    """Turn the pairs (2i, 2i + 1) of ``count`` heads; source and target may be the same.
+
+    Before that add a bias (``BIASED``), then norm each head (``NORMED``); both stand by head.
+    """
     heads = tl.arange(0, HEADS_PAD)
     pairs = tl.arange(0, HALF_PAD)
     inside = (heads < count)[:, None] & (pairs < D // 2)[None, :]
     at = heads[:, None] * D + pairs[None, :] * 2
     even = tl.load(source_ptr + at, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(source_ptr + at + 1, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        even += tl.load(bias_ptr + at, mask=inside, other=0.0)
+        odd += tl.load(bias_ptr + at + 1, mask=inside, other=0.0)
+    if NORMED:
+        mean = tl.sum(even * even + odd * odd, 1) / D
+        scale = (1.0 / tl.sqrt_rn(mean + eps))[:, None]
+        even = even * scale * tl.load(norm_ptr + at, mask=inside, other=0.0)
+        odd = odd * scale * tl.load(norm_ptr + at + 1, mask=inside, other=0.0)
     kind = target_ptr.dtype.element_ty
     tl.store(target_ptr + at, (even * cos - odd * sin).to(kind), mask=inside)
     tl.store(target_ptr + at + 1, (even * sin + odd * cos).to(kind), mask=inside)
@@ -66,7 +93,10 @@ def rope_write_kernel(
     tables_ptr,
     k_ptr,
     v_ptr,
+    bias_ptr,
+    norm_ptr,
     table_stride,
+    eps,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -75,9 +105,12 @@ def rope_write_kernel(
     K_PAD: tl.constexpr,
     D_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
     """Rotate Q in place; rotate K and write it, and V, where the block table says.
 
+    ``bias`` is that of Q, K and V side by side, ``norm`` that of the heads of Q and of K.
     A row without a sequence (-1) only pads a batch and writes nothing.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -92,23 +125,34 @@ def rope_write_kernel(
     block = tl.load(tables_ptr + sequence.to(tl.int64) * table_stride + position // BLOCK)
     slot = (block.to(tl.int64) * BLOCK + position % BLOCK) * (K * D)
     q_ptr = qkv_ptr + row * ((H + 2 * K) * D)
-    rotate_heads(q_ptr, q_ptr, cos, sin, H, D, H_PAD, HALF_PAD)
-    rotate_heads(q_ptr + H * D, k_ptr + slot, cos, sin, K, D, K_PAD, HALF_PAD)
+    k_at = H * D
+    rotate_heads(
+        q_ptr, q_ptr, bias_ptr, norm_ptr, cos, sin, H, eps, D, H_PAD, HALF_PAD, BIASED, NORMED
+    )
+    rotate_heads(
+        q_ptr + k_at, k_ptr + slot, bias_ptr + k_at, norm_ptr + k_at, cos, sin, K, eps,
+        D, K_PAD, HALF_PAD, BIASED, NORMED,
+    )  # fmt: skip
     heads, dims = tl.arange(0, K_PAD), tl.arange(0, D_PAD)
     inside = (heads < K)[:, None] & (dims < D)[None, :]
     offsets = heads[:, None] * D + dims[None, :]
     v = tl.load(q_ptr + (H + K) * D + offsets, mask=inside, other=0.0)
-    tl.store(v_ptr + slot + offsets, v, mask=inside)
+    if BIASED:
+        v = v.to(tl.float32) + tl.load(bias_ptr + (H + K) * D + offsets, mask=inside, other=0.0)
+    tl.store(v_ptr + slot + offsets, v.to(v_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, width, TILE: tl.constexpr):
-    """``silu(gate) * up`` of rows that hold gate and up side by side."""
+def gate_kernel(gate_up_ptr, out_ptr, width, GELU: tl.constexpr, TILE: tl.constexpr):
+    """``silu(gate) * up`` of rows that hold gate and up side by side; ``GELU``: by tanh."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = offsets < width
     at = gate_up_ptr + row * width * 2 + offsets
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    inner = gate
+    if GELU:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    out = gate / (1.0 + tl.exp(-inner)) * up
     tl.store(out_ptr + row * width + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)

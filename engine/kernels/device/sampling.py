@@ -19,14 +19,17 @@ def draw_kernel(
     seeds_ptr,
     choices_ptr,
     positions_ptr,
+    cuts_ptr,
     scores_ptr,
     tokens_ptr,
     vocabulary,
     parts,
+    CUT: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """The best token of each row's part ``[part * 4 * TILE, ...)`` of the vocabulary.
 
+    ``CUT``: among logits of at least ``cuts``.
     Temperature 0 is greedy. Equal scores: the smallest id. ``reduce_draw_kernel`` takes the best of
     the parts. One counter gives the noise of four neighbouring tokens.
     """
@@ -58,6 +61,8 @@ def draw_kernel(
         inside = ids < vocabulary
         logit = tl.load(logits_ptr + row * vocabulary + ids, mask=inside, other=float("-inf"))
         score = logit.to(tl.float64) / scale + tl.where(greedy, 0.0, noise)
+        if CUT:
+            inside = inside & (logit >= tl.load(cuts_ptr + row))
         score = tl.where(inside, score, float("-inf"))
         better = score > best
         token = tl.where(better, ids, token)
@@ -78,3 +83,53 @@ def reduce_draw_kernel(scores_ptr, tokens_ptr, out_ptr, vocabulary, parts, PARTS
     top = tl.max(scores, 0)
     token = tl.min(tl.where(scores == top, tokens, vocabulary), 0)
     tl.store(out_ptr + row, tl.minimum(token, vocabulary - 1))  # all NaN: any token
+
+
+@triton.jit
+def cut_kernel(
+    falling_ptr,
+    temperatures_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    min_ps_ptr,
+    cuts_ptr,
+    vocabulary,
+    TILE: tl.constexpr,
+):
+    """The least logit that ``min_p``, ``top_k`` and ``top_p`` leave of a row in falling order.
+
+    ``min_ps`` are logarithms. One program goes over the row from the left, so sums depend on the
+    row alone. Logits that equal the least one all stay.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = falling_ptr + row * vocabulary
+    temperature = tl.load(temperatures_ptr + row)
+    scale = tl.where(temperature == 0.0, 1.0, temperature)
+    top = tl.load(row_ptr).to(tl.float64) / scale
+    least = top + tl.load(min_ps_ptr + row)
+    top_k = tl.load(top_ks_ptr + row)
+    limit = tl.where(top_k > 0, tl.minimum(top_k, vocabulary), vocabulary)
+    offsets = tl.arange(0, TILE)
+    total = tl.sum(tl.zeros([TILE], tl.float64), 0)
+    kept = limit * 0
+    for start in range(0, vocabulary, TILE):
+        ids = start + offsets
+        inside = ids < limit
+        score = tl.load(row_ptr + ids, mask=inside, other=float("-inf")).to(tl.float64) / scale
+        inside = inside & (score >= least)
+        total += tl.sum(tl.where(inside, tl.exp(score - top), 0.0), 0)
+        kept += tl.sum(inside.to(tl.int32), 0)
+    top_p = tl.load(top_ps_ptr + row)
+    last = kept - 1
+    if top_p < 1.0:
+        goal = top_p * total
+        reached = total * 0.0
+        for start in range(0, vocabulary, TILE):
+            ids = start + offsets
+            inside = ids < kept
+            score = tl.load(row_ptr + ids, mask=inside, other=float("-inf")).to(tl.float64) / scale
+            weight = tl.where(inside, tl.exp(score - top), 0.0)
+            there = inside & (reached + tl.cumsum(weight, 0) >= goal)
+            last = tl.minimum(last, tl.min(tl.where(there, ids, vocabulary), 0))
+            reached += tl.sum(weight, 0)
+    tl.store(cuts_ptr + row, tl.load(row_ptr + last))

@@ -91,20 +91,35 @@ def main() -> None:
                 attention(cut, dim, spread=kind == "decode")
     compiler.title = "fast prefill 128, window"
     attention(configs.attention_config("prefill", 128, exact=False), 128, spread=False, window=99)
+    for kind in ("decode", "prefill"):  # Gemma 3
+        compiler.title = f"exact {kind} 256, window"
+        cut = configs.attention_config(kind, 256, exact=True)
+        attention(cut, 256, spread=kind == "decode", window=99)
     compiler.title = "rows"
     x, delta = torch.zeros(64, 4096), torch.zeros(64, 4096, dtype=BF16)
-    rows.add_norm(x, delta, torch.zeros(4096), 1e-5, BF16)
-    rows.silu_mul(torch.zeros(64, 2 * 14336, dtype=BF16))
+    weight = torch.zeros(4096)
+    rows.add_norm(x, delta, weight, 1e-5, BF16)
+    rows.add_norm(x, delta, weight, 1e-5, BF16, weight)
+    rows.add_to(x, delta, 1e-5, None)
+    for gelu in (False, True):
+        rows.gate_mul(torch.zeros(64, 2 * 14336, dtype=BF16), gelu=gelu)
     index = torch.zeros(64, dtype=torch.int32)
     qkv, pool = torch.zeros(64, 48 * 128, dtype=BF16), torch.zeros(2, 8, 16, 8, 128, dtype=BF16)
     tables = torch.zeros(4, 16, dtype=torch.int32)
-    rows.rope_write(qkv, 32, index, index, torch.zeros(99, 64, 2), tables, pool)
+    turns, norm, bias = torch.zeros(99, 64, 2), torch.zeros(40, 128), torch.zeros(48 * 128)
+    rows.rope_write(qkv, 32, index, index, turns, tables, pool)
+    rows.rope_write(qkv, 32, index, index, turns, tables, pool, bias=bias, norm=norm, eps=1e-6)
     zeros = torch.zeros(4, dtype=torch.int64)
-    rows.draw(torch.zeros(4, 128256), zeros.double(), zeros, zeros, zeros)
+    hot, logits = zeros.double(), torch.zeros(4, 128256)
+    rows.draw(logits, hot, zeros, zeros, zeros)
+    rows.draw(logits, hot, zeros, zeros, zeros, rows.cuts(logits, hot, zeros.int(), hot, hot))
     for name, cut in (("few", configs.EXACT_ROWS), ("many", configs.EXACT_MANY_ROWS)):
         compiler.title = f"product of {name} rows"
         weight = torch.zeros(6144, 4096, dtype=BF16)
-        products.fixed_linear(torch.zeros(64, 4096, dtype=BF16), weight, cut, BF16)
+        x = torch.zeros(64, 4096, dtype=BF16)
+        products.fixed_linear(x, weight, cut, BF16)
+        compiler.title += ", fp8 weight"
+        products.fixed_linear(x, products.to_fp8(weight), cut, BF16)
 
 
 if __name__ == "__main__":

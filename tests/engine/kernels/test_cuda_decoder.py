@@ -1,11 +1,13 @@
 """The decoder on CUDA against ``engine/models/decoder.py``, and its bits against themselves."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from engine.core.plan import StepPlan
 from engine.cuda import CudaDecoder
-from engine.cuda_open import numerics_id, verify_exact
+from engine.cuda_proof import numerics_id, verify_exact
 from engine.kernels.attention import Span
 from engine.numerics import NumericsSetupError, same_bits
 from engine.text.artifact import ModelError
@@ -49,13 +51,56 @@ def test_hidden_states_and_logits_are_those_of_the_other_engine(
     assert (decoder.logits(together) - logits).norm() < limit * logits.norm()
 
 
+FAMILIES = {
+    "mistral": {"layer_windows": (9, 9)},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma3": {
+        "layer_windows": (9, None),
+        "local_rope_theta": 50.0,
+        "query_scale": 0.2,
+        "tie_word_embeddings": True,
+    },
+}
+SLOW_FAMILIES = ("mistral", "qwen3")  # the others have all of their parts between them
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow) if f in SLOW_FAMILIES else f for f in FAMILIES],
+)
+def test_every_family_has_the_hidden_states_of_the_other_engine(family: str) -> None:
+    c = dataclasses.replace(tiny.config(), family=family, **FAMILIES[family])
+    text = tiny.tokens(30)
+    hidden, logits = expected(c, "fp32", text)
+    decoder = tiny.decoder(c)
+    got = []
+    for start, end in ((0, 29), (29, 30)):
+        batch = decoder.batch(text[start:end], [Span(0, start, end - start, 0)], [[7, 3]])
+        got.append(decoder.forward(batch))
+    together = torch.cat(got)
+    assert (together - hidden).norm() < 1e-5 * hidden.norm()
+    assert (decoder.logits(together[-1:]) - logits[-1:]).norm() < 1e-5 * logits[-1:].norm()
+
+
+def test_fp8_weights_change_the_hidden_states_by_their_rounding() -> None:
+    c = dataclasses.replace(SHALLOW, hidden_size=32, intermediate_size=48)
+    text, found = tiny.tokens(12), []
+    for fp8 in (False, True):
+        decoder = tiny.decoder(c, "bf16", fp8=fp8)
+        found.append(decoder.forward(decoder.batch(text, [Span(0, 0, 12, 0)], [[2]])))
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    assert 0.001 < error < 0.1
+    assert numerics_id(decoder, "bf16").startswith("exact/bf16/fp8/")
+
+
 def test_exact_bits_depend_neither_on_the_batch_nor_on_the_chunks() -> None:
     decoder = tiny.decoder(SHALLOW)
     verify_exact(decoder)
     assert not decoder.pool.any(), "what the proof wrote is gone"
     small = tiny.decoder(SHALLOW)
     small.pool = small.pool[:, :, :5]
-    with pytest.raises(ModelError, match="kv_blocks is 5; the proof needs 6"):
+    with pytest.raises(ModelError, match="kv_blocks_per_worker is 5; the proof needs 6"):
         verify_exact(small)
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from engine.core.params import SamplingParams
 from engine.cuda import CudaDecoder
-from engine.cuda_loop import DecodeLoop, DecodeRow, rows_bucket, splits_bucket
+from engine.cuda_loop import DecodeLoop
+from engine.cuda_steps import DecodeRow, rows_bucket, splits_bucket
 from engine.kernels.attention import Span
 from tests.engine.kernels import tiny
 

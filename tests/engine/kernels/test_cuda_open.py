@@ -10,7 +10,11 @@ import pytest
 from engine import cuda_open, opening
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
+from engine.core.speculation import SpeculationSettings
+from engine.cuda_proof import verify_steps
+from engine.cuda_steps import DecodeSteps
 from engine.ipc import EngineSettings
+from engine.numerics import NumericsSetupError
 from engine.text.artifact import ModelError
 from tests.engine.kernels import tiny
 
@@ -34,7 +38,9 @@ def memory(geometry: KvGeometry) -> memoryview:
 
 def test_a_model_is_loaded_proven_and_wrapped(artifact: Any) -> None:
     said: list[str] = []
-    made, info = cuda_open.open_cuda_runner(SETTINGS, artifact, 36, memory, said.append, tiny.CPU)
+    made, info = cuda_open.open_cuda_runner(
+        SETTINGS, artifact, 36, memory, said.append, device=tiny.CPU
+    )
     assert said[-1] == "checking that numerics are exact on the interpreter"
     assert info.numerics_id.startswith("exact/fp32/adjacent/cuda-")
     assert (info.weights_digest, info.max_context_tokens) == (b"digest", 36)
@@ -73,34 +79,99 @@ def test_the_device_is_the_setting_and_auto_is_what_is_there(
 def test_a_pool_that_nobody_sized_has_blocks(
     monkeypatch: pytest.MonkeyPatch, artifact: Any
 ) -> None:
-    monkeypatch.setattr(cuda_open, "open_cuda_runner", lambda sized, *_: sized.kv_blocks)
+    monkeypatch.setattr(cuda_open, "make_decoder", lambda c, weights, geometry, *_, **__: geometry)
+    monkeypatch.setattr(cuda_open, "verify_exact", lambda _: None)
+    monkeypatch.setattr(cuda_open, "numerics_id", lambda geometry, _: geometry.num_blocks)
+    monkeypatch.setattr(cuda_open, "CudaAdapters", lambda *_: None)
+    monkeypatch.setattr(cuda_open, "CudaRunner", lambda *_: SimpleNamespace(steps=None))
+    monkeypatch.setattr(cuda_open, "verify_steps", lambda *_: None)
     automatic = msgspec.structs.replace(SETTINGS, kv_blocks=0)
+    _, info = cuda_open.open_cuda_runner(automatic, artifact, 36, memory, print, device=tiny.CPU)
     context_blocks = -(-SHALLOW.max_context_tokens // tiny.BLOCK)
-    blocks = opening.open_runner(automatic, memory, print)
-    assert blocks == automatic.max_batch_requests * context_blocks
+    assert info.numerics_id == automatic.max_batch_requests * context_blocks
+
+
+def test_a_pool_fits_beside_the_weights_or_is_refused() -> None:
+    geometry = tiny.geometry(SHALLOW, "fp32")
+    geometry = msgspec.structs.replace(geometry, num_blocks=1000)
+    whole = geometry.block_bytes * 1000
+    assert cuda_open.fit_pool(geometry, 0, 2 * whole, chosen=True) is geometry
+    smaller = cuda_open.fit_pool(geometry, whole // 4, whole, chosen=False)
+    assert smaller.num_blocks == 600
+    with pytest.raises(
+        ModelError, match=r"kv_blocks_per_worker is 1000, .* the GPU has room for 600"
+    ):
+        cuda_open.fit_pool(geometry, whole // 4, whole, chosen=True)
+    with pytest.raises(ModelError, match="the GPU has room for 0"):
+        cuda_open.fit_pool(geometry, whole, whole, chosen=False)
 
 
 def test_rope_scaling_reaches_the_device() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     scaled = dataclasses.replace(SHALLOW, rope_scaling=yarn)
-    turned = tiny.decoder(scaled)._rotation
+    turned = tiny.decoder(scaled)._layers[0].rotation
     twin = tiny.torch_runner(scaled, "fp32", bytearray(1 << 20))._model
     (expected,) = twin.rotations(tiny.torch.arange(len(turned)))
     assert tiny.torch.allclose(turned, tiny.torch.view_as_real(expected[:, 0]))
 
 
 def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> None:
-    artifact.architecture = "Gemma3ForCausalLM"
-    with pytest.raises(ModelError, match=r"Gemma3ForCausalLM does not run on CUDA.*hide the GPU"):
-        cuda_open.open_cuda_runner(SETTINGS, artifact, 36, memory, print, tiny.CPU)
-    artifact.architecture = "llama"
+    artifact.architecture = "Qwen3MoeForCausalLM"
+    artifact.config = dataclasses.replace(SHALLOW, num_experts=4, experts_per_token=2)
+    with pytest.raises(ModelError, match=r"Qwen3Moe.*mixture.*not run on CUDA.*hide the GPU"):
+        cuda_open.open_cuda_runner(SETTINGS, artifact, 36, memory, print, device=tiny.CPU)
+    artifact.config = SHALLOW
     strange = msgspec.structs.replace(SETTINGS, emulated_token_s=1.0)
     with pytest.raises(ModelError, match="emulated_token_s is not supported on CUDA yet"):
-        cuda_open.open_cuda_runner(strange, artifact, 36, memory, print, tiny.CPU)
+        cuda_open.open_cuda_runner(strange, artifact, 36, memory, print, device=tiny.CPU)
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype", "said"),
+    [
+        ("int8", "bf16", "int8 is not supported on CUDA, only fp8"),
+        ("fp8", "fp32", "fp8 needs dtype bf16, not fp32"),
+        ("fp8", "bf16", "a width of 24 is not a multiple of 16"),
+    ],
+)
+def test_quantised_weights_are_fp8_of_even_widths(
+    artifact: Any, kept: str, dtype: str, said: str
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, weight_quantisation=kept, dtype=dtype)
+    with pytest.raises(ModelError, match=said):
+        cuda_open.open_cuda_runner(settings, artifact, 36, memory, print, device=tiny.CPU)
+
+
+def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, artifact: Any
+) -> None:
+    speculation = SpeculationSettings(mode="draft", draft="small")
+    drafting = msgspec.structs.replace(SETTINGS, speculation=speculation)
+    with pytest.raises(ModelError, match="a draft model is not supported on CUDA yet"):
+        cuda_open.open_cuda_runner(drafting, artifact, 36, memory, print, device=tiny.CPU)
+    decoder = tiny.decoder(SHALLOW)
+    steps = DecodeSteps(decoder, 3)
+    verify_steps(decoder, steps)
+    assert not decoder.pool.any(), "what the proof wrote is gone"
+    compute = DecodeSteps.step
+
+    def otherwise(self: DecodeSteps) -> None:
+        compute(self)
+        self.hidden_RE.mul_(1 + 2**-20)
+
+    monkeypatch.setattr(DecodeSteps, "step", otherwise)
+    with pytest.raises(NumericsSetupError, match="differs from single launches"):
+        verify_steps(decoder, steps)
 
 
 def test_weights_that_would_be_ignored_are_refused() -> None:
-    weights = tiny.weights(SHALLOW, "fp32") | {"layers.0.q_bias": tiny.torch.zeros(48)}
+    weights = tiny.weights(SHALLOW, "fp32") | {"layers.0.router": tiny.torch.zeros(48)}
     geometry = tiny.geometry(SHALLOW, "fp32")
-    with pytest.raises(ModelError, match=r"no use for the weights layers\.0\.q_bias"):
+    with pytest.raises(ModelError, match=r"no use for the weights layers\.0\.router"):
         cuda_open.make_decoder(SHALLOW, weights, geometry, tiny.CPU, 36, exact=True)
+
+
+def test_heads_that_no_tile_holds_are_refused() -> None:
+    wide = dataclasses.replace(SHALLOW, num_heads=65, head_dim=2)
+    with pytest.raises(ModelError, match="65 heads share a KV head; a tile has 64 rows"):
+        tiny.decoder(wide)

@@ -9,12 +9,13 @@ import torch
 from engine.core.errors import InternalError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda_runner import on_device
+from engine.cuda_draw import on_device
+from engine.cuda_mirror import PoolMirror
 from tests.engine.kernels import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.2, seed=77, n=2)
-FILTERED = SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=5, logprobs=2)
+SCORED = SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=5, logprobs=2)
 
 
 def pools(c: tiny.ModelConfig, dtype: str) -> tuple[bytearray, bytearray]:
@@ -49,7 +50,7 @@ def test_a_mixed_batch_draws_the_tokens_of_the_cpu_and_leaves_the_same_kv() -> N
             (
                 tiny.row(1, a, 0, 21, tables[0], GREEDY),
                 tiny.row(2, b, 0, 17, tables[1]),
-                tiny.row(3, d, 0, 5, tables[2], FILTERED),
+                tiny.row(3, d, 0, 5, tables[2], SCORED),
             )
         )
     )
@@ -59,7 +60,7 @@ def test_a_mixed_batch_draws_the_tokens_of_the_cpu_and_leaves_the_same_kv() -> N
         StepPlan(
             (
                 tiny.row(1, a, 21, 22, tables[0], GREEDY, 21),
-                tiny.row(3, d, 5, 6, tables[2], FILTERED, 5),
+                tiny.row(3, d, 5, 6, tables[2], SCORED, 5),
                 tiny.row(2, b, 17, 34, tables[1], SEEDED),
             )
         )
@@ -79,6 +80,19 @@ def test_kv_that_others_wrote_into_the_pool_is_used_also_in_pages_used_before() 
     view(mine, c)[:, :, table] = view(theirs, c)[:, :, table]  # a hand-off
     last = tiny.row(2, text, 19, 20, table, GREEDY)
     assert tiny.step(cuda, last) == tiny.step(cpu, last)
+
+
+def test_pages_that_the_device_wrote_are_not_brought_in_again() -> None:
+    host, device = torch.zeros(1, 2, 4, 16, 1, 2), torch.zeros(1, 2, 4, 16, 1, 2)
+    mirror = PoolMirror(host, device)
+    mirror.before(StepPlan((PlanRow(1, [7, 8, 9], 16, [0, 2], guesses=2),)))
+    host[:] = 1.0  # nobody does that, so one sees what is copied
+    mirror.before(StepPlan((PlanRow(1, [5], 17, [0, 2]),)))  # both guesses were wrong
+    assert not device.any()
+    mirror.before(StepPlan((PlanRow(1, [5], 18, [0, 3]),)))
+    assert device[0, 0, :, 0, 0, 0].tolist() == [1, 0, 0, 1]
+    mirror.before(StepPlan((PlanRow(2, [5], 18, [2, 1]),)))
+    assert device.bool().all()
 
 
 def test_copies_happen_before_anything_else_and_in_both_pools() -> None:
@@ -126,12 +140,12 @@ def test_layers_are_announced_when_their_kv_is_in_the_pool_that_others_see() -> 
 def test_a_row_with_something_unknown_is_a_typed_error() -> None:
     @dataclass(frozen=True)
     class NewRow(PlanRow):
-        adapter: str = ""
+        colour: str = ""
 
     c = tiny.config(layers=1)
     runner = tiny.cuda_runner(c, "fp32", pools(c, "fp32")[0])
-    with pytest.raises(InternalError, match="adapter of a plan's row is not known on CUDA"):
-        tiny.step(runner, NewRow(1, [5], 0, [3], adapter="a"))
+    with pytest.raises(InternalError, match="colour of a plan's row is not known on CUDA"):
+        tiny.step(runner, NewRow(1, [5], 0, [3], colour="red"))
 
 
 @pytest.mark.parametrize(
@@ -140,15 +154,17 @@ def test_a_row_with_something_unknown_is_a_typed_error() -> None:
         ({}, True),
         ({"temperature": 0.0}, True),
         ({"stop_token_ids": (4,), "n": 3}, True),
-        ({"top_k": 4}, False),
-        ({"top_p": 0.9}, False),
-        ({"min_p": 0.1}, False),
+        ({"top_k": 4, "top_p": 0.9, "min_p": 0.1}, True),
+        ({"repetition_penalty": 1.1}, False),
+        ({"grammar": "x"}, False),
         ({"logprobs": 0}, False),
         ({"logit_bias": ((1, 2.0),)}, False),
         ({"presence_penalty": 0.5}, False),
         ({"min_tokens": 1}, False),
     ],
 )
-def test_only_plain_draws_stay_on_the_device(change: dict[str, object], here: bool) -> None:
+def test_draws_without_penalties_grammars_and_scores_stay_on_the_device(
+    change: dict[str, object], here: bool
+) -> None:
     params = SamplingParams(**{"max_tokens": 8, "temperature": 1.0, **change})  # type: ignore[arg-type]
     assert on_device(SampleSpec(0, params, [1, 2], 2)) is here

@@ -5,7 +5,7 @@ import torch
 
 from engine.kernels import products
 from engine.kernels.configs import EXACT_ROWS, LinearConfig
-from engine.kernels.products import Products, fixed_linear
+from engine.kernels.products import Products, fixed_linear, to_fp8
 from engine.numerics import same_bits
 
 SMALL = LinearConfig(16, 16, 16, num_warps=4, num_stages=2)
@@ -70,3 +70,30 @@ def test_fast_is_torch_unless_a_cut_was_found_to_be_faster(
     monkeypatch.setattr(products, "tuned_linear", lambda *shape: used.append(shape) or EXACT_ROWS)
     torch.testing.assert_close(product(x, w), torch.nn.functional.linear(x, w))
     assert used == [(3, 16, 32)]
+
+
+def test_fp8_weights_are_widened_exactly_and_a_row_does_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(35, 48).bfloat16(), torch.randn(32, 48).bfloat16()
+    weight = to_fp8(w)
+    kept = weight.values_NE.float() * weight.scale_N[:, None]
+    assert ((kept - w.float()).abs() <= w.float().abs() / 16 + weight.scale_N[:, None] / 512).all()
+    product = Products(exact=True)
+    got = product(x, weight, torch.float32)
+    torch.testing.assert_close(got, x.float() @ kept.t(), atol=1e-4, rtol=1e-4)
+    assert same_bits(product(x[7:9].contiguous(), weight, torch.float32), got[7:9])
+    assert same_bits(to_fp8(torch.zeros(2, 16)).values_NE.float(), torch.zeros(2, 16))
+
+
+def test_fast_rounds_many_rows_to_fp8_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(products, "_MANY_FP8", 8)
+    x, w = torch.randn(8, 256).bfloat16(), torch.randn(64, 256).bfloat16()
+    weight, product = to_fp8(w), Products(exact=False)
+    expected = x.float() @ w.float().t()
+    few, many = product(x[:7].contiguous(), weight), product(x, weight)
+    assert few.dtype == many.dtype == torch.bfloat16
+    assert not same_bits(few, many[:7])
+    for got, bound in ((few, 0.03), (many, 0.045)):  # one rounding of 2.6 % each, or both
+        wanted = expected[: len(got)]
+        assert (got.float() - wanted).norm() < bound * wanted.norm()

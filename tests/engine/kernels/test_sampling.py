@@ -7,7 +7,7 @@ import torch
 from engine import sampling
 from engine.core.params import SamplingParams
 from engine.core.plan import SampleSpec
-from engine.kernels.rows import draw
+from engine.kernels.rows import cuts, draw
 
 
 def on_the_host(row: torch.Tensor, spec: SampleSpec) -> int:
@@ -50,3 +50,47 @@ def test_equal_logits_give_the_smallest_id() -> None:
     logits[0, [7, 400, 1400]] = 3.0
     zeros = torch.zeros(1, dtype=torch.int64)
     assert draw(logits, zeros.double(), zeros, zeros, zeros).tolist() == [7]
+
+
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 5000},
+    {"top_p": 0.3},
+    {"top_p": 0.95},
+    {"min_p": 0.2},
+    {"min_p": 0.05, "top_k": 20, "top_p": 0.8},
+    {"min_p": 1e-9, "top_p": 1e-9},
+]
+
+
+@pytest.mark.parametrize("vocabulary", [9, 2500])
+def test_filters_leave_the_tokens_that_the_host_leaves(vocabulary: int) -> None:
+    torch.manual_seed(0)
+    every = [
+        SamplingParams(max_tokens=1, temperature=1.7, seed=i, **f) for i, f in enumerate(FILTERS)
+    ]
+    logits = 3 * torch.randn(len(every), vocabulary)
+
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([getattr(p, name) for p in every], dtype=dtype)
+
+    temperatures = column("temperature", torch.float64)
+    least = cuts(
+        logits,
+        temperatures,
+        column("top_k", torch.int32),
+        column("top_p", torch.float64),
+        column("min_p", torch.float64),
+    )
+    for row_V, params, cut in zip(logits, every, least, strict=True):
+        left = sampling.candidates(row_V.double().numpy() / 1.7, params)
+        expected = set(range(vocabulary)) if left is None else set(left.tolist())
+        assert set(torch.nonzero(row_V >= cut).flatten().tolist()) == expected, params
+    seeds, zeros = column("seed", torch.int64), torch.zeros(len(every), dtype=torch.int64)
+    drawn = draw(logits, temperatures, seeds, zeros, zeros + 3, least)
+    wanted = [
+        on_the_host(row_V, SampleSpec(0, params, [0] * 3, 0))
+        for row_V, params in zip(logits, every, strict=True)
+    ]
+    assert drawn.tolist() == wanted

@@ -9,8 +9,10 @@ from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda import CudaDecoder
+from engine.cuda_adapters import CudaAdapters
 from engine.cuda_open import make_decoder
 from engine.cuda_runner import CudaRunner
+from engine.grammars import Grammars
 from engine.models.decoder import Decoder
 from engine.models.families import weight_table
 from engine.numerics import DTYPES
@@ -64,22 +66,33 @@ def geometry(c: ModelConfig, dtype: str) -> KvGeometry:
 
 
 def decoder(
-    c: ModelConfig | None = None, dtype: str = "fp32", *, exact: bool = True
+    c: ModelConfig | None = None,
+    dtype: str = "fp32",
+    *,
+    exact: bool = True,
+    fp8: bool = False,
 ) -> CudaDecoder:
     c = c or config()
     return make_decoder(
-        c, weights(c, dtype), geometry(c, dtype), CPU, c.max_context_tokens, exact=exact
+        c, weights(c, dtype), geometry(c, dtype), CPU, c.max_context_tokens, exact=exact, fp8=fp8
     )
 
 
-def cuda_runner(c: ModelConfig, dtype: str, pool: bytearray) -> CudaRunner:
-    return CudaRunner(decoder(c, dtype), pool, geometry(c, dtype), c.eos_token_ids)
+def cuda_runner(
+    c: ModelConfig, dtype: str, pool: bytearray, grammars: Grammars | None = None
+) -> CudaRunner:
+    model = decoder(c, dtype)
+    shape, adapters = geometry(c, dtype), CudaAdapters(c, model)
+    return CudaRunner(model, pool, shape, c.eos_token_ids, adapters, grammars)
 
 
-def torch_runner(c: ModelConfig, dtype: str, pool: bytearray) -> TorchRunner:
+def torch_runner(
+    c: ModelConfig, dtype: str, pool: bytearray, grammars: Grammars | None = None
+) -> TorchRunner:
     model = Decoder(c, weights(c, dtype), DTYPES[dtype])
     layout = selftest.fast_layout(c.num_heads // c.num_kv_heads)
-    return TorchRunner(model, pool, geometry(c, dtype), layout, c.eos_token_ids)
+    shape = geometry(c, dtype)
+    return TorchRunner(model, pool, shape, layout, c.eos_token_ids, grammars=grammars)
 
 
 @functools.cache

@@ -1,0 +1,57 @@
+"""The engine's core over the CUDA runner: the answers of the CPU, with and without guesses."""
+
+import itertools
+
+import pytest
+
+from engine.core import events as ev
+from engine.core.core import EngineCore
+from engine.core.params import SamplingParams
+from engine.core.scheduler import SchedulerConfig
+from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculation import NgramProposer, Speculation
+from engine.cuda_runner import CudaRunner
+from engine.runner import TorchRunner
+from tests.engine.core.guesses import FreeGuesses
+from tests.engine.kernels import tiny
+
+C = tiny.config(layers=1)
+ECHO = [5, 9, 11, 5, 9, 11, 5, 9]
+REQUESTS = [
+    (ECHO, SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)),
+    (list(tiny.tokens(19)), SamplingParams(max_tokens=9, temperature=1.2, seed=7, n=2, top_k=4)),
+    (ECHO * 2, SamplingParams(max_tokens=12, temperature=0.5, seed=3, frequency_penalty=-2.0)),
+]
+
+
+def answers(runner: CudaRunner | TorchRunner, *, guess: bool) -> dict[tuple[str, int], list[int]]:
+    speculation = Speculation(NgramProposer(), 4, FreeGuesses()) if guess else None
+    core = EngineCore(runner, SchedulerConfig(4, 24), speculation=speculation)
+    for number, (prompt, params) in enumerate(REQUESTS):
+        request = EngineRequest(f"{number}", Kind.FULL, prompt, params, b"s" * 16, ticket=number)
+        core.scheduler.submit(request, 0)
+    found: dict[tuple[str, int], list[int]] = {}
+    guesses = 0
+    for now_ns in itertools.count():
+        plan = core.plan(now_ns)
+        if not plan.rows:
+            break
+        guesses += sum(row.guesses for row in plan.rows)
+        for event in core.apply(plan, runner.execute(plan), now_ns, 1000):
+            core.scheduler.check_integrity()
+            if isinstance(event, ev.Tokens):
+                answer = found.setdefault((event.request_id, event.choice), [])
+                answer += [drawn.token for drawn in event.tokens]
+    assert bool(guesses) is guess
+    assert core.pool.counts().leased == 0
+    return found
+
+
+@pytest.mark.slow
+def test_requests_have_the_answers_of_the_cpu_whether_guessed_or_not() -> None:
+    size = tiny.geometry(C, "fp32").pool_bytes
+    expected = answers(tiny.torch_runner(C, "fp32", bytearray(size)), guess=False)
+    assert [len(answer) for answer in expected.values()].count(0) == 0
+    for guess in (False, True):
+        runner = tiny.cuda_runner(C, "fp32", bytearray(size))
+        assert answers(runner, guess=guess) == expected
