@@ -66,6 +66,7 @@ def write_gguf(
             writer.add_tensor(name, raw[name])
             return
         data = rng.integers(0, 256, (shape[0], shape[1] // block * size), dtype=np.uint8)
+        data &= 0xB7  # no scale is NaN or Inf, whichever bytes it has
         raw[name] = data
         writer.add_tensor(name, data, raw_dtype=as_kind)
 
@@ -84,7 +85,6 @@ def write_gguf(
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes make some infinite scales
 def test_every_type_that_gguf_dequantises_is_loaded(
     tmp_path: Path, kind: GGMLQuantizationType
 ) -> None:
@@ -97,7 +97,7 @@ def test_every_type_that_gguf_dequantises_is_loaded(
         expected = torch.from_numpy(np.asarray(dequantize(data, kind), dtype=np.float32))
         got = weights[f"layers.1.{ours}"]
         assert got.shape == expected.shape
-        assert torch.equal(torch.nan_to_num(got), torch.nan_to_num(expected))
+        assert torch.equal(got, expected)
 
 
 def test_the_cache_is_used_and_a_damaged_file_is_made_again(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_the_cache_is_used_and_a_damaged_file_is_made_again(tmp_path: Path) -> N
         )
 
     first = load()
-    assert set(stages) == {"convert"}
+    assert set(stages) == {"convert", "read"}
     again = load()
-    assert stages == []
+    assert set(stages) == {"read"}
     assert all(same_bits(first[name], again[name]) for name in first)
 
     (cached,) = (tmp_path / "weights").iterdir()
@@ -125,7 +125,7 @@ def test_the_cache_is_used_and_a_damaged_file_is_made_again(tmp_path: Path) -> N
     data[-1000] ^= 1  # one bit
     cached.write_bytes(data)
     assert same_bits(load()["layers.1.down"], first["layers.1.down"])
-    assert set(stages) == {"convert"}
+    assert "convert" in stages
 
     cached.write_bytes(cached.read_bytes()[:5000])  # torn
     assert same_bits(load()["layers.1.down"], first["layers.1.down"])
