@@ -70,7 +70,7 @@ def open_gguf(path: Path) -> GgufFile:
     buffer = np.memmap(path, mode="r")
     try:
         return _Reader(buffer).read()
-    except struct.error as error:
+    except (struct.error, OverflowError) as error:  # a length beyond what a file can have
         raise ValueError(f"the file ends too early: {error}") from error
 
 

@@ -188,5 +188,5 @@ async def _fill(hub: EngineHub, number: int, context: int) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.7, ignore_eos=True, seed=number)
     packed = wire.pack_tokens(prompt)
     hub.submit(ipc.Submit(f"r{number}", "full", packed, params, bytes(16), 0, number), on_report)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         assert not await ended
