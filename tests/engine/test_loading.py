@@ -143,6 +143,24 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert "embed" in load_weights(artifact, "bf16", cache_dir=blocked)
 
 
+def test_rows_are_the_same_with_a_cache_and_without(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
+    artifact = resolve_model(str(tmp_path / "tiny.gguf"))
+    whole = load_weights(artifact, "bf16", cache_dir=tmp_path)
+    wanted = {"layers.1.q": slice(64, 192), "layers.0.down": slice(250, 256), "embed": slice(0, 0)}
+
+    def rows(name: str) -> slice:
+        return wanted.get(name, slice(None))
+
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    for cache in (tmp_path, blocked):
+        with open_weights(artifact, "bf16", cache_dir=cache, rows=rows) as weights:
+            for name in whole:
+                assert same_bits(weights.pop(name), whole[name][rows(name)])
+            assert not weights
+
+
 def test_a_missing_weight_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", leave_out=("blk.1.ffn_up.weight",))
     artifact = resolve_model(str(tmp_path / "tiny.gguf"))
