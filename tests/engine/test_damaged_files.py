@@ -1,4 +1,4 @@
-"""Weight files that are damaged, hostile or cut short: a ModelError names each, and nothing else."""
+"""Weight files that are damaged, hostile or cut short: a ModelError names each of them."""
 
 import contextlib
 import json
