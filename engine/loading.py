@@ -1,51 +1,31 @@
-"""From an artifact on disk to a model in memory.
+"""From an artifact on disk to a model in memory, weight by weight.
 
-Everything that is not supported is named before the first weight is read. GGUF weights are
-dequantised once and kept as safetensors in ``$BATON_CACHE`` (default ``~/.cache/baton``); a damaged
-file there is noticed by its checksum and made again. Nothing is ever unpickled.
+Everything that is not supported is named before the first weight is read. Nothing is ever
+unpickled.
 """
 
-import math
-import os
-import struct
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-import xxhash
 
+from engine.footprint import give_back_memory
+from engine.gguf_weights import open_gguf_weights
 from engine.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from engine.models.decoder import Decoder
 from engine.models.families import weight_table
-from engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
-from engine.models.rope import pair_rows
+from engine.models.family import WeightName
 from engine.numerics import DTYPES, Numerics
 from engine.parallel import Shard
 from engine.quantised import packer
 from engine.safetensors_file import DTYPES as STORED_DTYPES
-from engine.safetensors_file import SafetensorsFile, write_safetensors
+from engine.safetensors_file import SafetensorsFile, StoredTensor
 from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
-from engine.text.gguf_file import open_gguf
+from engine.weights import Progress, Rows, Weights, all_rows, check_table, finished, silent
 
-Progress = Callable[[str, int, int], None]
-"""``(stage, done, total)``; the stages are "convert", "read", "pack"."""
-
-Rows = Callable[[str], slice]
-"""Canonical name of a weight -> the rows of it that are wanted."""
-
-CACHE_FORMAT = 2
-_CHUNK_ELEMENTS = 1 << 22  # dequantised at a time
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """No progress wanted."""
-
-
-def _all_rows(name: str) -> slice:
-    return slice(None)
+_GIVE_BACK_BYTES = 4 << 20
 
 
 def load_model(
@@ -72,7 +52,7 @@ def load_model(
     Raises:
         ModelError: Something is missing or not supported; nothing was loaded then.
     """
-    report = progress or _silent
+    report = progress or silent
     quantised = packer(quantisation, dtype)
     probed: dict[tuple[int, int], RowCounts] = {}
 
@@ -85,20 +65,29 @@ def load_model(
             probed[shape] = probe_row_counts(outputs, inputs, DTYPES[dtype])
         return probed[shape]
 
+    packed_bytes = 0
+
     def pack(name: str, weight: torch.Tensor) -> Linear:
-        layer = quantised(name, weight)
-        return layer or Linear(weight, row_counts(*weight.shape))
+        nonlocal packed_bytes
+        layer = quantised(name, weight) or Linear(weight, row_counts(*weight.shape))
+        packed_bytes += weight.nbytes
+        if packed_bytes >= _GIVE_BACK_BYTES:  # else the holes that packing leaves add up
+            packed_bytes = 0
+            give_back_memory()
+        return layer
 
     if shard is None and quantisation == "none":
         # before any weight is there: the probes need memory of their own
         for shape in dict.fromkeys(_shapes(artifact.config)):
             row_counts(*shape)
-    rows = _all_rows if shard is None else shard.rows
-    weights = load_weights(artifact, dtype, progress=report, cache_dir=cache_dir, rows=rows)
-    if shard is not None:
-        shard.load()  # what had to be converted is in the cache now
+    rows = all_rows if shard is None else shard.rows
     label = "" if quantisation == "none" else quantisation
-    return Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)
+    with open_weights(artifact, dtype, report, cache_dir, rows) as weights:
+        if shard is not None:
+            shard.load()  # what had to be converted is in the cache now
+        model = Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)
+    give_back_memory()
+    return model
 
 
 def _shapes(c: ModelConfig) -> list[tuple[int, int]]:
@@ -109,15 +98,15 @@ def _shapes(c: ModelConfig) -> list[tuple[int, int]]:
     return [(c.vocab_size, e), (q + 2 * kv, e), (e, q), (2 * f, e), (e, f), *router]
 
 
-def load_weights(
+@contextmanager
+def open_weights(
     artifact: ModelArtifact,
     dtype: str,
-    *,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     cache_dir: Path | None = None,
-    rows: Rows = _all_rows,
-) -> dict[str, torch.Tensor]:
-    """Weights by canonical name (``families.weight_table``), contiguous, in ``dtype``.
+    rows: Rows = all_rows,
+) -> Iterator[Weights]:
+    """Weights by canonical name (``families.weight_table``), in ``dtype``, read when asked for.
 
     Args:
         artifact: From ``resolve_model``.
@@ -131,194 +120,56 @@ def load_weights(
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
-    if artifact.format == "safetensors":
-        return _read_safetensors(artifact, DTYPES[dtype], progress, rows)
-    cached = _cache_path(artifact, dtype, cache_dir)
-    weights = _read_cache(cached, rows)
-    if weights is None:
-        weights = _read_gguf(artifact, DTYPES[dtype], progress)
-        _write_cache(cached, weights)
-        for name in weights if rows is not _all_rows else ():
-            weights[name] = weights[name][rows(name)].clone()
-    return weights
-
-
-# --- safetensors -------------------------------------------------------------------------------
-
-
-def _read_safetensors(
-    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows
-) -> dict[str, torch.Tensor]:
-    handles: dict[str, SafetensorsFile] = {}
     with ExitStack() as files:
+        if artifact.format == "gguf":
+            yield open_gguf_weights(artifact, dtype, progress, cache_dir, rows, files)
+        else:
+            yield _open_safetensors(artifact, DTYPES[dtype], progress, rows, files)
+
+
+def load_weights(
+    artifact: ModelArtifact,
+    dtype: str,
+    *,
+    progress: Progress = silent,
+    cache_dir: Path | None = None,
+) -> dict[str, torch.Tensor]:
+    """All weights at once; see ``open_weights``.
+
+    Raises:
+        ModelError: Something is missing or not supported.
+    """
+    with open_weights(artifact, dtype, progress, cache_dir) as weights:
+        return {name: weights.pop(name) for name in list(weights)}
+
+
+def _open_safetensors(
+    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows, files: ExitStack
+) -> Weights:
+    found: dict[str, StoredTensor] = {}
+    for path in artifact.weight_files:
         try:
-            for path in artifact.weight_files:
-                handle = files.enter_context(SafetensorsFile(path))
-                handles.update(dict.fromkeys(handle.keys(), handle))
+            file = files.enter_context(SafetensorsFile(path))
         except (ValueError, OSError) as error:
             raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
-        return _read_shards(artifact, handles, dtype, progress, rows)
-
-
-def _read_shards(
-    artifact: ModelArtifact,
-    handles: Mapping[str, SafetensorsFile],
-    dtype: torch.dtype,
-    progress: Progress,
-    rows: Rows,
-) -> dict[str, torch.Tensor]:
-    """The weights; ``handles`` says which file holds which."""
+        for name in file.keys():  # noqa: SIM118 - it is not a mapping
+            if name in found:
+                raise ModelError(f"{path}: {name} is in another file too")
+            found[name] = file.get_slice(name)
     table = weight_table(artifact.config, "safetensors")
-    problems = []
-    for entry in table:
-        if entry.source not in handles:
-            problems.append(f"{entry.source} is missing")
-            continue
-        part = handles[entry.source].get_slice(entry.source)
-        if part.get_dtype() not in STORED_DTYPES:
-            problems.append(f"{entry.source} has dtype {part.get_dtype()}, not supported")
-        if tuple(part.get_shape()) != entry.shape:
-            problems.append(f"{entry.source} is {part.get_shape()}, not {list(entry.shape)}")
-    _refuse(artifact, problems, _unknown(handles, table))
-    weights = {}
-    for done, entry in enumerate(table):
-        weight = handles[entry.source].get_slice(entry.source)[rows(entry.name)]
-        weights[entry.name] = _finished(entry, weight, dtype, artifact.config.head_dim)
-        progress("read", done + 1, len(table))
-    return weights
+    check_table(artifact, table, found, lambda entry: _problem(entry, found[entry.source]))
+
+    def read(entry: WeightName) -> torch.Tensor:
+        stored = found[entry.source][rows(entry.name)]
+        return finished(entry, stored, dtype, artifact.config.head_dim)
+
+    readers = {entry.name: partial(read, entry) for entry in table}
+    return Weights(str(artifact.path), readers, progress)
 
 
-def _finished(
-    entry: WeightName, weight: torch.Tensor, dtype: torch.dtype, head_dim: int
-) -> torch.Tensor:
-    """A weight as the model wants it. Norms and biases stay in fp32: they are small."""
-    weight = weight.to(torch.float32 if weight.ndim == 1 else dtype)
-    if entry.add_one:
-        weight = weight + 1.0
-    return (pair_rows(weight, head_dim) if entry.pairs else weight).contiguous()
-
-
-def _unknown(names: Iterable[str], table: list[WeightName]) -> list[str]:
-    known = {entry.source for entry in table}
-    # a tied model may store its head all the same
-    known |= {ROPE_FACTORS, *GLOBAL_NAMES["head"]}
-    return [n for n in names if n not in known and not n.endswith(IGNORED)]
-
-
-def _refuse(artifact: ModelArtifact, problems: list[str], unknown: list[str]) -> None:
-    if unknown:
-        listed = ", ".join(sorted(unknown)[:4])
-        problems.append(f"{len(unknown)} weights are not part of the family ({listed})")
-    if problems:
-        shown = "; ".join(problems[:4])
-        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise ModelError(
-            f"{artifact.path}: architecture {artifact.architecture}, "
-            f"quantisation {artifact.quantisation}: {shown}{more}"
-        )
-
-
-# --- GGUF --------------------------------------------------------------------------------------
-
-
-def _read_gguf(
-    artifact: ModelArtifact, dtype: torch.dtype, progress: Progress
-) -> dict[str, torch.Tensor]:
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import _type_traits, dequantize
-
-    native = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
-    found = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
-    table = weight_table(artifact.config, "gguf")
-    problems = []
-    for entry in table:
-        tensor = found.get(entry.source)
-        if tensor is None:
-            problems.append(f"{entry.source} is missing")
-            continue
-        kind = tensor.tensor_type
-        if kind not in native and kind not in _type_traits:
-            problems.append(f"{entry.source} is {kind.name}, which gguf cannot dequantise")
-        shape = tuple(reversed(tensor.shape))
-        if shape != entry.shape:
-            problems.append(f"{entry.source} is {list(shape)}, not {list(entry.shape)}")
-    _refuse(artifact, problems, _unknown(found, table))
-
-    def read(source: str, part: int | None = None) -> torch.Tensor:
-        """Dequantised a few rows at a time, because fp32 takes several times the final size."""
-        tensor = found[source]
-        shape = tuple(reversed(tensor.shape))[0 if part is None else 1 :]
-        data = tensor.data if part is None else tensor.data[part]
-        weight = torch.empty(shape, dtype=torch.float32 if len(shape) == 1 else dtype)
-        rows = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))
-        for begin in range(0, shape[0], rows if len(shape) > 1 else shape[0]):
-            some = slice(begin, begin + rows) if len(shape) > 1 else slice(None)
-            values = dequantize(data[some], tensor.tensor_type).astype(np.float32)
-            weight[some] = torch.from_numpy(values)
-        return weight
-
-    weights = {}
-    for done, entry in enumerate(table):
-        weight = read(entry.source, entry.part)
-        weights[entry.name] = _finished(entry, weight, dtype, artifact.config.head_dim)
-        progress("convert", done + 1, len(table))
-    if ROPE_FACTORS in found:
-        weights["rope_factors"] = read(ROPE_FACTORS)
-    return weights
-
-
-# --- the cache of converted weights ------------------------------------------------------------
-
-
-def _cache_path(artifact: ModelArtifact, dtype: str, cache_dir: Path | None) -> Path:
-    root = cache_dir or Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
-    name = f"{artifact.weights_digest.hex()}-{dtype}-v{CACHE_FORMAT}.safetensors"
-    return root / "weights" / name
-
-
-def _checksum(weights: dict[str, torch.Tensor]) -> str:
-    whole = xxhash.xxh3_128()
-    for name in sorted(weights):
-        whole.update(struct.pack("<q", weights[name].numel()) + name.encode())
-        whole.update(weights[name].view(-1).view(torch.uint8).numpy().data)
-    return str(whole.hexdigest())
-
-
-def _read_cache(path: Path, rows: Rows) -> dict[str, torch.Tensor] | None:
-    """The cached weights, or ``None`` when there are none or they are damaged."""
-    if not path.exists():
-        return None
-    try:
-        with SafetensorsFile(path) as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            expected = file.metadata().get("checksum")
-    except (ValueError, OSError):
-        return None
-    if expected != _checksum(weights):
-        return None
-    if rows is not _all_rows:
-        for name in weights:
-            weights[name] = weights[name][rows(name)].clone()
-    return weights
-
-
-def _write_cache(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write beside and rename, so that a reader sees all or nothing. A full disk is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _temporary(path.parent) as temporary:
-            write_safetensors(temporary, weights, {"checksum": _checksum(weights)})
-            temporary.replace(path)
-    except OSError:
-        return
-
-
-@contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".partial")
-    os.close(handle)
-    path = Path(name)
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+def _problem(entry: WeightName, stored: StoredTensor) -> str:
+    if stored.dtype not in STORED_DTYPES:
+        return f"{entry.source} has dtype {stored.dtype}, not supported"
+    if stored.shape != entry.shape:
+        return f"{entry.source} is {list(stored.shape)}, not {list(entry.shape)}"
+    return ""

@@ -192,7 +192,7 @@ def open_runner(
         layout = attention_layout(artifact, settings.dtype, numerics)
         if shard is not None:
             progress(f"checking the split over {settings.tensor_parallel} ranks")
-            prepare_ranks(shard, layout, settings.dtype, numerics)
+            prepare_ranks(shard, layout, settings.dtype, numerics, settings.weight_quantisation)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype, settings.kv_dtype)

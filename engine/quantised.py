@@ -14,7 +14,7 @@ plain embedding anyway. What this loses, in figures: ``docs/quantisation.md``.
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -27,6 +27,7 @@ _LEVELS = 127.0
 _DIGIT = 254.0  # the second digit counts in 254ths of the first: half of its last place
 _ZERO_POINT = 128  # the kernels want activations without a sign
 _TINY = 1e-30
+_SLICE_VALUES = 1 << 16  # quantised at a time; each takes up to 40 bytes meanwhile
 _OUTPUTS_STEP = 16  # what the int4 kernel asks of a weight
 
 
@@ -49,11 +50,15 @@ class Int8Linear(Linear):
         super().__init__(weight_NK, ANY_ROWS)
 
     def _pack(self, weight_NK: torch.Tensor) -> torch.Tensor:
-        values = weight_NK.float()
-        scale = values.abs().amax(1, keepdim=True).mul_(1 / _LEVELS).clamp_(min=_TINY)
-        self._scale_N = scale.view(-1)
-        self._zeros_N = torch.zeros(len(values), dtype=torch.int32)
-        whole = (values / scale).round_().to(torch.int8)
+        whole = torch.empty(weight_NK.shape, dtype=torch.int8)
+        scale_N1 = torch.empty(len(weight_NK), 1)
+        for rows in _slices(weight_NK):
+            values = weight_NK[rows].float()
+            scale = values.abs().amax(1, keepdim=True).mul_(1 / _LEVELS).clamp_(min=_TINY)
+            whole[rows] = (values / scale).round_()
+            scale_N1[rows] = scale
+        self._scale_N = scale_N1.view(-1)
+        self._zeros_N = torch.zeros(len(whole), dtype=torch.int32)
         packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(whole, None)
         return packed
 
@@ -100,11 +105,15 @@ class Int4Linear(Linear):
 
     def _pack(self, weight_NK: torch.Tensor) -> torch.Tensor:
         outputs, inputs = weight_NK.shape
-        levels, scale, offset = quantise_groups(weight_NK.float())
-        # the kernel computes (level - 8) * scale + offset
-        pairs = torch.stack((scale, offset + 8 * scale), dim=-1)  # [N, groups, 2]
-        self._scales = pairs.transpose(0, 1).to(torch.bfloat16).contiguous()
-        whole = levels.view(outputs, inputs).to(torch.int32)
+        whole = torch.empty(outputs, inputs, dtype=torch.int32)
+        groups = inputs // INT4_GROUP_INPUTS
+        self._scales = torch.empty(groups, outputs, 2, dtype=torch.bfloat16)
+        for rows in _slices(weight_NK):
+            levels, scale, offset = quantise_groups(weight_NK[rows].float())
+            # the kernel computes (level - 8) * scale + offset
+            pairs = torch.stack((scale, offset + 8 * scale), dim=-1)  # [rows, groups, 2]
+            self._scales[:, rows] = pairs.transpose(0, 1)
+            whole[rows] = levels.flatten(1)
         pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # noqa: SLF001
         packed: torch.Tensor = pack(whole, 1)
         return packed
@@ -113,6 +122,14 @@ class Int4Linear(Linear):
         product = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001
         y_MN: torch.Tensor = product(x_MK, self._packed, INT4_GROUP_INPUTS, self._scales)
         return y_MN
+
+
+def _slices(weight_NK: torch.Tensor) -> Iterator[slice]:
+    """Rows to be quantised together, so that what is needed beside the weight stays small."""
+    outputs, inputs = weight_NK.shape
+    step = max(1, _SLICE_VALUES // inputs)
+    for begin in range(0, outputs, step):
+        yield slice(begin, begin + step)
 
 
 def quantise_groups(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

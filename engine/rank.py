@@ -23,6 +23,7 @@ from engine.adapters import Adapter, AdapterSet
 from engine.attention import Layout
 from engine.core.adapters import AdapterRef
 from engine.core.errors import BatonError
+from engine.footprint import give_back_memory
 from engine.ipc import EngineSettings
 from engine.loading import load_model
 from engine.numerics import DTYPES, Numerics
@@ -147,6 +148,7 @@ class Rank:
             adapters=self._adapters,
             shared_pool=order.shared,
         )
+        give_back_memory()
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ makes rounding visible, for the very shapes that the ranks will have.
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -17,12 +17,15 @@ from engine.core.split import Split
 from engine.linear import TILE_ROWS, Linear
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, cancelling, same_bits
 from engine.parallel import Shard
+from engine.quantised import Int8Linear
 from engine.selftest import attention_fault, candidate_layouts, fast_layout, probe_data
 from engine.text.artifact import ModelConfig
 
 
 @torch.inference_mode()
-def prepare_ranks(shard: Shard, layout: Layout, dtype: str, numerics: Numerics) -> None:
+def prepare_ranks(
+    shard: Shard, layout: Layout, dtype: str, numerics: Numerics, quantisation: str = "none"
+) -> None:
     """Decide how attention is cut on each rank, prove the split, and wait for the ranks.
 
     Args:
@@ -30,6 +33,7 @@ def prepare_ranks(shard: Shard, layout: Layout, dtype: str, numerics: Numerics) 
         layout: How attention of the whole model is cut.
         dtype: Of weights and KV.
         numerics: ``fast`` proves nothing.
+        quantisation: Of the weights: ``none`` or ``int8``.
 
     Raises:
         NumericsSetupError: The split would show in the bits.
@@ -42,7 +46,8 @@ def prepare_ranks(shard: Shard, layout: Layout, dtype: str, numerics: Numerics) 
         layouts = exact_layouts(layout, config, splits, dtype)
         if fault := attention_split_fault(layout, layouts, config, splits, dtype):
             raise _refusal(len(splits), fault)
-        if fault := product_split_fault(config, splits, DTYPES[dtype]):
+        make = Linear if quantisation == "none" else Int8Linear
+        if fault := product_split_fault(config, splits, DTYPES[dtype], make):
             raise _refusal(len(splits), fault)
     shard.lay_out(layouts)
     shard.wait_loaded()
@@ -121,16 +126,26 @@ def _attend(attention: PagedAttention, q_THD: torch.Tensor) -> torch.Tensor:
 
 
 def product_split_fault(
-    config: ModelConfig, splits: Sequence[Split], dtype: torch.dtype
+    config: ModelConfig,
+    splits: Sequence[Split],
+    dtype: torch.dtype,
+    make: Callable[[torch.Tensor], Linear] = Linear,
 ) -> str | None:
-    """Which product has other bits when its columns are computed apart; ``None`` if none."""
+    """Which product has other bits when its columns are computed apart; ``None`` if none.
+
+    Args:
+        config: Of the whole model.
+        splits: Each rank's part.
+        dtype: Of activations, and of weights that are not quantised.
+        make: A layer of a weight, as the model has them.
+    """
     for name, outputs, inputs, parts in _products(config, splits):
         weight = cancelling(outputs, inputs, dtype, sign=1.0, seed=21)
         x = cancelling(TILE_ROWS, inputs, dtype, sign=-1.0, seed=22)
-        expected = Linear(weight)(x)
+        expected = make(weight)(x)
         for rank, ranges in enumerate(parts):
             columns = torch.cat([torch.arange(part.start, part.stop) for part in ranges])
-            if not same_bits(Linear(weight[columns])(x), expected[:, columns]):
+            if not same_bits(make(weight[columns])(x), expected[:, columns]):
                 return f"{name} of rank {rank} ({len(columns)} of {outputs} columns)"
     return None
 

@@ -12,7 +12,7 @@ class Capacity:
 
     Attributes:
         need: Without the KV pool.
-        kv_bytes_per_token: K and V of all layers.
+        kv_bytes_per_token: K and V of all layers; the draft model's too.
         kv_blocks: What the requests need.
         kv_bytes: The same in bytes.
         free: What is there.
@@ -30,7 +30,7 @@ class Capacity:
 
     @property
     def total(self) -> int:
-        """What the engine process takes once its pool is full."""
+        """What the engine takes once its pool is full."""
         return self.need.total + self.kv_bytes
 
     @property
@@ -54,6 +54,8 @@ def plan_capacity(
     kv: str,
     numerics: str,
     free_bytes: int,
+    tensor_parallel: int = 1,
+    draft: ModelConfig | None = None,
 ) -> Capacity:
     """Count what one worker needs.
 
@@ -66,13 +68,17 @@ def plan_capacity(
         kv: ``none``, ``int8`` or ``fp8``.
         numerics: ``exact`` or ``fast``.
         free_bytes: What is there.
+        tensor_parallel: Ranks of the worker, all on one machine.
+        draft: The numbers of the draft model.
 
     Raises:
-        ModelError: The model is not made for such a context.
+        ModelError: The model is not made for such a context, or cannot be split that far.
     """
     context = context_tokens or config.max_context_tokens
     if context > config.max_context_tokens:
         raise ModelError(f"--context {context}: the model's limit is {config.max_context_tokens}")
+    if tensor_parallel > 1 and weights == "int4":
+        raise ModelError("--tensor-parallel: int4 weights are not split over ranks; int8 ones are")
     need = footprint(
         config,
         dtype=dtype,
@@ -80,16 +86,22 @@ def plan_capacity(
         numerics=numerics,
         max_batch_requests=max(concurrency, 1),
         context=context,
+        ranks=tensor_parallel,
+        draft=draft,
     )
-    one = kv_geometry(config, dtype if kv == "none" else kv, blocks_for(context))
+    blocks = blocks_for(context)
+    pools = [kv_geometry(config, dtype if kv == "none" else kv, blocks)]
+    if draft is not None:  # as many blocks, never quantised
+        pools.append(kv_geometry(draft, dtype, blocks))
+    request_bytes = sum(pool.pool_bytes for pool in pools)
     left = free_bytes - need.total
     return Capacity(
         context,
         concurrency,
         need,
-        one.block_bytes // one.block_tokens,
-        one.num_blocks * concurrency,
-        one.pool_bytes * concurrency,
+        sum(pool.block_bytes // pool.block_tokens for pool in pools),
+        blocks * concurrency,
+        request_bytes * concurrency,
         free_bytes,
-        max(0, left // one.pool_bytes),
+        max(0, left // request_bytes),
     )

@@ -30,6 +30,12 @@ def capacity(
     numerics: Annotated[
         Literal["exact", "fast"], typer.Option(help="As in a fleet file.")
     ] = "exact",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Ranks of the worker, all on one machine.")
+    ] = 1,
+    draft: Annotated[
+        str | None, typer.Option(help="Reference of the draft model, as in `speculation`.")
+    ] = None,
     memory: Annotated[
         float | None, typer.Option(min=0.1, help="GiB to fit into. Default: what is free here.")
     ] = None,
@@ -57,6 +63,8 @@ def capacity(
             kv=kv,
             numerics=numerics,
             free_bytes=free,
+            tensor_parallel=tensor_parallel,
+            draft=None if draft is None else resolve_model(draft).config,
         )
     except ModelError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {error}")
@@ -68,12 +76,14 @@ def capacity(
     table.add_column("what")
     table.add_column("MiB", justify="right")
     need = found.need
+    ranks = f" of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
     for what, size in (
-        ("process: Python, torch, kernels", need.process),
+        (f"process{ranks}: Python, torch, kernels", need.process),
         ("weights: layers", need.layers),
         ("weights: embedding", need.embedding),
         ("weights: head", need.head),
         ("workspace of a step", need.workspace),
+        *([("draft model", need.draft)] if draft else []),
         (f"KV: {found.kv_blocks} blocks, {found.kv_bytes_per_token} bytes a token", found.kv_bytes),
     ):
         table.add_row(what, f"{size / _MIB:,.0f}")

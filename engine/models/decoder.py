@@ -10,7 +10,7 @@ pairs are adjacent here and in the pool, wherever the weights came from (``engin
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,7 +81,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, torch.Tensor],
+        weights: MutableMapping[str, torch.Tensor],
         dtype: torch.dtype,
         pack: PackFn = plain,
         quantisation: str = "",
@@ -114,7 +114,9 @@ class Decoder:
         self._head = pack("head", head)
         self._layers = [self._layer(i, weights, pack) for i in range(config.num_layers)]
 
-    def _layer(self, index: int, weights: dict[str, torch.Tensor], pack: PackFn) -> _Layer:
+    def _layer(
+        self, index: int, weights: MutableMapping[str, torch.Tensor], pack: PackFn
+    ) -> _Layer:
         """Take the weights of one layer and pack them."""
         c = self.config
 

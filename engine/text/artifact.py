@@ -6,6 +6,7 @@ only, except that the digest reads every weight byte once.
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ def resolve_model(reference: str, *, allow_unsupported: bool = False) -> ModelAr
     except _NONSENSE as error:
         why = f"{type(error).__name__}: {error}"
         raise ModelError(f"{path}: a value in its metadata has no sense ({why})") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from error
 
 
 # --- Hugging Face directories ------------------------------------------------------------------
@@ -132,7 +135,9 @@ def _from_directory(
         weights_digest=_digest_files(config, files),
         tokenizer_digest=_digest(tokenizer),
         template_digest=_digest(template) if template is not None else b"",
-        generation_defaults={k: generation[k] for k in _GENERATION_KEYS if generation.get(k)},
+        generation_defaults=_numbers(
+            {key: generation[key] for key in _GENERATION_KEYS if generation.get(key)}
+        ),
         tokenizer=tokenizer,
     )
 
@@ -140,8 +145,10 @@ def _from_directory(
 def _safetensors_files(folder: Path) -> tuple[Path, ...]:
     index = read_json(folder / "model.safetensors.index.json")
     names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ModelError(f"{folder}: the index names {outside[0]!r}, which is no file beside it")
     files = tuple(folder / name for name in names)
-    missing = [path.name for path in files if not path.exists()]
+    missing = [path.name for path in files if not path.is_file()]
     if not missing and files:
         return files
     hint = ""
@@ -231,11 +238,19 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
         weights_digest=_digest_files(config, (path,)),
         tokenizer_digest=_digest(json.dumps(tokenizer, sort_keys=True)),
         template_digest=_digest(template) if template is not None else b"",
-        generation_defaults={
-            name: meta[key] for key, name in _GGUF_SAMPLING.items() if key in meta
-        },
+        generation_defaults=_numbers(
+            {name: meta[key] for key, name in _GGUF_SAMPLING.items() if key in meta}
+        ),
         tokenizer=tokenizer,
     )
+
+
+def _numbers(found: dict[str, Any]) -> dict[str, float | int]:
+    """Sampling parameters, refused if one is not a number."""
+    for name, value in found.items():
+        if isinstance(value, bool) or not 0 <= float(value) < math.inf:
+            raise ValueError(f"{name} = {value!r}")
+    return found
 
 
 # --- digests -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Reading GGUF files: the metadata as Python values, the tensors as views of the mapped file.
+"""Reading GGUF files: the metadata as Python values, and where the tensors lie.
 
 The `gguf` package has a reader of its own, but makes several numpy arrays for each of the 262,144
 strings of a vocabulary (4 s for Gemma 3; this one: 0.3 s), and each process of a fleet opens the
@@ -12,7 +12,9 @@ file. What the numbers of tensor types mean, and how to dequantise, is still the
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,6 @@ _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 
-_NATIVE: dict[GGMLQuantizationType, npt.DTypeLike] = {
-    GGMLQuantizationType.F16: np.float16,
-    GGMLQuantizationType.F32: np.float32,
-    GGMLQuantizationType.F64: np.float64,
-    GGMLQuantizationType.I8: np.int8,
-    GGMLQuantizationType.I16: np.int16,
-    GGMLQuantizationType.I32: np.int32,
-    GGMLQuantizationType.I64: np.int64,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
@@ -44,14 +36,15 @@ class GgufTensor:
 
     Attributes:
         shape: Innermost dimension first, as GGUF has it.
-        data: A read-only view, outermost dimension first; the last dimension of a quantised
-            tensor counts bytes.
+        begin: Where its bytes begin in the file.
+        size_bytes: How many they are.
     """
 
     name: str
     tensor_type: GGMLQuantizationType
     shape: tuple[int, ...]
-    data: npt.NDArray[Any]
+    begin: int
+    size_bytes: int
 
     @property
     def n_elements(self) -> int:
@@ -68,7 +61,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the metadata of a GGUF file; tensors stay mapped.
+    """Read the metadata of a GGUF file; no tensor is read.
 
     Raises:
         ValueError: It is not a complete, little-endian GGUF file of version 2 or 3.
@@ -77,14 +70,13 @@ def open_gguf(path: Path) -> GgufFile:
     buffer = np.memmap(path, mode="r")
     try:
         return _Reader(buffer).read()
-    except struct.error as error:
+    except (struct.error, OverflowError) as error:  # a length beyond what a file can have
         raise ValueError(f"the file ends too early: {error}") from error
 
 
 class _Reader:
     def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
-        self._file = buffer.view(np.ndarray)
-        self._bytes = self._file.data
+        self._bytes = buffer.view(np.ndarray).data
         self._at = 0
 
     def read(self) -> GgufFile:
@@ -100,7 +92,9 @@ class _Reader:
         if not isinstance(alignment, int) or alignment <= 0:
             raise ValueError(f"general.alignment = {alignment!r}")
         begin = -(-self._at // alignment) * alignment
-        return GgufFile(metadata, [self._tensor(begin, *info) for info in infos])
+        found = [self._tensor(begin, *info) for info in infos]
+        _refuse_overlaps(found)
+        return GgufFile(metadata, found)
 
     def _take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{form}", self._bytes, self._at)
@@ -157,14 +151,20 @@ class _Reader:
     ) -> GgufTensor:
         kind = GGMLQuantizationType(kind_id)
         block, size = GGML_QUANT_SIZES[kind]
-        rows = tuple(reversed(shape))
-        if rows and rows[-1] % block:
-            raise ValueError(f"{name}: {rows[-1]} is no multiple of {kind.name}'s block of {block}")
+        if not shape or shape[0] % block:
+            raise ValueError(f"{name}: {shape} is no multiple of {kind.name}'s block of {block}")
         count = math.prod(shape) // block * size
-        data = self._file[begin + offset : begin + offset + count]
-        if data.size != count:
+        if begin + offset + count > len(self._bytes):
             raise ValueError(f"{name} is truncated")
-        native = _NATIVE.get(kind)
-        if native is not None:
-            return GgufTensor(name, kind, shape, data.view(native).reshape(rows))
-        return GgufTensor(name, kind, shape, data.reshape(*rows[:-1], rows[-1] // block * size))
+        return GgufTensor(name, kind, shape, begin + offset, count)
+
+
+def _refuse_overlaps(tensors: Iterable[GgufTensor]) -> None:
+    """No byte belongs to two tensors, and no name."""
+    places = sorted((t.begin, t.begin + t.size_bytes, t.name) for t in tensors)
+    for (_, end, before), (begin, _, name) in pairwise(places):
+        if begin < end:
+            raise ValueError(f"{before} and {name} overlap")
+    names = [name for _, _, name in places]
+    if len(set(names)) != len(names):
+        raise ValueError("two tensors have the same name")

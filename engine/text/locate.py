@@ -11,6 +11,7 @@ package has a function ``assemble(path)`` that joins the parts and checks the re
 once; the file stays in ``$BATON_CACHE/assembled`` (default ``~/.cache/baton``).
 """
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -37,8 +38,12 @@ def locate(reference: str) -> tuple[Path, str | None]:
         return _locate_in_package(reference)
     if reference.startswith("hub:"):
         return _locate_in_hub(reference)
-    path = Path(reference).expanduser()
-    if not path.exists():
+    try:
+        path = Path(reference).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, an unknown ~user
+        raise ModelError(f"{reference}: {error}") from error
+    if not exists:
         raise ModelError(
             f"{reference}: no such file or directory (a model is a .gguf file, a Hugging Face "
             "directory, hub:ORG/NAME[@REVISION], or package:PACKAGE/FILE)"
@@ -118,12 +123,25 @@ def _locate_in_hub(reference: str) -> tuple[Path, str | None]:
 
     try:
         path = snapshot(local=True)
-    except Exception:  # noqa: BLE001 - the hub's errors share no base; the second try reports
-        try:
-            path = snapshot(local=False)
-        except Exception as error:
-            raise ModelError(
-                f"{reference}: not in the Hugging Face cache, and the hub could not be asked "
-                f"({type(error).__name__}); download it there, or name a directory"
-            ) from error
+        if _is_complete(path):
+            return path, path.name
+    except Exception:  # noqa: BLE001, S110 - the hub's errors share no base; the second try reports
+        pass
+    try:
+        path = snapshot(local=False)
+    except Exception as error:
+        raise ModelError(
+            f"{reference}: not complete in the Hugging Face cache, and the hub could not be asked "
+            f"({type(error).__name__}); download it there, or name a directory"
+        ) from error
     return path, path.name
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a download was not broken off; damage to what is there shows when it is read."""
+    names = {"config.json", "tokenizer.json", "model.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names.remove("model.safetensors")
+        names |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return all((folder / name).is_file() for name in names)

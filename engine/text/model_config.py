@@ -111,7 +111,9 @@ _ROPE_NUMBERS: dict[Any, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+_ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _MOST_LAYERS = _MOST_EXPERTS = 4096
+_MOST_EXPERTS_IN_ALL = 1 << 17
 
 
 def refuse_numbers(where: str, config: ModelConfig) -> None:
@@ -137,16 +139,42 @@ def refuse_numbers(where: str, config: ModelConfig) -> None:
         raise ModelError(f"{where}: {c.num_heads} heads cannot share {c.num_kv_heads} KV heads")
     if c.head_dim % 2:
         raise ModelError(f"{where}: head_dim = {c.head_dim} must be even")
+    if c.num_layers * c.num_experts > _MOST_EXPERTS_IN_ALL:
+        raise ModelError(f"{where}: {c.num_layers} layers of {c.num_experts} experts are too many")
+    if len(c.layer_windows) not in (0, c.num_layers):
+        raise ModelError(f"{where}: windows of {len(c.layer_windows)} layers, not {c.num_layers}")
+    _refuse_reals(where, c)
+    _refuse_tokens(where, c)
+
+
+def _refuse_reals(where: str, c: ModelConfig) -> None:
     scaling = c.rope_scaling or {}
-    reals = {"rope_theta": c.rope_theta, "rms_norm_eps": c.rms_norm_eps}
-    reals |= {
-        name: float(scaling[name]) for name in _ROPE_NUMBERS.get(scaling.get("rope_type"), ())
-    }
+    needed = _ROPE_NUMBERS.get(scaling.get("rope_type"), ())
+    options = [name for name in _ROPE_OPTIONS if scaling.get(name)]
+    reals = {name: float(scaling[name]) for name in (*needed, *options)}
+    reals |= {"rope_theta": c.rope_theta, "rms_norm_eps": c.rms_norm_eps}
+    optional = {"local RoPE base": c.local_rope_theta, "query scale": c.query_scale}
+    reals |= {name: real for name, real in optional.items() if real is not None}
     for name, real in reals.items():
         if not 0.0 < real < math.inf:
             raise ModelError(f"{where}: {name} = {real} must be positive")
-    if not all(isinstance(stop, int) for stop in c.eos_token_ids):
-        raise ModelError(f"{where}: end tokens {c.eos_token_ids} must be numbers")
+    if (
+        scaling.get("rope_type") == "llama3"
+        and reals["high_freq_factor"] <= reals["low_freq_factor"]
+    ):
+        raise ModelError(f"{where}: high_freq_factor must be greater than low_freq_factor")
+    if scaling.get("rope_type") == "yarn" and c.rope_theta <= 1.0:
+        raise ModelError(f"{where}: rope_theta = {c.rope_theta} must be greater than 1")
+
+
+def _refuse_tokens(where: str, c: ModelConfig) -> None:
+    begin = () if c.bos_token_id is None else (c.bos_token_id,)
+    for name, tokens in (("begin", begin), ("end", c.eos_token_ids)):
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < c.vocab_size:
+                raise ModelError(
+                    f"{where}: {name} token {token!r} must be a number from 0 to {c.vocab_size - 1}"
+                )
 
 
 def windows(window: int | None, local: list[bool]) -> tuple[int | None, ...]:

@@ -130,7 +130,10 @@ def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
         ValueError: The kind of tokenizer is not supported; the message names it.
     """
     if isinstance(source, str):
-        backend = Tokenizer.from_str(source)
+        try:
+            backend = Tokenizer.from_str(source)
+        except Exception as error:  # `tokenizers` raises nothing more special
+            raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         strip = "Strip(" in repr(backend.decoder) or "Metaspace" in repr(backend.decoder)
         return TextTokenizer(backend, strip_first_space=strip and not _is_byte_level(backend))
     backend, strip_first_space = build_from_gguf(source)

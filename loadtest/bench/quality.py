@@ -1,6 +1,6 @@
 """What quantisation costs and loses, beside what it saves.
 
-    python -m loadtest.bench.quality [--model REF] [--threads 1] [--json FILE]
+    python -m loadtest.bench.quality [--model REF] [--threads 1] [--no-times] [--json FILE]
 
 The same model with its weights and its KV cache in fewer bits, on fixed inputs:
 
@@ -97,10 +97,10 @@ class Quality:
     json_ended: int
     json_same: int
     greedy_same: float  # share of tokens before the first that differs
-    decode_1_ms: float
-    decode_16_ms: float
-    decode_8_long_ms: float  # behind 1,024 tokens each
-    prefill_512_ms: float
+    decode_1_ms: float | None
+    decode_16_ms: float | None
+    decode_8_long_ms: float | None  # behind 1,024 tokens each
+    prefill_512_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,13 @@ class Examination:
     Args:
         model: Model reference.
         threads: Threads of torch.
+        times: Whether to take the times too.
     """
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, *, times: bool = True) -> None:
         self._model = model
         self._threads = threads
+        self._times = times
         self._plain: _Answers | None = None
 
     def examine(self, weights: str, kv: str) -> Quality:
@@ -150,11 +152,13 @@ class Examination:
             ended,
             sum(a == b for a, b in zip(answers.people, plain.people, strict=True)),
             _common(answers.openings, plain.openings),
-            1e3 * _decode_s(llm, 1),
-            1e3 * _decode_s(llm, 16),
-            1e3 * _decode_s(llm, 8, context=1024),
-            1e3 * _prefill_s(llm),
+            *(self._durations_ms(llm) if self._times else [None] * 4),
         )
+
+    @staticmethod
+    def _durations_ms(llm: LLM) -> list[float]:
+        long = _decode_s(llm, 8, context=1024)
+        return [1e3 * s for s in (_decode_s(llm, 1), _decode_s(llm, 16), long, _prefill_s(llm))]
 
 
 def _scores(llm: LLM, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
@@ -243,10 +247,11 @@ def _prefill_s(llm: LLM, tokens: int = 512, rounds: int = 4) -> float:
 def main(
     model: Annotated[str, typer.Option(help="Model reference.")] = DEFAULT_MODEL,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    times: Annotated[bool, typer.Option(help="Take times too; the machine must be idle.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:
     """Perplexity, long context, structured output, memory and speed of each quantisation."""
-    examination = Examination(model, threads)
+    examination = Examination(model, threads, times=times)
     console = Console()
     rows = []
     for weights, kv in VARIANTS:
@@ -258,6 +263,8 @@ def main(
         table.add_column(f"{row.weights}\n{row.kv}", justify="right")
     for name in asdict(rows[0]):
         values = [getattr(row, name) for row in rows]
+        if values[0] is None:
+            continue
         shown = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
         table.add_row(name.replace("_", " "), *shown)
     console.print(table)

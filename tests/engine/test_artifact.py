@@ -1,5 +1,6 @@
 """Finding models and describing them."""
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -50,8 +51,46 @@ def test_a_hub_model_that_is_not_cached_is_a_clear_error(monkeypatch: pytest.Mon
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="not in the Hugging Face cache"):
+    with pytest.raises(ModelError, match="not complete in the Hugging Face cache"):
         resolve_model("hub:baton-tests/no-such-model")
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model-00002-of-00002.safetensors"])
+def test_a_download_that_was_broken_off_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    write_directory(tmp_path, shards=2)
+    (tmp_path / missing).rename(tmp_path / "away")
+    asked = []
+
+    def snapshot_download(name: str, *, local_files_only: bool, **_: object) -> str:
+        asked.append(local_files_only)
+        if not local_files_only:
+            (tmp_path / "away").rename(tmp_path / missing)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("hub:some/model").revision == tmp_path.name
+    assert asked == [True, False]
+    resolve_model("hub:some/model")
+    assert asked == [True, False, True]
+
+
+def test_an_index_names_only_files_beside_it(tmp_path: Path) -> None:
+    write_directory(tmp_path / "model", shards=1)
+    for name in ("../model/model.safetensors", str(tmp_path / "model" / "model.safetensors")):
+        index = {"weight_map": {"lm_head.weight": name}}
+        (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ModelError, match="which is no file beside it"):
+            resolve_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("temperature", ["hot", -1.0, float("nan"), [1], True])
+def test_a_recommended_parameter_is_a_number(tmp_path: Path, temperature: object) -> None:
+    write_directory(tmp_path, shards=1)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": temperature}))
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        resolve_model(str(tmp_path))
 
 
 def test_a_file_that_is_not_gguf_is_named(tmp_path: Path) -> None:
@@ -81,6 +120,14 @@ def test_a_damaged_gguf_file_is_an_error_of_its_own(tmp_path: Path) -> None:
     assert refused >= 20  # each that ends too early
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
 NONSENSE = [
     {"num_attention_heads": 0},
     {"num_attention_heads": 3, "hidden_size": 48},
@@ -96,6 +143,25 @@ NONSENSE = [
     {"rope_scaling": "linear"},
     {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
     {"architectures": ["Qwen3ForCausalLM"], "layer_types": 7},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "many"}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1.0},
+    {"rope_scaling": {**LLAMA3, "high_freq_factor": LLAMA3["low_freq_factor"]}},
+    {**GEMMA3, "query_pre_attn_scalar": -4},
+    {**GEMMA3, "query_pre_attn_scalar": 0},
+    {**GEMMA3, "rope_local_base_freq": -1.0},
+    {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": 8,
+        "num_experts": 4096,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4096,
+    },
+    {"eos_token_id": 200},
+    {"eos_token_id": [2, -1]},
+    {"eos_token_id": [2, True]},
+    {"eos_token_id": {"a": 1}},
+    {"bos_token_id": "<s>"},
     {"architectures": {"a": 1}},
     {"quantization_config": [1]},
     {"max_position_embeddings": "many"},
@@ -107,6 +173,7 @@ def test_a_config_without_sense_is_refused_by_name(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
     write_directory(tmp_path, shards=1, **changes)
+    (tmp_path / "generation_config.json").unlink()  # its end tokens would win
     with pytest.raises(ModelError, match=str(tmp_path)):
         resolve_model(str(tmp_path))
 

@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize
 from safetensors.torch import save_file
 
-from engine.loading import load_model, load_weights
+from engine.loading import load_model, load_weights, open_weights
 from engine.models import llama
 from engine.models.rope import unpair_rows
 from engine.numerics import same_bits
@@ -66,6 +66,7 @@ def write_gguf(
             writer.add_tensor(name, raw[name])
             return
         data = rng.integers(0, 256, (shape[0], shape[1] // block * size), dtype=np.uint8)
+        data &= 0xB7  # no scale is NaN or Inf, whichever bytes it has
         raw[name] = data
         writer.add_tensor(name, data, raw_dtype=as_kind)
 
@@ -84,7 +85,6 @@ def write_gguf(
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes make some infinite scales
 def test_every_type_that_gguf_dequantises_is_loaded(
     tmp_path: Path, kind: GGMLQuantizationType
 ) -> None:
@@ -97,7 +97,7 @@ def test_every_type_that_gguf_dequantises_is_loaded(
         expected = torch.from_numpy(np.asarray(dequantize(data, kind), dtype=np.float32))
         got = weights[f"layers.1.{ours}"]
         assert got.shape == expected.shape
-        assert torch.equal(torch.nan_to_num(got), torch.nan_to_num(expected))
+        assert torch.equal(got, expected)
 
 
 def test_the_cache_is_used_and_a_damaged_file_is_made_again(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_the_cache_is_used_and_a_damaged_file_is_made_again(tmp_path: Path) -> N
         )
 
     first = load()
-    assert set(stages) == {"convert"}
+    assert set(stages) == {"convert", "read"}
     again = load()
-    assert stages == []
+    assert set(stages) == {"read"}
     assert all(same_bits(first[name], again[name]) for name in first)
 
     (cached,) = (tmp_path / "weights").iterdir()
@@ -125,7 +125,7 @@ def test_the_cache_is_used_and_a_damaged_file_is_made_again(tmp_path: Path) -> N
     data[-1000] ^= 1  # one bit
     cached.write_bytes(data)
     assert same_bits(load()["layers.1.down"], first["layers.1.down"])
-    assert set(stages) == {"convert"}
+    assert "convert" in stages
 
     cached.write_bytes(cached.read_bytes()[:5000])  # torn
     assert same_bits(load()["layers.1.down"], first["layers.1.down"])
@@ -138,6 +138,24 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     blocked.write_text("not a folder")
     artifact = resolve_model(str(tmp_path / "tiny.gguf"))
     assert "embed" in load_weights(artifact, "bf16", cache_dir=blocked)
+
+
+def test_rows_are_the_same_with_a_cache_and_without(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
+    artifact = resolve_model(str(tmp_path / "tiny.gguf"))
+    whole = load_weights(artifact, "bf16", cache_dir=tmp_path)
+    wanted = {"layers.1.q": slice(64, 192), "layers.0.down": slice(250, 256), "embed": slice(0, 0)}
+
+    def rows(name: str) -> slice:
+        return wanted.get(name, slice(None))
+
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    for cache in (tmp_path, blocked):
+        with open_weights(artifact, "bf16", cache_dir=cache, rows=rows) as weights:
+            for name in whole:
+                assert same_bits(weights.pop(name), whole[name][rows(name)])
+            assert not weights
 
 
 def test_a_missing_weight_is_named_before_anything_is_loaded(tmp_path: Path) -> None:

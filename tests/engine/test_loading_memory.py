@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.text.artifact import ModelArtifact
+from engine.loading import load_weights
+from engine.models.families import weight_table
+from engine.safetensors_file import write_safetensors
+from engine.text.artifact import ModelArtifact, resolve_model
 from tests.engine.conftest import GEMMA, MODEL
 
 LIMIT = 1.3
@@ -16,18 +19,20 @@ import gc, json, sys
 from pathlib import Path
 import psutil, torch
 from engine.loading import load_model
+from engine.quantised import packer
 from engine.text.artifact import resolve_model
 
 torch.set_num_threads(1)
 artifact = resolve_model(sys.argv[1])
 torch.nn.functional.linear(torch.randn(300, 300), torch.randn(300, 300))
+packer(sys.argv[3], sys.argv[2])  # its kernels are not the model's
 gc.collect()
 before = psutil.Process().memory_info().rss
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 stages = []
 with torch.inference_mode():
     model = load_model(
-        artifact, sys.argv[2], "fast", cache_dir=Path(sys.argv[3]),
+        artifact, sys.argv[2], "fast", quantisation=sys.argv[3], cache_dir=Path(sys.argv[4]),
         progress=lambda stage, done, total: stages.append(stage),
     )
 gc.collect()
@@ -38,26 +43,81 @@ print(json.dumps({"size": after - before, "peak": peak - before, "stages": sorte
 """
 
 
-def loaded(reference: str, dtype: str, cache: Path) -> dict:
+# bytes of a weight in the layers, of one in the embedding, and of one in the head
+KINDS = {
+    ("bf16", "none"): (2, 2, 2),
+    ("fp32", "none"): (4, 4, 4),
+    ("bf16", "int8"): (1, 2, 1),
+    ("fp32", "int8"): (1, 4, 1),
+    ("bf16", "int4"): (0.625, 2, 1),
+}
+
+
+def check(artifact: ModelArtifact, kind: tuple[str, str], cache: Path, stages: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, reference, dtype, str(cache)],
+        [sys.executable, "-c", PROGRAM, artifact.source, *kind, str(cache)],
         check=True,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    return json.loads(done.stdout)
+    found = json.loads(done.stdout)
+    c = artifact.config
+    rows = c.vocab_size * c.hidden_size
+    rest = sum(
+        entry.shape[0] * entry.shape[1]
+        for entry in weight_table(c, "safetensors")
+        if len(entry.shape) == 2 and entry.name not in ("embed", "head")
+    )
+    weights = sum(n * size for n, size in zip((rest, rows, rows), KINDS[kind], strict=True))
+    assert found["stages"] == stages
+    assert 0.99 < found["size"] / weights < 1.1
+    assert found["peak"] <= LIMIT * found["size"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
 @pytest.mark.parametrize("reference", [MODEL, GEMMA], ids=["smollm2", "gemma3"])
-def test_the_peak_stays_near_the_final_size(
-    tmp_path: Path, gemma: ModelArtifact, reference: str, dtype: str
+def test_the_peak_of_a_gguf_file_stays_near_the_final_size(
+    tmp_path: Path, gemma: ModelArtifact, reference: str, kind: tuple[str, str]
 ) -> None:
-    weights = {MODEL: 134.5e6, GEMMA: 268.1e6}[reference] * {"bf16": 2, "fp32": 4}[dtype]
-    for stages in (["convert"], []):  # from GGUF, then from the cache of converted weights
-        found = loaded(reference, dtype, tmp_path)
-        assert found["stages"] == stages
-        assert found["size"] > weights
-        assert found["peak"] <= LIMIT * found["size"]
+    artifact = resolve_model(reference)
+    for stages in (["convert", "read"], ["read"]):  # then from the cache of converted weights
+        check(artifact, kind, tmp_path, stages)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
+    """SmolLM2's weights as safetensors, in two files."""
+    folder, artifact = tmp_path_factory.mktemp("model"), resolve_model(MODEL)
+    c, weights = artifact.config, load_weights(artifact, "bf16")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": c.hidden_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "intermediate_size": c.intermediate_size,
+        "vocab_size": c.vocab_size,
+        "rms_norm_eps": c.rms_norm_eps,
+        "max_position_embeddings": c.max_context_tokens,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    table, index = weight_table(c, "safetensors"), {}
+    for number in range(2):
+        part = {entry.source: weights[entry.name] for entry in table[number::2]}
+        layout = {name: (weight.dtype, tuple(weight.shape)) for name, weight in part.items()}
+        write_safetensors(folder / f"{number}.safetensors", layout, part.values())
+        index |= dict.fromkeys(part, f"{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return resolve_model(str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_the_peak_of_safetensors_stays_near_the_final_size(
+    tmp_path: Path, directory: ModelArtifact, kind: tuple[str, str]
+) -> None:
+    check(directory, kind, tmp_path, ["read"])

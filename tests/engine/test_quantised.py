@@ -82,6 +82,18 @@ def test_the_weight_that_was_given_stays_as_it_is() -> None:
     assert torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("make", [Int8Linear, Int4Linear])
+def test_a_weight_is_quantised_in_slices_that_do_not_show(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.Tensor], Linear]
+) -> None:
+    weight, x = torch.randn(96, 160).to(BF16), torch.randn(5, 160).to(BF16)
+    monkeypatch.setattr("engine.quantised._SLICE_VALUES", 96 * 160)
+    whole = make(weight)(x)
+    for rows in (1, 7, 95):
+        monkeypatch.setattr("engine.quantised._SLICE_VALUES", rows * 160)
+        assert same_bits(make(weight)(x), whole)
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0"])
 def test_the_levels_of_a_gguf_file_are_found_again(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -5,6 +5,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +19,7 @@ from engine.footprint import automatic_blocks, footprint, pool_geometry
 from engine.hub import EngineHub
 from engine.text.artifact import ModelError, resolve_model
 from engine.text.model_config import ModelConfig
-from fleet.capacity import plan_capacity
+from fleet.capacity import Capacity, plan_capacity
 from fleet.cli import app
 from fleet.config import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from fleet.pools import worker_settings
@@ -131,19 +133,54 @@ def test_heads_that_cannot_hold_an_aligned_scale_are_refused_by_name(config: Mod
         pool_geometry(settings, odd)
 
 
+def test_ranks_share_the_weights_and_a_draft_has_weights_and_a_pool_of_its_own(
+    config: ModelConfig,
+) -> None:
+    def plan(**more: Any) -> Capacity:
+        return plan_capacity(
+            config,
+            context_tokens=1024,
+            concurrency=4,
+            free_bytes=8 * GIB,
+            **{**PLAIN, **more},
+        )
+
+    alone = plan()
+    for ranks in (2, 3):
+        split = plan(tensor_parallel=ranks)
+        assert split.kv_bytes == alone.kv_bytes
+        assert split.need.head == alone.need.head
+        assert alone.need.layers <= split.need.layers < 1.02 * alone.need.layers  # norms; whole KV
+        assert split.need.embedding == alone.need.embedding * (2 * ranks - 1) // ranks
+        assert split.need.process > (ranks - 0.2) * alone.need.process
+    drafted = plan(draft=config)
+    assert drafted.kv_bytes == 2 * alone.kv_bytes
+    assert drafted.need.draft == alone.need.weights + alone.need.workspace
+    assert drafted.need.process == alone.need.process  # its products have the same shapes
+    with pytest.raises(ModelError, match="int4 weights are not split"):
+        plan(tensor_parallel=2, weights="int4")
+    with pytest.raises(ModelError, match="tensor_parallel = 10"):
+        plan(tensor_parallel=10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "weights", "kv"),
+    ("dtype", "weights", "kv", "ranks", "draft"),
     [
-        ("bf16", "none", "none"),
-        ("fp32", "none", "none"),
-        ("bf16", "int8", "none"),
-        ("bf16", "int8", "int8"),
-        ("bf16", "int4", "fp8"),
+        ("bf16", "none", "none", 1, False),
+        ("fp32", "none", "none", 1, False),
+        ("bf16", "int8", "none", 1, False),
+        ("bf16", "int8", "int8", 1, False),
+        ("bf16", "int4", "fp8", 1, False),
+        ("bf16", "none", "none", 2, False),
+        ("bf16", "none", "none", 3, False),
+        ("bf16", "int8", "int8", 2, False),
+        ("bf16", "none", "none", 1, True),
+        ("bf16", "int8", "int8", 1, True),
     ],
 )
 async def test_a_full_engine_takes_what_was_said(
-    config: ModelConfig, dtype: str, weights: str, kv: str
+    config: ModelConfig, dtype: str, weights: str, kv: str, ranks: int, draft: bool
 ) -> None:
     context, concurrency = 512, 16
     said = plan_capacity(
@@ -155,7 +192,10 @@ async def test_a_full_engine_takes_what_was_said(
         kv=kv,
         numerics="exact",
         free_bytes=8 * GIB,
+        tensor_parallel=ranks,
+        draft=config if draft else None,
     )
+    speculation = ipc.SpeculationSettings(mode="draft", draft=DEFAULT_MODEL) if draft else None
     settings = ipc.EngineSettings(
         model=DEFAULT_MODEL,
         dtype=dtype,
@@ -163,18 +203,38 @@ async def test_a_full_engine_takes_what_was_said(
         kv_dtype="" if kv == "none" else kv,
         kv_blocks=said.kv_blocks,
         max_batch_requests=concurrency,
+        tensor_parallel=ranks,
+        speculation=speculation or ipc.SpeculationSettings(),
     )
     hub = EngineHub(settings)
     await hub.start()
     try:
         await asyncio.gather(*(_fill(hub, number, context) for number in range(concurrency)))
-        measured = psutil.Process(hub.client.pid).memory_info().rss
+        leader = psutil.Process(hub.client.pid)
+        pids = [leader.pid, *(rank.pid for rank in leader.children())]
+        measured = sum(map(_private_bytes, pids)) + _shared_bytes(leader.pid)
     finally:
         await hub.client.stop()
+    assert len(pids) == ranks
     assert hub.load.free < 0.1 * said.kv_blocks, "the pool was filled"
     assert math.isclose(measured, said.total, rel_tol=0.05), (
         f"measured {measured / 2**20:.0f} MiB, said {said.total / 2**20:.0f}"
     )
+
+
+def _resident(pid: int, kind: str) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.split(f"{kind}:")[1].split()[0])
+
+
+def _private_bytes(pid: int) -> int:
+    """All but the KV pool."""
+    return _resident(pid, "RssAnon") + _resident(pid, "RssFile")
+
+
+def _shared_bytes(pid: int) -> int:
+    """The KV pool, one for all ranks."""
+    return _resident(pid, "RssShmem")
 
 
 async def _fill(hub: EngineHub, number: int, context: int) -> None:
@@ -188,5 +248,5 @@ async def _fill(hub: EngineHub, number: int, context: int) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.7, ignore_eos=True, seed=number)
     packed = wire.pack_tokens(prompt)
     hub.submit(ipc.Submit(f"r{number}", "full", packed, params, bytes(16), 0, number), on_report)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         assert not await ended

@@ -73,6 +73,22 @@ async def test_smollm2_over_any_pair_of_widths(prefill_ranks: int, decode_ranks:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "kv"), [(2, 1, "int8"), (1, 3, "fp8")])
+async def test_a_quantised_replica_hands_over_to_any_width(
+    prefill_ranks: int, decode_ranks: int, kv: str
+) -> None:
+    async with workers(
+        *("prefill-0", "decode-0"),
+        model=SMOLLM2,
+        weight_quantisation="int8",
+        kv_dtype=kv,
+        prefill_tensor_parallel=prefill_ranks,
+        decode_tensor_parallel=decode_ranks,
+    ) as (prefill, decode):
+        await both_ways(prefill, decode)
+
+
+@pytest.mark.slow
 async def test_a_stopped_rank_fails_the_replica_within_its_deadline(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny")
     async with workers("decode-0", model=model, tensor_parallel=3) as (worker,):

@@ -1,0 +1,209 @@
+"""GGUF weights: dequantised once, tensor by tensor, and kept in ``$BATON_CACHE`` as safetensors.
+
+A damaged file there is noticed by its checksum and made again. Where nothing can be kept, every
+start dequantises each weight when it is asked for.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import _type_traits, dequantize
+
+from engine.footprint import give_back_memory
+from engine.models.families import weight_table
+from engine.models.family import ROPE_FACTORS, WeightName
+from engine.numerics import DTYPES
+from engine.safetensors_file import Layout, SafetensorsFile, read_fully, write_safetensors
+from engine.text.artifact import ModelArtifact, ModelError
+from engine.text.gguf_file import GgufTensor, open_gguf
+from engine.text.locate import cache_root
+from engine.weights import Progress, Rows, Weights, check_table, finished, silent
+
+_CACHE_FORMAT = 3
+_CHUNK_ELEMENTS = 1 << 19  # dequantised at a time: numpy needs some 30 bytes for each
+_FACTORS = "rope_factors"
+_NATIVE = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
+
+Reader = Callable[[slice], torch.Tensor]
+"""Reads some rows of a weight."""
+
+
+def open_gguf_weights(
+    artifact: ModelArtifact,
+    dtype: str,
+    progress: Progress,
+    cache_dir: Path | None,
+    rows: Rows,
+    files: ExitStack,
+) -> Weights:
+    """The weights of a GGUF file.
+
+    Args:
+        artifact: From ``resolve_model``.
+        dtype: ``bf16`` or ``fp32``.
+        progress: Called as weights go by.
+        cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
+        rows: Gives the rows of each weight that are wanted.
+        files: Closes what stays open.
+
+    Raises:
+        ModelError: Something is missing or not supported.
+    """
+    table = weight_table(artifact.config, "gguf")
+    path = _cache_path(artifact, dtype, cache_dir)
+    readers = _open_cache(path, _layout(table, dtype), files)
+    if readers is None:
+        converters = _converters(artifact, table, dtype, files)
+        _write_cache(path, _layout(table, dtype), artifact, converters, progress)
+        give_back_memory()
+        readers = _open_cache(path, _layout(table, dtype), files) or converters
+    wanted = {name: partial(read, rows(name)) for name, read in readers.items()}
+    return Weights(str(artifact.path), wanted, progress)
+
+
+def _converters(
+    artifact: ModelArtifact, table: list[WeightName], dtype: str, files: ExitStack
+) -> dict[str, Reader]:
+    """How each weight is made. RoPE factors, if the file has any, are added to the table.
+
+    Raises:
+        ModelError: Something is missing or not supported.
+    """
+    try:
+        found = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
+        file = files.enter_context(artifact.path.open("rb", buffering=0))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{artifact.path}: cannot be read as GGUF ({error})") from error
+    if ROPE_FACTORS in found:
+        table.append(WeightName(_FACTORS, ROPE_FACTORS, (artifact.config.head_dim // 2,)))
+    check_table(artifact, table, found, lambda entry: _problem(entry, found[entry.source]))
+
+    def convert(entry: WeightName, rows: slice) -> torch.Tensor:
+        weight = _dequantised(file, found[entry.source], entry.part, rows, DTYPES[dtype])
+        return finished(entry, weight, DTYPES[dtype], artifact.config.head_dim)
+
+    return {entry.name: partial(convert, entry) for entry in table}
+
+
+def _problem(entry: WeightName, tensor: GgufTensor) -> str:
+    kind, shape = tensor.tensor_type, tuple(reversed(tensor.shape))
+    if kind not in _NATIVE and kind not in _type_traits:
+        return f"{entry.source} is {kind.name}, which gguf cannot dequantise"
+    if shape != entry.shape:
+        return f"{entry.source} is {list(shape)}, not {list(entry.shape)}"
+    return ""
+
+
+def _dequantised(
+    file: BinaryIO, tensor: GgufTensor, part: int | None, rows: slice, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a matrix in ``dtype``, or elements of a vector in fp32.
+
+    A few rows at a time, because numpy takes several times the final size. The file is read and not
+    mapped: mapped pages count as the process's memory, and a file cut short would kill it.
+    """
+    shape = tuple(reversed(tensor.shape))[0 if part is None else 1 :]
+    if len(shape) == 1:
+        return torch.from_numpy(_values(file, tensor, 0, tensor.size_bytes)[rows].copy())
+    row_bytes = tensor.size_bytes * shape[1] // tensor.n_elements
+    begin = (part or 0) * shape[0] * row_bytes
+    first, last, _ = rows.indices(shape[0])
+    weight = torch.empty((last - first, shape[1]), dtype=dtype)
+    step = max(1, _CHUNK_ELEMENTS // shape[1])
+    for some in torch.split(weight, step):
+        values = _values(file, tensor, begin + first * row_bytes, len(some) * row_bytes)
+        some.copy_(torch.from_numpy(values).view(some.shape))
+        first += len(some)
+    return weight
+
+
+def _values(file: BinaryIO, tensor: GgufTensor, begin: int, size: int) -> npt.NDArray[np.float32]:
+    """The values in ``size`` bytes from ``begin`` of a tensor.
+
+    Raises:
+        ValueError: The file has become shorter.
+    """
+    data = np.empty(size, dtype=np.uint8)
+    file.seek(tensor.begin + begin)
+    read_fully(file, data.data)
+    values: npt.NDArray[Any] = dequantize(data, tensor.tensor_type)
+    return values.astype(np.float32, copy=False)
+
+
+# --- the cache of converted weights ------------------------------------------------------------
+
+
+def _cache_path(artifact: ModelArtifact, dtype: str, cache_dir: Path | None) -> Path:
+    name = f"{artifact.weights_digest.hex()}-{dtype}-v{_CACHE_FORMAT}.safetensors"
+    return (cache_dir or cache_root()) / "weights" / name
+
+
+def _layout(table: Iterable[WeightName], dtype: str) -> Layout:
+    """How the weights are kept."""
+    shapes = {entry.name: entry.shape if entry.part is None else entry.shape[1:] for entry in table}
+    return {
+        name: (torch.float32 if len(shape) == 1 else DTYPES[dtype], shape)
+        for name, shape in shapes.items()
+    }
+
+
+def _open_cache(path: Path, layout: Layout, files: ExitStack) -> dict[str, Reader] | None:
+    """What is kept, or ``None`` when there is nothing or it is damaged."""
+    try:
+        file = files.enter_context(SafetensorsFile(path))
+        found = file.layout()
+        factors = {name: found[name] for name in (_FACTORS,) if name in found}
+        if found != {**layout, **factors} or not file.is_undamaged():
+            return None
+    except (ValueError, OSError):
+        return None
+    return {name: file.get_slice(name).__getitem__ for name in found}
+
+
+def _write_cache(
+    path: Path,
+    layout: Layout,
+    artifact: ModelArtifact,
+    converters: Mapping[str, Reader],
+    progress: Progress,
+) -> None:
+    """Write beside and rename, so that a reader sees all or nothing. A full disk is no error.
+
+    Raises:
+        ModelError: A weight cannot be converted.
+    """
+    whole = {name: partial(read, slice(None)) for name, read in converters.items()}
+    weights = Weights(str(artifact.path), whole, silent)
+
+    def converted() -> Iterator[torch.Tensor]:
+        for done, name in enumerate(layout, 1):
+            yield weights.pop(name)
+            progress("convert", done, len(layout))
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _temporary(path.parent) as temporary:
+            write_safetensors(temporary, layout, converted())
+            temporary.replace(path)
+    except OSError:
+        return
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".partial")
+    os.close(handle)
+    path = Path(name)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
