@@ -111,6 +111,7 @@ extern "C" void baton_pack(const uint16_t* weight, long outputs, long inputs, ui
 extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* weights,
                               uint16_t* y, long y_stride, long rows, long outputs, long inputs,
                               int threads) {
+  if (rows == 0) return;
   const Product p{x, x_stride, weights, y, y_stride, rows, outputs, inputs / 2};
   const long panels = (outputs + kPanel - 1) / kPanel;
   const int wide = rows <= kMostRows / 2 ? 2 : 1;

@@ -54,7 +54,7 @@ TAIL = """
 | int4 weights and `dtype: fp32` | start of the worker | the kernel takes bf16 |
 | `numerics: exact` on a machine whose kernels fail the self-test | start of the worker | |
 | workers with different KV formats, numerics or weights | handshake, before routing | |
-| a worker with the native attention kernel and one without (no compiler, `BATON_NATIVE=0`) | handshake | their bits differ |
+| a worker with the native kernels and one without (no compiler, `BATON_NATIVE=0`) | handshake | their bits differ |
 | CUDA with a mixture of experts, int8 or int4 weights, a quantised KV cache, a draft model, several ranks | start of the worker | not built yet |
 
 `numerics: fast` promises none of this; with speculation, tokens may differ there.

@@ -1,0 +1,184 @@
+"""Native products and rows: what torch computes, and every row by itself, bit for bit."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from engine.models.rows import TorchRows
+from engine.native.library import load
+from engine.native.products import NativeWeight, native_fits
+from engine.native.rows import NativeRows, finite_rows, native_rows
+from engine.numerics import cancelling, same_bits
+
+EPS = 1e-5
+HIDDEN, DIM, ROTATED, PLAIN = 96, 32, 4, 1
+
+pytestmark = pytest.mark.skipif(
+    load() is None, reason="no native kernels here: they need a compiler and AVX-512 BF16"
+)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def rows() -> NativeRows:
+    found = native_rows(torch.bfloat16, EPS, (DIM, HIDDEN))
+    assert found is not None
+    return found
+
+
+def near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the rounding to bf16."""
+    error = (got.float() - expected.float()).abs()
+    assert bool((error <= 0.01 + 0.01 * expected.float().abs()).all()), float(error.max())
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 128), (1000, 90), (33, 2), (1, 576), (97, 1536)]
+)
+def test_a_product_is_right_and_its_rows_depend_on_themselves_alone(outputs, inputs) -> None:
+    weight = cancelling(outputs, inputs, torch.bfloat16, sign=1.0, seed=1)
+    weight += torch.randn(outputs, inputs).bfloat16() * 0.1
+    x = cancelling(200, inputs, torch.bfloat16, sign=-1.0, seed=2)
+    layer = NativeWeight(weight)
+    whole = layer(x)
+    scale = x.float().abs() @ weight.float().abs().T
+    assert bool(((whole.float() - x.float() @ weight.float().T).abs() <= 0.01 * scale + 1e-6).all())
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for count in (1, 2, 5, 6, 7, 12, 13, 25, 97, 200):
+            assert same_bits(layer(x[200 - count :]), whole[200 - count :]), count
+
+
+def test_columns_of_a_product_do_not_depend_on_the_others() -> None:
+    weight, x = torch.randn(150, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+    whole = NativeWeight(weight)(x)
+    assert same_bits(NativeWeight(weight[40:113].contiguous())(x), whole[:, 40:113])
+
+
+def test_rows_of_a_product_may_lie_apart_but_not_their_elements() -> None:
+    weight, x = torch.randn(40, 64).bfloat16(), torch.randn(5, 200).bfloat16()
+    layer = NativeWeight(weight)
+    assert same_bits(layer(x[:, 10:74]), layer(x[:, 10:74].contiguous()))
+    turned = torch.randn(64, 5).bfloat16().T
+    assert same_bits(layer(turned), layer(turned.contiguous()))
+    assert layer(x[:0, :64]).shape == (0, 40)
+
+
+def test_it_takes_bf16_of_an_even_width_only() -> None:
+    assert native_fits(64, torch.bfloat16)
+    assert not native_fits(63, torch.bfloat16)
+    assert not native_fits(64, torch.float32)
+
+
+def test_many_threads_at_once_get_their_own_results() -> None:
+    """A second caller of the team computes alone, and a late helper takes no other job's work."""
+    torch.set_num_threads(2)
+    layers = [NativeWeight(torch.randn(256, 64).bfloat16()) for _ in range(3)]
+    x = torch.randn(7, 64).bfloat16()
+    expected = [layer(x) for layer in layers]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        results = [layers[number](x) for _ in range(300)]
+        wrong.extend(number for got in results if not same_bits(got, expected[number]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("post", [False, True])
+def test_residual_sums_and_norms_are_torchs(rows: NativeRows, post: bool) -> None:
+    plain = TorchRows(torch.bfloat16, EPS)
+    x, part = torch.randn(70, HIDDEN), torch.randn(70, 2 * HIDDEN).bfloat16()[:, HIDDEN:]
+    weight, behind = torch.rand(HIDDEN), torch.rand(HIDDEN) if post else None
+    mine, theirs = x.clone(), x.clone()
+    near(rows.add_norm(mine, part, behind, weight), plain.add_norm(theirs, part, behind, weight))
+    assert torch.allclose(mine, theirs, atol=1e-5)
+    near(rows.add_norm(mine, None, None, weight), plain.add_norm(mine, None, None, weight))
+    assert len(rows.add_norm(mine, part, behind, None)) == 0
+    assert torch.allclose(mine, x + 2 * (theirs - x), atol=1e-5)
+    assert torch.allclose(rows.norm_fp32(x, weight), plain.norm_fp32(x, weight), atol=1e-5)
+    of_experts = torch.randn(70, HIDDEN)  # fp32
+    near(
+        rows.add_norm(mine, of_experts, behind, weight),
+        plain.add_norm(theirs + (theirs - x), of_experts, behind, weight),
+    )
+
+
+@pytest.mark.parametrize(("bias", "norm"), [(False, False), (True, False), (False, True)])
+def test_heads_are_torchs(rows: NativeRows, bias: bool, norm: bool) -> None:
+    width = (ROTATED + PLAIN) * DIM
+    qkv = torch.randn(41, width).bfloat16()
+    add = torch.randn(width) if bias else None
+    scale = torch.rand(ROTATED, DIM) if norm else None
+    angles = torch.rand(41, 1, DIM // 2) * 100
+    rotation = torch.polar(torch.full_like(angles, 1.1), angles)
+    mine, theirs = qkv.clone(), qkv.clone()
+    rows.heads(mine, ROTATED, DIM, add, scale, rotation)
+    TorchRows(torch.bfloat16, EPS).heads(theirs, ROTATED, DIM, add, scale, rotation)
+    near(mine, theirs)
+    if not bias:
+        assert same_bits(mine[:, ROTATED * DIM :], qkv[:, ROTATED * DIM :])
+
+
+@pytest.mark.parametrize("width", [112, 37, 5])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("kernels", ["native", "fp32 by torch", "bf16 by torch"])
+def test_a_gate_does_not_depend_on_width_or_rows(
+    rows: NativeRows, kernels: str, activation, width: int
+) -> None:
+    """An odd width, and any part of it: torch's own activations differ in the last elements."""
+    dtype = torch.float32 if kernels.startswith("fp32") else torch.bfloat16
+    ops = rows if kernels == "native" else TorchRows(dtype, EPS)
+    torch.set_num_threads(2)
+    x = (torch.randn(333, 2 * width) * 4).to(dtype)
+    x[0, 0], x[1, 0] = 300.0, -300.0
+    whole = ops.gate(x, activation)
+    act = F.silu if activation == "silu" else lambda v: F.gelu(v, approximate="tanh")
+    near(whole, act(x[:, :width].float()) * x[:, width:].float())
+    assert same_bits(torch.cat([ops.gate(row[None], activation) for row in x]), whole)
+    half = width // 2
+    for part in (slice(0, half), slice(half, width)):
+        apart = torch.cat((x[:, :width][:, part], x[:, width:][:, part]), dim=1)
+        assert same_bits(ops.gate(apart, activation), whole[:, part])
+
+
+@pytest.mark.parametrize("vocab", [33, 1000, 4099])
+def test_the_best_logits_are_found_and_computed_again(rows: NativeRows, vocab: int) -> None:
+    table, h = torch.randn(vocab, HIDDEN).bfloat16(), torch.randn(6, HIDDEN)
+    raw = (h @ table.float().T).bfloat16()
+    raw[1] = raw[1].sort().values  # every next one is better
+    raw[2] = -3.0  # all equal
+    ids, refined = rows.refine(raw, h, table, 32)
+    expected = raw.topk(32, dim=-1).values
+    assert torch.equal(raw.gather(1, ids), expected)
+    assert ids[2].tolist() == list(range(32))
+    assert all(len(set(row)) == 32 for row in ids.tolist())
+    exact = torch.stack([(table[row].double() @ x.double()) for row, x in zip(ids, h, strict=True)])
+    assert torch.allclose(refined.double(), exact, atol=1e-4)
+    for row in range(6):
+        alone = rows.refine(raw[row : row + 1], h[row : row + 1], table, 32)
+        assert torch.equal(alone[0][0], ids[row])
+        assert same_bits(alone[1][0], refined[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [1, 31, 32, 49_153])
+def test_what_is_not_finite_is_found_wherever_it_stands(dtype: torch.dtype, width: int) -> None:
+    x = torch.full((5, width), torch.finfo(dtype).max, dtype=dtype)
+    assert finite_rows(x) == [True] * 5
+    x[1, -1], x[2, 0], x[4, width // 2] = float("nan"), float("-inf"), float("inf")
+    assert finite_rows(x) == [True, False, False, True, False]
