@@ -22,6 +22,7 @@ from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED,
 from engine.core.split import Split
 from engine.ipc import EngineSettings
 from engine.models.families import weight_table
+from engine.native.library import load
 from engine.ranks import splits_of
 from engine.text.artifact import resolve_model
 from engine.text.model_config import ModelConfig, ModelError
@@ -112,7 +113,8 @@ def footprint(
     """
     size, tokens = DTYPE_BYTES[dtype], max_step_tokens
     parts = [_local(config, split) for split in splits_of(config, ranks)] if ranks > 1 else [config]
-    process = sum(_process(part, quantisation, numerics) for part in parts)
+    generates = not (dtype == "bf16" and load() is not None)  # oneDNN does, native kernels do not
+    process = sum(_process(part, quantisation, numerics, generates) for part in parts)
     process += _VOCABULARY_BYTES * config.vocab_size + _GROUP_BYTES * (ranks - 1)
     drafted = 0
     if draft is not None:
@@ -126,9 +128,9 @@ def footprint(
         )
         drafted = alone.weights + alone.workspace
         known = _shapes(config) if quantisation == "none" else set()
-        if numerics == "exact":
+        if numerics == "exact" and generates:
             process += _probes(_shapes(draft) - known)
-        if not known:
+        if not known and generates:
             process += _KERNEL_BYTES["none"]
     workspace = sum(_workspace(part, size, tokens, context) for part in parts)
     workspace += max_batch_requests * config.vocab_size * (size + 4)
@@ -181,10 +183,12 @@ def _layers(c: ModelConfig, size: int, quantisation: str) -> int:
     return found
 
 
-def _process(c: ModelConfig, quantisation: str, numerics: str) -> int:
+def _process(c: ModelConfig, quantisation: str, numerics: str, generates: bool) -> int:
     """One rank's, without the vocabulary."""
-    process = _PROCESS_BYTES + _STEP_BYTES + _KERNEL_BYTES[quantisation]
-    if numerics == "exact":
+    process = _PROCESS_BYTES + _STEP_BYTES
+    if generates or quantisation != "none":
+        process += _KERNEL_BYTES[quantisation]
+    if numerics == "exact" and generates:
         process += _probes(_shapes(c) if quantisation == "none" else _router_shapes(c))
     return process
 
