@@ -23,7 +23,9 @@
 
 namespace {
 
+using baton::dot_pairs;
 using baton::exp_nonpositive;
+using baton::narrow_two;
 using baton::two;
 
 constexpr int kBlock = 16;
@@ -143,15 +145,16 @@ inline void scores(const Row* rows, const __m512i* keys, int pairs, Ahead& ahead
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) sums[r][b] = _mm512_setzero_ps();
+  const baton::FlushDenormals flush;
   for (int pair = 0; pair < pairs; ++pair) {
     ahead.fetch();
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m512bh q = two(rows[r].q + 2 * pair);
+      const __m512i q = two(rows[r].q + 2 * pair);
 #pragma GCC unroll 4
       for (int b = 0; b < B; ++b) {
-        const auto k = reinterpret_cast<__m512bh>(_mm512_load_si512(keys + b * pairs + pair));
-        sums[r][b] = _mm512_dpbf16_ps(sums[r][b], k, q);
+        const __m512i k = _mm512_load_si512(keys + b * pairs + pair);
+        sums[r][b] = dot_pairs(sums[r][b], k, q);
       }
     }
   }
@@ -202,16 +205,17 @@ inline void blend(float* sums, int row_stride, const float* fix, const uint16_t 
     for (int c = 0; c < C; ++c)
       acc[r][c] =
           _mm512_mul_ps(_mm512_load_ps(sums + r * row_stride + 16 * c), _mm512_set1_ps(fix[r]));
+  const baton::FlushDenormals flush;
   for (int pair = 0; pair < pairs; ++pair) {
     const __m512i* v = values + pair * pair_stride;
     ahead.fetch();
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m512bh w = two(weights[r] + 2 * pair);
+      const __m512i w = two(weights[r] + 2 * pair);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
-        const auto both = reinterpret_cast<__m512bh>(_mm512_load_si512(v + c));
-        acc[r][c] = _mm512_dpbf16_ps(acc[r][c], both, w);
+        const __m512i both = _mm512_load_si512(v + c);
+        acc[r][c] = dot_pairs(acc[r][c], both, w);
       }
     }
   }
@@ -303,7 +307,7 @@ void tile(const Call& c, const Span& span, int kv_head, int first, int count) {
     for (int d = 0; d < dim; d += 32) {
       const __m512 low = _mm512_mul_ps(_mm512_load_ps(sums + i * dim + d), inverse);
       const __m512 high = _mm512_mul_ps(_mm512_load_ps(sums + i * dim + d + 16), inverse);
-      const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+      const __m512i both = narrow_two(high, low);
       _mm512_storeu_si512(rows[i].out + d, _mm512_permutexvar_epi64(order, both));
     }
   }

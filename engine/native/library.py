@@ -2,10 +2,11 @@
 
     python -m engine.native.library      compile now (``make`` does it at install)
 
-The library lies in the cache folder under a digest of its source and of what compiles it. Where
-there is no compiler, or the CPU lacks AVX-512 BF16, there is none, and torch's kernels do the same
-work. ``BATON_NATIVE=0`` does without it. The bits of the two differ, so the numerics ids do, and
-workers of both kinds refuse to pair in ``exact``.
+The library lies in the cache folder under a digest of its source and of what compiles it. A CPU
+with AVX-512 but without BF16 computes the bits of VDPBF16PS by two FMAs (``vectors.h``), so hosts of
+both kinds may pair in ``exact``. Where there is no compiler, or no AVX-512, there is no library, and
+torch's kernels do the same work; ``BATON_NATIVE=0`` does without it. The bits of the two differ, so
+the numerics ids do, and workers of both kinds refuse to pair in ``exact``.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ from pathlib import Path
 SOURCES = ("team.h", "team.cpp", "vectors.h", "products.cpp", "rows.cpp", "attention.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
 _COMPILE_TIMEOUT_S = 120.0
+_CPU_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # avx512_bf16 makes it faster
 
 
 def cache_folder() -> Path:
@@ -33,7 +35,7 @@ def cache_folder() -> Path:
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, compiled first if need be; ``None`` where it cannot be had."""
-    if os.environ.get("BATON_NATIVE") == "0" or "avx512_bf16" not in _cpu_flags():
+    if os.environ.get("BATON_NATIVE") == "0" or not _cpu_flags() >= _CPU_FLAGS:
         return None
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:

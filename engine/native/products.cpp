@@ -1,10 +1,10 @@
-// Products of bf16 rows with packed bf16 weights: y = x @ w.T, for CPUs with AVX-512 BF16.
+// Products of bf16 rows with packed bf16 weights: y = x @ w.T, for CPUs with AVX-512.
 //
 // Every element of y is one chain over K in fp32, from the first pair of inputs to the last, in a
 // register. So its bits depend on its own row and column alone: not on the other rows, on how rows
 // and columns are cut, nor on the threads.
 //
-//   packed weights   [panels][K / 2][32 outputs][2 inputs]      the operand of VDPBF16PS
+//   packed weights   [panels][K / 2][32 outputs][2 inputs]      the operand of `dot_pairs`
 //   a kernel         R rows x P panels, 2 R P sums in registers
 
 #include <immintrin.h>
@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "team.h"
+#include "vectors.h"
 
 namespace {
 
@@ -31,15 +32,9 @@ struct Product {
   long rows, outputs, pairs;
 };
 
-inline __m512 times(__m512 sum, __m512i weights, int32_t two_inputs) {
-  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights),
-                          reinterpret_cast<__m512bh>(_mm512_set1_epi32(two_inputs)));
-}
-
 inline void store(uint16_t* y, __m512 low, __m512 high, long columns) {
-  const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
   const __mmask32 mask = columns >= kPanel ? ~0u : (1u << columns) - 1;
-  _mm512_mask_storeu_epi16(y, mask, both);
+  _mm512_mask_storeu_epi16(y, mask, baton::narrow_two(high, low));
 }
 
 template <int R, int P>
@@ -61,10 +56,9 @@ void kernel(const Product& p, long row, long panel) {
     }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-      int32_t two;
-      std::memcpy(&two, x + r * p.x_stride + 2 * pair, 4);
+      const __m512i both = baton::two(x + r * p.x_stride + 2 * pair);
 #pragma GCC unroll 16
-    for (int v = 0; v < 2 * P; ++v) sums[r][v] = times(sums[r][v], w[v], two);
+    for (int v = 0; v < 2 * P; ++v) sums[r][v] = baton::dot_pairs(sums[r][v], w[v], both);
     }
   }
 #pragma GCC unroll 16
@@ -121,6 +115,7 @@ extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* 
   const long chunks = (rows + kChunkRows - 1) / kChunkRows;
   const long per_chunk = (rows + chunks - 1) / chunks;
   baton::share(threads, runs * chunks, [&](long unit) {
+    const baton::FlushDenormals flush;
     const long first = unit % runs * run, last = std::min(panels, first + run);
     const long begin = unit / runs * per_chunk, end = std::min(rows, begin + per_chunk);
     for (long panel = first; panel < last; panel += wide) {

@@ -118,9 +118,7 @@ extern "C" void baton_gate(const uint16_t* gate_up, long stride, uint16_t* out, 
       }
       const __m512 up = baton::widen(_mm256_maskz_loadu_epi16(mask, from + width + i));
       const __m512 y = _mm512_mul_ps(_mm512_mul_ps(x, baton::sigmoid(inner)), up);
-      const __m256bh halves = _mm512_cvtneps_pbh(y);
-      _mm256_mask_storeu_epi16(out + row * out_stride + i, mask,
-                               reinterpret_cast<const __m256i&>(halves));
+      _mm256_mask_storeu_epi16(out + row * out_stride + i, mask, baton::narrow(y));
     }
   });
 }

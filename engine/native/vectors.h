@@ -16,17 +16,73 @@ inline __m512 load_bf16(const uint16_t* from) {
   return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
-inline void store_bf16(uint16_t* to, __m512 values) {
+// To bf16, to nearest even; tiny values to zero, NaN quiet. VCVTNEPS2BF16, or the same by hand.
+inline __m256i narrow(__m512 values) {
+#ifdef __AVX512BF16__
   const __m256bh halves = _mm512_cvtneps_pbh(values);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<const __m256i&>(halves));
+  return reinterpret_cast<const __m256i&>(halves);
+#else
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i carry = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+  __m512i found = _mm512_srli_epi32(_mm512_add_epi32(bits, carry), 16);
+  const __m512i high = _mm512_srli_epi32(bits, 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  found = _mm512_mask_or_epi32(found, nan, high, _mm512_set1_epi32(0x40));
+  const __mmask16 tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
+  found = _mm512_mask_and_epi32(found, tiny, high, _mm512_set1_epi32(0x8000));
+  return _mm512_cvtepi32_epi16(found);
+#endif
 }
 
-// The operand of VDPBF16PS that holds the two bf16 at `from` in every lane.
-inline __m512bh two(const uint16_t* from) {
+inline void store_bf16(uint16_t* to, __m512 values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(values));
+}
+
+// 32 bf16, `low` first.
+inline __m512i narrow_two(__m512 high, __m512 low) {
+#ifdef __AVX512BF16__
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+#else
+  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow(low)), narrow(high), 1);
+#endif
+}
+
+// The two bf16 at `from` in every lane: an operand of `dot_pairs`.
+inline __m512i two(const uint16_t* from) {
   int32_t both;
   __builtin_memcpy(&both, from, 4);
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
+  return _mm512_set1_epi32(both);
 }
+
+// sum + the products of the two bf16 of each lane, the odd one first, each added with one rounding.
+// VDPBF16PS, or the same by two FMAs; those need a `FlushDenormals` around them for the same bits.
+inline __m512 dot_pairs(__m512 sum, __m512i a, __m512i b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#else
+  const __m512i upper = _mm512_set1_epi32(0xffff0000);
+  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, upper)),
+                        _mm512_castsi512_ps(_mm512_and_si512(b, upper)), sum);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+                         _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
+#endif
+}
+
+// While it lives, this thread's FMAs take and make zeros for denormals, as VDPBF16PS always does.
+class FlushDenormals {
+#ifndef __AVX512BF16__
+ public:
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+#else
+ public:
+  FlushDenormals() {}  // not trivial: an unused variable would be warned about
+#endif
+};
 
 // exp(x) for x <= 0; 0 below the smallest normal number.
 inline __m512 exp_nonpositive(__m512 x) {

@@ -31,7 +31,7 @@ def make(heads: int, kv_heads: int, dim: int, window: int | None):
     )
     found = native_library(geometry, heads, kv_heads)
     if found is None:
-        pytest.skip("no native kernel here: it needs a compiler and AVX-512 BF16")
+        pytest.skip("no native kernel here: it needs a compiler and AVX-512")
     torch.manual_seed(0)
     pool = torch.randn(geometry.shape).bfloat16()
     layout = Layout(unit=64, tile=64, align=1, decode_rows=heads // kv_heads)

@@ -17,7 +17,7 @@ EPS = 1e-5
 HIDDEN, DIM, ROTATED, PLAIN = 96, 32, 4, 1
 
 pytestmark = pytest.mark.skipif(
-    load() is None, reason="no native kernels here: they need a compiler and AVX-512 BF16"
+    load() is None, reason="no native kernels here: they need a compiler and AVX-512"
 )
 
 
@@ -56,6 +56,31 @@ def test_a_product_is_right_and_its_rows_depend_on_themselves_alone(outputs, inp
         torch.set_num_threads(threads)
         for count in (1, 2, 5, 6, 7, 12, 13, 25, 97, 200):
             assert same_bits(layer(x[200 - count :]), whole[200 - count :]), count
+
+
+def test_a_product_has_the_bits_of_vdpbf16ps_on_every_cpu() -> None:
+    """One chain: of each pair the odd input first, one rounding for each product that is added.
+
+    The operands are such that fp64 holds every sum exactly before it is rounded to fp32.
+    """
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(7, 62, generator=generator).bfloat16() for _ in range(2))
+    sums = torch.zeros(7, 7)
+    for pair in range(0, 62, 2):
+        for k in (pair + 1, pair):
+            products = x[:, k].double()[:, None] * weight[:, k].double()[None]
+            sums = (sums.double() + products).float()
+    assert same_bits(NativeWeight(weight)(x), sums.bfloat16())
+
+
+def test_what_is_stored_as_bf16_is_rounded_to_even_and_tiny_values_become_zero() -> None:
+    values = [1.00390625, 1.01171875, -1.00390625, 3.4e38, float("inf"), 1e-39, -1e-39, 2.0**-126]
+    weight = torch.eye(8).bfloat16()
+    x = torch.tensor([values]).bfloat16()
+    wanted = x.clone()
+    wanted[0, 5:7] = torch.tensor([0.0, 0.0])  # a sum with +0 is +0
+    clean = torch.isfinite(x)
+    assert same_bits(torch.where(clean, NativeWeight(weight)(torch.where(clean, x, 0)), x), wanted)
 
 
 def test_columns_of_a_product_do_not_depend_on_the_others() -> None:
