@@ -124,7 +124,7 @@ class SpeculationConfig(BaseModel):
         return self
 
     def settings(self) -> dict[str, object]:
-        """The fields of ``engine.core.speculation.SpeculationSettings``."""
+        """The fields of ``engine.core.speculative.proposers.SpeculationSettings``."""
         mode = "draft" if self.draft else "ngram" if self.ngram else "off"
         return {"mode": mode, "draft": self.draft or "", "tokens": self.tokens}
 

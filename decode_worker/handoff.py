@@ -13,14 +13,15 @@ from batonpb import prefill_pb2 as pb
 
 from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
 from decode_worker.prefill_link import SILENCE_S, PrefillLink
-from engine import ipc
+from engine.process import messages as ipc
 from engine.core import events as ev
-from engine.core.harvest import ScoresIntake
+from engine.core.prompt_outputs import ScoresIntake
 from engine.core.params import SampledToken
-from engine.hub import EngineHub
-from fleet.telemetry import Metrics
-from kvtransfer import chunk, receiver, wire
-from kvtransfer.place import Place
+from engine.process.handle import EngineHub
+from telemetry.metrics import Metrics
+from kvtransfer import chunk, receiver
+from wire import codecs as wire
+from kvtransfer.kv_slice import Place
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 
 

@@ -11,15 +11,16 @@ from batonpb.prefill_pb2 import FirstTokens
 from decode_worker.handoff import HandoffIntake
 from decode_worker.peers import Peers
 from decode_worker.session import RouterSession, error_to_wire
-from engine import ipc
+from engine.process import messages as ipc
 from engine.core import events as ev
 from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
-from engine.core.finish import finish_reason
+from engine.core.params import finish_reason
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken
-from engine.hub import EngineHub
-from fleet.telemetry import Metrics, Tracing, extract, inject
-from kvtransfer import chunk, wire
+from engine.process.handle import EngineHub
+from telemetry.metrics import Metrics, Tracing, extract, inject
+from kvtransfer import chunk
+from wire import codecs as wire
 
 
 class WorkerParts:

@@ -22,7 +22,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.events import StepDone
-from kvtransfer.formats import WIRE_MAX, WIRE_MIN
+from wire.compatibility import WIRE_MAX, WIRE_MIN
 
 STATUS_S = 0.25
 DEFAULT_LEASE_MS = 3000

@@ -12,7 +12,7 @@ from batonpb import decode_pb2 as pb
 from engine.core import events as ev
 from engine.core.errors import BatonError
 from engine.core.params import SampledToken
-from kvtransfer import wire
+from wire import codecs as wire
 
 MAX_PENDING_BYTES = 8 << 20
 MAX_FRAME_BYTES = 1 << 20  # where scores or vectors are in it

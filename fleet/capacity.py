@@ -2,8 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
-from engine.footprint import Footprint, blocks_for, footprint, kv_geometry
-from engine.text.model_config import ModelConfig, ModelError
+from engine.loading.memory import Footprint, blocks_for, footprint, kv_geometry
+from engine.artifacts.model_config import ModelConfig, ModelError
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import psutil
 
-from fleet.config import FleetConfig
-from fleet.redis_server import RedisError, server_binary
+from config.fleet_file import FleetConfig
+from fleet.local.redis_server import RedisError, server_binary
 
 _LEAST_MEMORY_GIB = 4
 _LEAST_FILES = 1024
@@ -123,10 +123,10 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     Raises:
         ValueError: It, its draft or an adapter cannot be found or is not supported.
     """
-    from engine.ranks import splits_of
-    from engine.text.adapter_artifact import read_adapter
-    from engine.text.artifact import resolve_model
-    from engine.text.same_tokens import check_same_tokens
+    from engine.cpu.parallel.rank_processes import splits_of
+    from engine.artifacts.lora_artifact import read_adapter
+    from engine.artifacts.artifact import resolve_model
+    from engine.text.same_vocabulary import check_same_tokens
 
     artifact = resolve_model(config.model)
     if config.speculation.draft:

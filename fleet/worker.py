@@ -1,7 +1,7 @@
 """One worker: an engine process, both services around it, and its place in the registry.
 
 The role is only what the router uses the worker for; every worker hosts both services, so a fleet
-of one pool serves too. Ray is not needed here: ``fleet.pools`` wraps a ``Worker`` into an actor.
+of one pool serves too. Ray is not needed here: ``fleet.pools.resources`` wraps a ``Worker`` into an actor.
 """
 
 import asyncio
@@ -22,20 +22,24 @@ from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from decode_worker.peers import Peers
 from decode_worker.request import WorkerParts
 from decode_worker.service import DecodeService
-from engine import ipc
+from engine.process import messages as ipc
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
-from engine.core.speculation import SpeculationSettings
-from engine.hub import EngineHub
-from engine.process import die_with_parent
-from fleet.registry import KvEventPublisher, Presence, Registry, WorkerRecord
-from fleet.registry_types import Role
-from fleet.telemetry import Metrics, MetricsServer, Tracing, serve_metrics
-from kvtransfer import grpc_transport, wire
+from engine.core.speculative.proposers import SpeculationSettings
+from engine.process.handle import EngineHub
+from engine.process.step_loop import die_with_parent
+from registry.kv_events import KvEventPublisher
+from registry.workers import Presence
+from registry.redis_store import Registry
+from registry.types import WorkerRecord
+from registry.types import Role
+from telemetry.metrics import Metrics, MetricsServer, Tracing, serve_metrics
+from kvtransfer import grpc_transport
+from wire import codecs as wire
 from kvtransfer.chunk import PoolView
-from kvtransfer.drill import FrameTamperer
-from kvtransfer.formats import WIRE_MAX, WIRE_MIN, kv_group
+from kvtransfer.fault_injection import FrameTamperer
+from wire.compatibility import WIRE_MAX, WIRE_MIN, kv_group
 from prefill_worker.service import PrefillService
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +80,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_adapter_rank: int = 64
     speculation: SpeculationSettings = SpeculationSettings()
     log_dir: str = ""
-    drill: str = ""  # damage frames on purpose, see kvtransfer.drill
+    drill: str = ""  # damage frames on purpose, see kvtransfer.fault_injection
     poison_token: int = -1  # drill: the engine dies of a prompt that holds it
     check_every_step: bool = False  # tests: recount all blocks after each step
     emulated_token_s: float = 0.0

@@ -16,7 +16,7 @@ from batonpb import prefill_pb2 as pb
 from google.protobuf.message import DecodeError
 
 from engine.core.geometry import KvGeometry
-from kvtransfer.place import Place
+from kvtransfer.kv_slice import Place
 
 _LAYERS = struct.Struct("<III")
 _LEAF = struct.Struct("<III")

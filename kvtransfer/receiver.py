@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
-from kvtransfer.place import Place, cut
+from kvtransfer.kv_slice import Place, cut
 from kvtransfer.sender import all_covered
 
 MAX_TRIES = 4  # of one frame

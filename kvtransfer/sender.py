@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from engine.core.events import ALL_LAYERS, PromptDone, Published
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from kvtransfer.chunk import manifest_digest
-from kvtransfer.place import Place
+from kvtransfer.kv_slice import Place
 
 
 class SenderState(enum.Enum):

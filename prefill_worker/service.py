@@ -15,15 +15,16 @@ import grpc
 from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 
-from engine import ipc
+from engine.process import messages as ipc
 from engine.core import events as ev
 from engine.core.errors import BatonError, UnavailableError
-from engine.hub import EngineHub
-from fleet.telemetry import Metrics, Tracing, extract
-from kvtransfer import chunk, sender, wire
-from kvtransfer.drill import FrameTamperer
-from kvtransfer.formats import disagreement
-from kvtransfer.place import Place
+from engine.process.handle import EngineHub
+from telemetry.metrics import Metrics, Tracing, extract
+from kvtransfer import chunk, sender
+from wire import codecs as wire
+from kvtransfer.fault_injection import FrameTamperer
+from wire.compatibility import disagreement
+from kvtransfer.kv_slice import Place
 
 HEARTBEAT_S = 0.5
 _REMEMBERED_ATTEMPTS = 4096

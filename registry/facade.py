@@ -15,9 +15,9 @@ Redis may be away, restart empty, or come back old at any time: none of these ra
 all of them heal by themselves.
 """
 
-from fleet.registry_kv import EventFeed, FeedMachine, KvEventPublisher, NameLedger
-from fleet.registry_store import Registry, RegistryUnavailableError
-from fleet.registry_types import (
+from registry.kv_events import EventFeed, FeedMachine, KvEventPublisher, NameLedger
+from registry.redis_store import Registry, RegistryUnavailableError
+from registry.types import (
     EventBatch,
     FeedItem,
     Forget,
@@ -26,7 +26,7 @@ from fleet.registry_types import (
     WorkerRecord,
     names_checksum,
 )
-from fleet.registry_workers import Presence, RegistryWatcher, WorkerChange
+from registry.workers import Presence, RegistryWatcher, WorkerChange
 
 __all__ = [
     "EventBatch",

@@ -11,14 +11,14 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fleet.registry_store import (
+from registry.redis_store import (
     BATCH_NAMES,
     Registry,
     RegistryUnavailableError,
     StreamEntry,
     StreamMark,
 )
-from fleet.registry_types import (
+from registry.types import (
     EventBatch,
     FeedItem,
     Forget,

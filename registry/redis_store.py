@@ -29,7 +29,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from fleet.registry_types import EventBatch, Snapshot, WorkerRecord
+from registry.types import EventBatch, Snapshot, WorkerRecord
 
 SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0

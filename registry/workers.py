@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.kept_file import keep
-from fleet.registry_store import Registry, RegistryUnavailableError
-from fleet.registry_types import WorkerRecord, WorkerState
+from registry.json_file import keep
+from registry.redis_store import Registry, RegistryUnavailableError
+from registry.types import WorkerRecord, WorkerState
 
 _LOG = logging.getLogger(__name__)
 _LAST_HEARTBEAT_S = 1.0

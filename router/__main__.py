@@ -17,12 +17,14 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from fleet.config import ConfigError, load_config
-from fleet.registry import EventFeed, Registry, RegistryWatcher
+from config.fleet_file import ConfigError, load_config
+from registry.kv_events import EventFeed
+from registry.redis_store import Registry
+from registry.workers import RegistryWatcher
 from router.app import Router
-from router.directory import WorkerDirectory
-from router.feed import EventSource
-from router.model import ServedModel
+from router.workers.directory import WorkerDirectory
+from router.placement.index_feed import EventSource
+from router.served_model import ServedModel
 from router.settings import RouterSettings
 
 _GRACE_S = 3
@@ -109,7 +111,7 @@ async def _end_requests(server: _Server, router: Router) -> None:
     """After a signal, answers have a short time to finish; then they end with a typed error."""
     await server.stopping.wait()
     await asyncio.sleep(_GRACE_S - 1)
-    router.gateway.end_all()
+    router.requests.gateway.end_all()
 
 
 if __name__ == "__main__":

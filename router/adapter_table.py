@@ -15,12 +15,12 @@ from typing import Protocol
 
 import msgspec
 
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
-from engine.text.adapter_artifact import AdapterError, read_adapter
-from engine.text.artifact import ModelConfig
-from fleet.kept_file import keep
-from fleet.registry import RegistryUnavailableError
+from engine.artifacts.lora_artifact import AdapterError, read_adapter
+from engine.artifacts.artifact import ModelConfig
+from registry.json_file import keep
+from registry.redis_store import RegistryUnavailableError
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterShelf(Protocol):
-    """Where routers share their table; ``fleet.registry.Registry`` is one."""
+    """Where routers share their table; ``registry.facade.Registry`` is one."""
 
     async def adapters(self) -> Mapping[str, bytes]:
         """All entries by name, encoded."""

@@ -19,23 +19,23 @@ from engine.core.errors import (
     InvalidRequestError,
     PayloadTooLargeError,
 )
-from fleet.telemetry import Metrics, Tracing
-from router import problems
-from router.adapter_api import add_adapter_calls
-from router.adapters import AdapterShelf
-from router.answer import Answer, AnswerContext
-from router.directory import WorkerDirectory
-from router.embeddings import EmbeddingAnswer
-from router.feed import EventSource, MirrorFeeder
-from router.formats import ChatFormat, CompletionFormat
-from router.gateway import Gateway
-from router.grammar_checker import GrammarChecker
-from router.mirror import Mirror
-from router.model import ServedModel
-from router.observe import Observer
-from router.prepare import Caller, Preparer, off_loop, read_headers, tenant_of
-from router.probes import Prober
-from router.schema import (
+from telemetry.metrics import Metrics, Tracing
+from router.api import errors as problems
+from router.api.lora_endpoints import add_adapter_calls
+from router.adapter_table import AdapterShelf
+from router.api.answer import Answer, AnswerContext
+from router.workers.directory import WorkerDirectory
+from router.api.embeddings import EmbeddingAnswer
+from router.placement.index_feed import EventSource, MirrorFeeder
+from router.api.responses import ChatFormat, CompletionFormat
+from router.requests.gateway import Gateway
+from router.api.grammar_checker import GrammarChecker
+from router.placement.prefix_index import Mirror
+from router.served_model import ServedModel
+from router.metrics import Observer
+from router.api.prepare import Caller, Preparer, off_loop, read_headers, tenant_of
+from router.requests.readiness import Prober
+from router.api.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -47,9 +47,9 @@ from router.schema import (
     parse,
 )
 from router.settings import RouterSettings
-from router.spans import embedding_span, ended_on_error, gateway_span, traceparent_of
-from router.structured import wanted_grammar
-from router.tools import messages_of, offered
+from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.api.structured_output import wanted_grammar
+from router.api.tools import messages_of, offered
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody)
 

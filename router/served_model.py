@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.errors import InvalidRequestError, ModelNotFoundError
-from engine.text.artifact import ModelArtifact, resolve_model
+from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.text.grammar import Vocabulary, vocabulary_of
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from engine.text.tools import Tool, conversation, syntax_of
-from router.adapters import AdapterTable
+from router.adapter_table import AdapterTable
 from router.settings import RouterSettings
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from fleet.config import FleetConfig
+from config.fleet_file import FleetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fleet.metric_names import METRICS_BY_COMPONENT, MetricSpec
+from telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

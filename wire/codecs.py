@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from batonpb import common_pb2 as pb
 
-from engine.core.adapters import AdapterRef
-from engine.core.harvest import PromptScores
+from engine.core.params import AdapterRef
+from engine.core.prompt_outputs import PromptScores
 from engine.core.params import SampledToken, SamplingParams
 
 SCORES_BYTES = 256 * 1024  # of one slice

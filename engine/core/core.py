@@ -4,10 +4,11 @@ from engine.core import events as ev
 from engine.core.blocks import BlockPool
 from engine.core.errors import NumericsError, TransferError
 from engine.core.params import SampledToken
-from engine.core.plan import ModelRunner, StepPlan
+from engine.core.model_runner import ModelRunner
+from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Kind
-from engine.core.speculation import Speculation
+from engine.core.speculative.proposers import Speculation
 
 CHUNK_TIME_NS = 250_000_000  # a step with decodes in it takes no longer
 LONE_CHUNK_TIME_NS = 1_000_000_000  # nobody waits but the client who may cancel

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.core.harvest import PromptScores
+from engine.core.prompt_outputs import PromptScores
 from engine.core.params import SampledToken
 
 ALL_LAYERS = -1

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.errors import BatonError
 from engine.core.geometry import KvGeometry
-from engine.core.harvest import Harvest
+from engine.core.prompt_outputs import Harvest
 from engine.core.params import SampledToken, SamplingParams
 
 

@@ -4,8 +4,8 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.core.geometry import BLOCK_TOKENS
-from engine.core.harvest import Harvest
-from engine.core.names import block_name
+from engine.core.prompt_outputs import Harvest
+from engine.core.block_hashes import block_name
 from engine.core.params import SamplingParams
 
 

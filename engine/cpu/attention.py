@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from engine.core.geometry import KvGeometry
-from engine.kv_codec import KvCodec
+from engine.cpu.kv_codec import KvCodec
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 

@@ -8,24 +8,25 @@ from collections.abc import Callable
 
 import torch
 
-from engine import selftest
-from engine.adapters import AdapterSet
-from engine.attention import Layout
+from engine.cpu import selftest
+from engine.cpu.lora import AdapterSet
+from engine.cpu.attention import Layout
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
-from engine.core.plan import ModelRunner, PlanRow, StepPlan
-from engine.footprint import give_back_memory, kv_geometry, pool_geometry
-from engine.grammars import Grammars
-from engine.ipc import EngineSettings
-from engine.loading import load_model
-from engine.models.decoder import Decoder
+from engine.core.model_runner import ModelRunner
+from engine.core.plan import PlanRow, StepPlan
+from engine.loading.memory import give_back_memory, kv_geometry, pool_geometry
+from engine.sampling.grammars import Grammars
+from engine.settings import EngineSettings
+from engine.loading.open import load_model
+from engine.cpu.decoder import Decoder
 from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
-from engine.parallel import lead
-from engine.process import ModelInfo
-from engine.ranks import RankProcesses
-from engine.runner import TorchRunner
-from engine.splitcheck import prepare_ranks
-from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.cpu.parallel.shard import lead
+from engine.core.model_runner import ModelInfo
+from engine.cpu.parallel.rank_processes import RankProcesses
+from engine.cpu.runner import TorchRunner
+from engine.cpu.parallel.selftest import prepare_ranks
+from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.grammar import vocabulary_of
 from engine.text.tokenizer import load_tokenizer
 
@@ -176,7 +177,7 @@ def open_runner(
     if settings.device not in ("cpu", "cuda", "auto"):
         raise ModelError(f"BATON_DEVICE = {settings.device!r}: must be cpu, cuda or auto")
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        from engine.cuda_open import open_cuda_runner  # needs triton
+        from engine.cuda.build import open_cuda_runner  # needs triton
 
         return open_cuda_runner(settings, artifact, context, map_pool, progress, grammars)
     with torch.inference_mode():

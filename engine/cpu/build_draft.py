@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 import torch
 
-from engine.core.drafting import DraftProposer
-from engine.core.plan import ModelRunner
-from engine.core.speculation import Speculation
-from engine.ipc import EngineSettings
-from engine.loading import load_model
+from engine.core.speculative.draft_proposer import DraftProposer
+from engine.core.model_runner import ModelRunner
+from engine.core.speculative.proposers import Speculation
+from engine.settings import EngineSettings
+from engine.loading.open import load_model
 from engine.numerics import Numerics
-from engine.opening import attention_layout, geometry_of
-from engine.runner import TorchRunner
-from engine.text.artifact import resolve_model
-from engine.text.same_tokens import check_same_tokens
+from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.artifact import resolve_model
+from engine.text.same_vocabulary import check_same_tokens
 
 
 def open_draft(

@@ -17,15 +17,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.linear import Linear, PackFn, plain
-from engine.models.experts import Experts
+from engine.cpu.linear import Linear, PackFn, plain
+from engine.cpu.experts import Experts
 from engine.models.families import FAMILIES
 from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
-from engine.models.rows import TorchRows
-from engine.native.rows import native_rows
-from engine.parallel import Shard
-from engine.sampling import Logits
-from engine.text.artifact import ModelConfig
+from engine.cpu.rows import TorchRows
+from engine.cpu.native.rows import native_rows
+from engine.cpu.parallel.shard import Shard
+from engine.sampling.sample import Logits
+from engine.artifacts.artifact import ModelConfig
 
 REFINED = 32  # logits of each row that are computed in fp32
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.native.products import NativeWeight, native_fits
+from engine.cpu.native.products import NativeWeight, native_fits
 from engine.numerics import NumericsSetupError, cancelling, same_bits
 
 TILE_ROWS = 16

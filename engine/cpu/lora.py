@@ -23,20 +23,20 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.errors import AdapterLoadError
-from engine.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
+from engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
 from engine.models.rope import pair_rows
 from engine.numerics import Numerics
-from engine.parallel import Shard
-from engine.text.adapter_artifact import (
+from engine.cpu.parallel.shard import Shard
+from engine.artifacts.lora_artifact import (
     AdapterArtifact,
     AdapterError,
     LowRank,
     read_adapter,
     target_shapes,
 )
-from engine.text.artifact import ModelConfig
+from engine.artifacts.artifact import ModelConfig
 
 _RANK_STEP = 16
 _PRODUCTS = {

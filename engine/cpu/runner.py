@@ -17,19 +17,19 @@ from dataclasses import dataclass
 
 import torch
 
-from engine import sampling, scoring, verifying
-from engine.adapters import AdapterSet, StepDeltas
-from engine.attention import Attention, Layout, PagedAttention, Span, slots_of
+from engine.sampling import sample as sampling, prompt_scores as scoring, speculative as verifying
+from engine.cpu.lora import AdapterSet, StepDeltas
+from engine.cpu.attention import Attention, Layout, PagedAttention, Span, slots_of
 from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import KvGeometry
-from engine.core.harvest import Floats, Harvest, Scores
+from engine.core.prompt_outputs import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.grammars import Grammars
-from engine.kv_codec import kv_codec
-from engine.models.decoder import Decoder
-from engine.native.attention import NativeAttention, native_library
-from engine.native.rows import finite_rows
+from engine.sampling.grammars import Grammars
+from engine.cpu.kv_codec import kv_codec
+from engine.cpu.decoder import Decoder
+from engine.cpu.native.attention import NativeAttention, native_library
+from engine.cpu.native.rows import finite_rows
 from engine.numerics import DTYPES
 
 

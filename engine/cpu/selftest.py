@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from engine.attention import Layout, PagedAttention, Span
+from engine.cpu.attention import Layout, PagedAttention, Span
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.numerics import DTYPES, NumericsSetupError, cancelling, same_bits
 

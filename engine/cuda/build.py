@@ -7,26 +7,26 @@ import msgspec
 import torch
 
 from engine.core.geometry import KvGeometry
-from engine.cuda import CudaDecoder, DecoderShape
-from engine.cuda_adapters import CudaAdapters
-from engine.cuda_proof import (
+from engine.cuda.decoder import CudaDecoder, DecoderShape
+from engine.cuda.lora import CudaAdapters
+from engine.cuda.selftest import (
     PROOF_BLOCKS,
     device_name,
     numerics_id,
     verify_exact,
     verify_steps,
 )
-from engine.cuda_runner import CudaRunner
-from engine.footprint import footprint, pool_geometry
-from engine.grammars import Grammars
-from engine.ipc import EngineSettings
-from engine.kernels.products import FP8_SIDE
-from engine.loading import load_weights
+from engine.cuda.runner import CudaRunner
+from engine.loading.memory import footprint, pool_geometry
+from engine.sampling.grammars import Grammars
+from engine.settings import EngineSettings
+from engine.cuda.kernels.products import FP8_SIDE
+from engine.loading.open import load_weights
 from engine.models.families import FAMILIES
 from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
 from engine.numerics import DTYPES
-from engine.process import ModelInfo
-from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
+from engine.core.model_runner import ModelInfo
+from engine.artifacts.artifact import ModelArtifact, ModelConfig, ModelError
 
 _SETTINGS = (
     "model",
@@ -80,7 +80,7 @@ def make_decoder(
     exact: bool,
     fp8: bool = False,
 ) -> CudaDecoder:
-    """A decoder from loaded weights (``engine.loading.load_weights``), which are emptied.
+    """A decoder from loaded weights (``engine.loading.open.load_weights``), which are emptied.
 
     Raises:
         ModelError: The kernels cannot take its shape, or weights are left over.
@@ -142,7 +142,7 @@ def open_cuda_runner(
     grammars: Grammars | None = None,
     device: torch.device | None = None,
 ) -> tuple[CudaRunner, ModelInfo]:
-    """Load, prove, and wrap (see ``engine.opening.open_runner``).
+    """Load, prove, and wrap (see ``engine.cpu.build.open_runner``).
 
     Args:
         settings: Dtype, numerics and number of blocks.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.cuda import Batch, CudaDecoder
-from engine.kernels.attention import Tiles
-from engine.kernels.rows import draw
+from engine.cuda.decoder import Batch, CudaDecoder
+from engine.cuda.kernels.attention import Tiles
+from engine.cuda.kernels.rows import draw
 
 _ALIGNED_BYTES = 256  # of each part of the inputs: kernels are compiled by alignment
 

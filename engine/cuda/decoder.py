@@ -4,7 +4,7 @@ T rows of a step, E hidden size, H query heads, K KV heads, D head dim, V vocabu
 S block table rows, N tiles
 
 Needs torch and triton, nothing else. Under ``TRITON_INTERPRET=1`` it runs on the CPU (slowly), so
-that its results can be compared with ``engine/models/decoder.py`` without a GPU.
+that its results can be compared with ``engine/cpu/decoder.py`` without a GPU.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
-from engine.kernels.configs import AttentionConfig, attention_config
-from engine.kernels.products import Products, Weight, to_fp8
-from engine.kernels.rows import add_norm, add_to, gate_mul, rope_write
+from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from engine.cuda.kernels.configs import AttentionConfig, attention_config
+from engine.cuda.kernels.products import Products, Weight, to_fp8
+from engine.cuda.kernels.rows import add_norm, add_to, gate_mul, rope_write
 
 SPREAD_QUERIES = 8
 """Up to so many queries (decode, verification) a sequence's keys are spread over programs."""

@@ -1,6 +1,6 @@
 """LoRA adapters on the device, and what they add to the products of a step.
 
-Adapters are read, checked and stacked as on the CPU (``engine/adapters.py``); their products are
+Adapters are read, checked and stacked as on the CPU (``engine/cpu/lora.py``); their products are
 those of the decoder, so in ``exact`` a row's delta does not depend on who shares its step.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.adapters import Adapter, AdapterSet, Product
-from engine.core.adapters import AdapterRef
-from engine.cuda import CudaDecoder
-from engine.kernels.products import Products
-from engine.text.artifact import ModelConfig
+from engine.cpu.lora import Adapter, AdapterSet, Product
+from engine.core.params import AdapterRef
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.kernels.products import Products
+from engine.artifacts.artifact import ModelConfig
 
 
 class DeviceProduct:

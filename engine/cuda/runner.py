@@ -1,9 +1,9 @@
-"""Executes step plans on CUDA: ``engine.core.plan.ModelRunner`` over ``engine/cuda.py``.
+"""Executes step plans on CUDA: ``engine.core.plan.ModelRunner`` over ``engine/cuda/decoder.py``.
 
     plan rows      A: chunk of 5      B: decode      C: decode     (as the scheduler wrote them)
     flat rows      A0 A1 A2 A3 A4  B  C                            (the same order)
 
-A plan of decodes alone is one captured step (``engine/cuda_steps.py``); prefill chunks, guesses,
+A plan of decodes alone is one captured step (``engine/cuda/decode_graphs.py``); prefill chunks, guesses,
 adapters, and mixtures are launched kernel by kernel. Kernels never read a page beyond a sequence's
 own end, so a neighbour's NaN cannot reach a row, and none is computed twice.
 """
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 
 import torch
 
-from engine import scoring
+from engine.sampling import prompt_scores as scoring
 from engine.core.errors import BatonError, InternalError, NumericsError
 from engine.core.geometry import KvGeometry
-from engine.core.harvest import Floats, Harvest, Scores
+from engine.core.prompt_outputs import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda import CudaDecoder
-from engine.cuda_adapters import CudaAdapters, DeviceDeltas
-from engine.cuda_draw import Draws, Specs, is_filtered, on_device, unknown_fields
-from engine.cuda_mirror import PoolMirror
-from engine.cuda_steps import DecodeRow, DecodeSteps
-from engine.grammars import Grammars
-from engine.kernels.attention import Span
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.lora import CudaAdapters, DeviceDeltas
+from engine.cuda.sampler import Draws, Specs, is_filtered, on_device, unknown_fields
+from engine.cuda.host_pool import PoolMirror
+from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
+from engine.sampling.grammars import Grammars
+from engine.cuda.kernels.attention import Span
 from engine.numerics import DTYPES
-from engine.sampling import Logits
+from engine.sampling.sample import Logits
 
 _KNOWN = (
     "sequence_id",

@@ -2,7 +2,7 @@
 
 The device draws the largest logit, or the largest logit / temperature + noise, of all tokens or of
 those that ``top_k``, ``top_p`` and ``min_p`` leave. A draw with penalties, log-probabilities or a
-grammar has its row of logits brought to the host, where ``engine/sampling.py`` draws. Which of the
+grammar has its row of logits brought to the host, where ``engine/sampling/sample.py`` draws. Which of the
 two it is depends on the draw alone, never on what else is in the step.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import MISSING, dataclass, fields
 
 import torch
 
-from engine import sampling, verifying
+from engine.sampling import sample as sampling, speculative as verifying
 from engine.core.errors import GrammarError
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec
-from engine.cuda_steps import signed
-from engine.grammars import Grammars
-from engine.kernels.rows import cuts, draw
+from engine.cuda.decode_graphs import signed
+from engine.sampling.grammars import Grammars
+from engine.cuda.kernels.rows import cuts, draw
 
 Specs = tuple[SampleSpec, ...]
 
@@ -49,7 +49,7 @@ class Drawable:
         eos_token_ids: Sequence[int],
         masks: Sequence[Sequence[sampling.Mask | None]],
     ) -> list[list[SampledToken]]:
-        """See ``engine.sampling.sample``."""
+        """See ``engine.sampling.sample.sample``."""
         found = []
         for number, wanted, allowed in zip(self.numbers, specs, masks, strict=True):
             if number in self.drawn:

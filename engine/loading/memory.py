@@ -1,7 +1,7 @@
 """How much memory a worker's engine takes, from the model's numbers alone; no torch here.
 
     process      Python, torch, the vocabulary, and the kernels that torch generates as it goes
-    weights      as they are packed (``engine/linear.py``, ``engine/quantised.py``)
+    weights      as they are packed (``engine/cpu/linear.py``, ``engine/cpu/quantised.py``)
     workspace    the largest step's activations and logits
     draft        weights and workspace of the draft model
     KV pool      blocks of 16 tokens
@@ -20,12 +20,12 @@ import psutil
 
 from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED, KvGeometry
 from engine.core.split import Split
-from engine.ipc import EngineSettings
+from engine.settings import EngineSettings
 from engine.models.families import weight_table
-from engine.native.library import load
-from engine.ranks import splits_of
-from engine.text.artifact import resolve_model
-from engine.text.model_config import ModelConfig, ModelError
+from engine.cpu.native.library import load
+from engine.cpu.parallel.rank_processes import splits_of
+from engine.artifacts.artifact import resolve_model
+from engine.artifacts.model_config import ModelConfig, ModelError
 
 INT4_GROUP_INPUTS = 32
 

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-from engine.footprint import give_back_memory
-from engine.gguf_weights import open_gguf_weights
-from engine.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
-from engine.models.decoder import Decoder
+from engine.loading.memory import give_back_memory
+from engine.loading.gguf_weights import open_gguf_weights
+from engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
+from engine.cpu.decoder import Decoder
 from engine.models.families import weight_table
 from engine.models.family import WeightName
 from engine.numerics import DTYPES, Numerics
-from engine.parallel import Shard
-from engine.quantised import packer
-from engine.safetensors_file import DTYPES as STORED_DTYPES
-from engine.safetensors_file import SafetensorsFile, StoredTensor
-from engine.text.artifact import ModelArtifact, ModelConfig, ModelError
-from engine.weights import Progress, Rows, Weights, all_rows, check_table, finished, silent
+from engine.cpu.parallel.shard import Shard
+from engine.cpu.quantised import packer
+from engine.loading.safetensors_file import DTYPES as STORED_DTYPES
+from engine.loading.safetensors_file import SafetensorsFile, StoredTensor
+from engine.artifacts.artifact import ModelArtifact, ModelConfig, ModelError
+from engine.loading.weights import Progress, Rows, Weights, all_rows, check_table, finished, silent
 
 _GIVE_BACK_BYTES = 4 << 20
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from engine.models import gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
 from engine.models.family import Family, WeightName, weights_of
-from engine.text.model_config import ModelConfig
+from engine.artifacts.model_config import ModelConfig
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY

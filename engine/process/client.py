@@ -13,7 +13,7 @@ from typing import IO
 
 import msgspec
 
-from engine import ipc
+from engine.process import messages as ipc
 from engine.core.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class EngineClient:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "engine.process",
+                "engine.process.step_loop",
                 str(theirs.fileno()),
                 str(pool_fd),
                 msgspec.json.encode(self._settings).decode(),

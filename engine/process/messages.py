@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.core import events as ev
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
-from engine.core.speculation import SpeculationSettings
+from engine.core.speculative.proposers import SpeculationSettings
 
 LENGTH = struct.Struct("<I")
 M = TypeVar("M")

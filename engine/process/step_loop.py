@@ -1,8 +1,8 @@
 """The step loop: a process of its own, so that the network never delays a step.
 
-    python -m engine.process CONTROL_FD POOL_FD SETTINGS_JSON
+    python -m engine.process.step_loop CONTROL_FD POOL_FD SETTINGS_JSON
 
-``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/ipc.py``), ``POOL_FD`` an empty memory
+``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/process/messages.py``), ``POOL_FD`` an empty memory
 file that becomes the KV pool; the shell maps the same file. The process ends when it is told to,
 when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
 """
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from engine import ipc
-from engine.adapter_desk import AdapterDesk
+from engine.process import messages as ipc
+from engine.process.adapter_loader import AdapterDesk
 from engine.core import events as ev
 from engine.core.core import EngineCore
 from engine.core.errors import (
@@ -32,12 +32,13 @@ from engine.core.errors import (
     NumericsError,
 )
 from engine.core.geometry import KvGeometry
-from engine.core.plan import ModelRunner, StepPlan
+from engine.core.model_runner import ModelRunner
+from engine.core.plan import StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.core.speculation import NgramProposer, Speculation
-from engine.grammars import CompileDesk
-from engine.ranks import RankProcesses
+from engine.core.speculative.proposers import NgramProposer, Speculation
+from engine.sampling.grammars import CompileDesk
+from engine.cpu.parallel.rank_processes import RankProcesses
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
@@ -125,7 +126,7 @@ class EngineProcess:
         settings = self._settings
         if settings.model == EMULATED:
             return self._build_emulated()
-        from engine.opening import open_runner  # torch is loaded here and nowhere else
+        from engine.cpu.build import open_runner  # torch is loaded here and nowhere else
 
         if settings.tensor_parallel > 1:
             self._ranks = RankProcesses(settings, self._pool_fd)
@@ -146,7 +147,7 @@ class EngineProcess:
             return None
         if settings.mode == "ngram":
             return Speculation(NgramProposer(), settings.tokens)
-        from engine.draft import open_draft
+        from engine.cpu.build_draft import open_draft
 
         return open_draft(self._settings, main, lambda what: self._send([ipc.Progress(what)]))
 
@@ -314,7 +315,7 @@ class EngineProcess:
 
 
 def main() -> None:
-    """Entry of ``python -m engine.process``."""
+    """Entry of ``python -m engine.process.step_loop``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.core.harvest import Floats, Harvest, Scores
-from engine.sampling import Logits
+from engine.core.prompt_outputs import Floats, Harvest, Scores
+from engine.sampling.sample import Logits
 
 SLICE_ROWS = 32
 """Logits of so many rows exist at once: 6 MiB of fp32 at a vocabulary of 49k."""

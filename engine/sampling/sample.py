@@ -18,7 +18,7 @@ import torch
 
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import SampleSpec
-from engine.native.rows import finite_rows
+from engine.cpu.native.rows import finite_rows
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeVar
 
 from engine.core.errors import GrammarError
-from engine.core.finish import finish_reason
+from engine.core.params import finish_reason
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec
-from engine.sampling import Logits, Mask, sample
+from engine.sampling.sample import Logits, Mask, sample
 
 MaskFn = Callable[
     [Sequence[Sequence[SampleSpec]]], tuple[list[list[Mask | None]], dict[int, GrammarError]]
@@ -49,7 +49,7 @@ def draw_by(
     So a draw only ever sees a history that is a fact, or becomes one with this step.
 
     Args:
-        sample: Draws from rows of ``logits``, as ``engine.sampling.sample`` does.
+        sample: Draws from rows of ``logits``, as ``engine.sampling.sample.sample`` does.
         logits: Rows in the order of ``PlanRow.draws``, plan row by plan row.
         rows: Of the plan.
         eos_token_ids: The model's end tokens.

@@ -1,6 +1,6 @@
 """Whether two models mean the same by every token id: a draft model must."""
 
-from engine.text.artifact import ModelArtifact, ModelError
+from engine.artifacts.artifact import ModelArtifact, ModelError
 from engine.text.tokenizer import load_tokenizer
 
 

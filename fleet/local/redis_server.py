@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import redis
 
-from fleet.subprocesses import die_with_parent
+from fleet.local.subprocesses import die_with_parent
 
 MINIMUM_VERSION = (6, 2)
 _START_LIMIT_S = 10.0

@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fleet.config import FleetConfig
-from fleet.subprocesses import ProcessKey, end_processes
+from config.fleet_file import FleetConfig
+from fleet.local.subprocesses import ProcessKey, end_processes
 
 RUN_FOLDER_VARIABLE = "BATON_RUN_FOLDER"
 _RUN_PREFIX = "bt-"

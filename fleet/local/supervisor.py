@@ -21,13 +21,13 @@ from typing import Any
 
 import httpx
 
-from fleet import state as fleet_state
-from fleet.checks import claim_port, describe_model, notes
-from fleet.config import EMBEDDED, FleetConfig
-from fleet.redis_server import EmbeddedRedis, check_external, redacted
-from fleet.signals import StopRequestedError, StopSignal
-from fleet.state import RUN_FOLDER_VARIABLE, FleetState
-from fleet.subprocesses import ProcessKey, die_with_parent
+from fleet.local import state as fleet_state
+from fleet.preflight import claim_port, describe_model, notes
+from config.fleet_file import EMBEDDED, FleetConfig
+from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
+from fleet.local.signals import StopRequestedError, StopSignal
+from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
+from fleet.local.subprocesses import ProcessKey, die_with_parent
 
 Say = Callable[[str], None]
 
@@ -176,8 +176,8 @@ class Supervisor:
 
     def _start_workers(self) -> None:
         self._say("starting Ray")
-        from fleet import ray_runtime
-        from fleet.ray_controller import ControllerSpec
+        from fleet.pools import ray_runtime
+        from fleet.pools.ray_controller import ControllerSpec
 
         self._ray_started = True
         if self._address is None:

@@ -23,8 +23,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fleet.config import FleetConfig
-from fleet.controller import (
+from config.fleet_file import FleetConfig
+from fleet.pools.controller import (
     Action,
     Drain,
     FleetController,
@@ -33,7 +33,7 @@ from fleet.controller import (
     Remove,
     Stop,
 )
-from fleet.pools import (
+from fleet.pools.resources import (
     NAMESPACE,
     actor_name,
     bundles,
@@ -42,11 +42,12 @@ from fleet.pools import (
     worker_environment,
     worker_settings,
 )
-from fleet.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
-from fleet.registry import Registry, RegistryUnavailableError, WorkerRecord
-from fleet.registry_types import Role
+from fleet.pools.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
+from registry.redis_store import Registry, RegistryUnavailableError
+from registry.types import WorkerRecord
+from registry.types import Role
 
-_LOG = logging.getLogger("fleet.controller")
+_LOG = logging.getLogger("fleet.pools.controller")
 
 _REFRESH_S = 5.0  # of the slots' records in Redis
 _STEP_S = 0.25

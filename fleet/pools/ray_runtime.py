@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from fleet.config import EMBEDDED, FleetConfig
-from fleet.pools import NAMESPACE, CapacityError, check_capacity, controller_name, local_cpus
+from config.fleet_file import EMBEDDED, FleetConfig
+from fleet.pools.resources import NAMESPACE, CapacityError, check_capacity, controller_name, local_cpus
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 
@@ -77,7 +77,7 @@ class Controller:
         """Start the detached controller; one that was left behind by an earlier `up` is ended."""
         import ray
 
-        from fleet.ray_controller import ControllerActor
+        from fleet.pools.ray_controller import ControllerActor
 
         cls.end_leftover(fleet)
         actor = (

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fleet.registry_types import WorkerRecord
+from registry.types import WorkerRecord
 
 WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
 _LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fleet.config import FleetConfig
-from fleet.registry_types import Role
+from config.fleet_file import FleetConfig
+from registry.types import Role
 
 NAMESPACE = "baton"
 

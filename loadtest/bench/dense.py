@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.models.rope import unpair_rows
-from engine.text.artifact import ModelConfig
+from engine.artifacts.artifact import ModelConfig
 
 
 class DenseLlama:
@@ -18,7 +18,7 @@ class DenseLlama:
 
     Args:
         config: The model's numbers.
-        weights: From ``engine.loading.load_weights``; not changed.
+        weights: From ``engine.loading.open.load_weights``; not changed.
         max_batch: Rows of the cache.
         max_tokens: Length of the cache.
     """

@@ -27,11 +27,11 @@ from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.llm import DEFAULT_MODEL
-from engine.loading import load_model, load_weights
+from engine.loading.open import load_model, load_weights
 from engine.numerics import Numerics
-from engine.opening import attention_layout, geometry_of
-from engine.runner import TorchRunner
-from engine.text.artifact import ModelArtifact, resolve_model
+from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.artifact import ModelArtifact, resolve_model
 from loadtest.bench.dense import DenseLlama
 
 MODES: tuple[Numerics, ...] = ("exact", "fast")

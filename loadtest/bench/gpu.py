@@ -214,7 +214,7 @@ class Bench:
         self, numerics: str, *, fp8: bool = False, workloads: bool = False
     ) -> dict[str, float]:
         """Decode and prefill in one numerics; returns seconds of the workloads."""
-        from engine.cuda_loop import DecodeLoop
+        from loadtest.bench.gpu_decode_loop import DecodeLoop
         from loadtest.bench.gpu_model import BLOCK, random_decoder, workload_s
 
         machine, report = self._machine, self._report

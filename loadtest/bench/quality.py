@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.core.params import SamplingParams
-from engine.footprint import footprint
+from engine.loading.memory import footprint
 from engine.llm import DEFAULT_MODEL, LLM
 from engine.text.grammar import translate
 

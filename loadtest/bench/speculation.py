@@ -18,7 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
-from engine.core.speculation import NgramProposer, Speculation
+from engine.core.speculative.proposers import NgramProposer, Speculation
 from engine.llm import DEFAULT_MODEL, LLM
 
 _PEOPLE = ("Ada", "Alan", "Charles", "Grace", "Mary", "John")

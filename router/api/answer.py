@@ -21,13 +21,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.errors import BatonError
-from router.flight import Flight
-from router.formats import AnswerFormat, usage
-from router.gateway import Gateway
-from router.observe import Observer
-from router.prepare import off_loop
-from router.problems import problem_response
-from router.request import GenerationRequest
+from router.requests.active_request import Flight
+from router.api.responses import AnswerFormat, usage
+from router.requests.gateway import Gateway
+from router.metrics import Observer
+from router.api.prepare import off_loop
+from router.api.errors import problem_response
+from router.requests.request import GenerationRequest
 
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"

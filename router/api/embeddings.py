@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from engine.core.errors import QueueFullError
-from router.answer import AnswerContext, Exchange
-from router.flight import Flight
-from router.formats import usage
-from router.gateway import Gateway
-from router.request import GenerationRequest
-from router.schema import EmbeddingBody
+from router.api.answer import AnswerContext, Exchange
+from router.requests.active_request import Flight
+from router.api.responses import usage
+from router.requests.gateway import Gateway
+from router.requests.request import GenerationRequest
+from router.api.schema import EmbeddingBody
 
 
 class EmbeddingAnswer(Exchange):

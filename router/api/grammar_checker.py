@@ -18,7 +18,7 @@ import msgspec
 from engine.core.errors import GrammarError, UnavailableError
 from engine.text.grammar import MAX_SOURCE_CHARACTERS, GrammarKind, Vocabulary
 from engine.text.grammar_check import LENGTH, Question, Verdict, frame
-from fleet.telemetry import Metrics
+from telemetry.metrics import Metrics
 
 COMPILE_LIMIT_S = 2.0
 START_LIMIT_S = 60.0

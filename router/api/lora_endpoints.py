@@ -6,9 +6,9 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
-from router.adapters import AdapterTable
-from router.prepare import tenant_of
-from router.schema import LoadAdapterBody, UnloadAdapterBody, parse
+from router.adapter_table import AdapterTable
+from router.api.prepare import tenant_of
+from router.api.schema import LoadAdapterBody, UnloadAdapterBody, parse
 from router.settings import RouterSettings
 
 ReadBody = Callable[[Request], Awaitable[bytes]]

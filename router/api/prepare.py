@@ -11,11 +11,11 @@ from typing import TypeVar
 import msgspec
 
 from engine.core.errors import InvalidRequestError, PromptTooLongError, UnauthorizedError
-from engine.core.harvest import bytes_per_row
+from engine.core.prompt_outputs import bytes_per_row
 from engine.core.params import SamplingParams
-from router.model import ServedModel
-from router.request import GenerationRequest, Mode, part_id
-from router.schema import (
+from router.served_model import ServedModel
+from router.requests.request import GenerationRequest, Mode, part_id
+from router.api.schema import (
     MAX_INPUTS,
     MAX_PROMPTS,
     ChatBody,
@@ -24,7 +24,7 @@ from router.schema import (
     GenerationBody,
 )
 from router.settings import RouterSettings
-from router.tools import messages_of, offered
+from router.api.tools import messages_of, offered
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES: dict[str, Mode] = {

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.harvest import PromptScores
+from engine.core.prompt_outputs import PromptScores
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
-from router.flight import Flight
+from router.requests.active_request import Flight
 
 
 class PromptView:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_core import from_json
 
 from engine.core.errors import InvalidRequestError
-from router.beams import without_beams
+from router.api.beams import without_beams
 
 _NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 _FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError
 from engine.text.grammar import ANY_OBJECT, GrammarKind
-from router.schema import ChatBody, GenerationBody
-from router.tools import calls_grammar_of, offered
+from router.api.schema import ChatBody, GenerationBody
+from router.api.tools import calls_grammar_of, offered
 
 
 class Wanted(NamedTuple):

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from fleet.registry_types import FeedItem, Snapshot
-from fleet.telemetry import Metrics
-from router.mirror import Applied, Mirror
+from registry.types import FeedItem, Snapshot
+from telemetry.metrics import Metrics
+from router.placement.prefix_index import Applied, Mirror
 
 
 class EventSource(Protocol):
-    """KV events of all workers; ``fleet.registry.EventFeed`` is one. Heals gaps by itself."""
+    """KV events of all workers; ``registry.facade.EventFeed`` is one. Heals gaps by itself."""
 
     def want(self, incarnation: bytes) -> None:
         """Send a snapshot of the incarnation, though nothing was missed on the way."""

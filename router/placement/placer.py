@@ -7,16 +7,16 @@ from time import monotonic_ns
 from batonpb.decode_pb2 import Submission
 
 from engine.core.errors import BatonError, UnavailableError
-from router import wire
-from router.cost import candidates, choose
-from router.fairness import Waiting
-from router.flight import EXPLAINED_CANDIDATES, Flight
-from router.load import LoadBook
-from router.mirror import Mirror
-from router.observe import Observer
-from router.request import GenerationRequest, pack
+from router.placement import prompt_hashes as wire
+from router.placement.cost import candidates, choose
+from router.requests.fair_queue import Waiting
+from router.requests.active_request import EXPLAINED_CANDIDATES, Flight
+from router.placement.booked_load import LoadBook
+from router.placement.prefix_index import Mirror
+from router.metrics import Observer
+from router.requests.request import GenerationRequest, pack
 from router.settings import RouterSettings
-from router.workers import Slot, WorkerTable
+from router.workers.table import Slot, WorkerTable
 
 _FIRST_GUESS_TOKENS = 128.0
 _LEARNING_RATE = 0.05

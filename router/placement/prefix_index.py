@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 
-from fleet.registry_types import (
+from registry.types import (
     EventBatch,
     FeedItem,
     Forget,

@@ -6,12 +6,12 @@ from batonpb.common_pb2 import Adapter, Capabilities, LogitBias
 from batonpb.common_pb2 import SamplingParams as WireSampling
 from batonpb.decode_pb2 import PrefillTarget
 
-from engine.core.adapters import AdapterRef
-from engine.core.names import block_names, name_seed
+from engine.core.params import AdapterRef
+from engine.core.block_hashes import block_names, name_seed
 from engine.core.params import SamplingParams
-from router.request import GenerationRequest
-from router.streams import WorkerLink
-from router.workers import Slot, format_id, kv_format
+from router.requests.request import GenerationRequest
+from router.workers.link import WorkerLink
+from router.workers.table import Slot, format_id, kv_format
 
 _KEPT_SEEDS = 1024
 

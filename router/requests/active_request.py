@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
-from router.cost import Candidate
-from router.lifecycle import RequestRecord
-from router.request import GenerationRequest
+from router.placement.cost import Candidate
+from router.requests.record import RequestRecord
+from router.requests.request import GenerationRequest
 
 EXPLAINED_CANDIDATES = 32
 

@@ -1,7 +1,7 @@
 """The queue before placement: bounded, fair, honest. Sans-IO.
 
 Priorities are strict: lower numbers run first. Among equals tenants take turns
-(``router/fairness.py``). A full queue belongs to all as well: who has fewer requests in it than
+(``router/requests/fair_queue.py``). A full queue belongs to all as well: who has fewer requests in it than
 others takes the newest place of the tenant that has most.
 """
 
@@ -9,7 +9,7 @@ from collections import Counter, deque
 from math import ceil
 
 from engine.core.errors import QueueFullError
-from router.fairness import FairQueue, Waiting
+from router.requests.fair_queue import FairQueue, Waiting
 
 _RATE_WINDOW_NS = 30_000_000_000
 _MAX_RETRY_AFTER_S = 600.0

@@ -35,21 +35,21 @@ from engine.core.errors import (
     from_code,
 )
 from engine.text.tokenizer import TextTokenizer
-from router.admission import Admission
-from router.directory import WorkerDirectory
-from router.flight import Flight
-from router.handoff import HandoffRepairs
-from router.lifecycle import RequestRecord
-from router.load import LoadBook
-from router.mirror import Mirror
-from router.observe import Observer
-from router.placement import Placer
-from router.records import KeptRecords
-from router.repair import MAX_ATTEMPTS, after_worker_death
-from router.request import GenerationRequest
+from router.requests.admission import Admission
+from router.workers.directory import WorkerDirectory
+from router.requests.active_request import Flight
+from router.requests.prefill_recovery import HandoffRepairs
+from router.requests.record import RequestRecord
+from router.placement.booked_load import LoadBook
+from router.placement.prefix_index import Mirror
+from router.metrics import Observer
+from router.placement.placer import Placer
+from router.requests.history import KeptRecords
+from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
+from router.requests.request import GenerationRequest
 from router.settings import RouterSettings
-from router.streams import WorkerLink, own_wire
-from router.workers import WorkerTable
+from router.workers.link import WorkerLink, own_wire
+from router.workers.table import WorkerTable
 
 _LOG = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.flight import Flight
+from router.requests.active_request import Flight
 
 PARTS_OF_A_CALL = 64
 """A call with thousands of inputs shall not press out all that others asked for."""

@@ -1,7 +1,7 @@
 """A prefill worker failed a request that a decode worker holds: finds it another one, or an end.
 
 The decode worker keeps its reservation and asks (``PrefillNeeded``); what is decided stands in
-``router/repair.py``.
+``router/requests/recovery_policy.py``.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from batonpb.common_pb2 import Error
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
 from engine.core.errors import BatonError, TransferError
-from router import wire
-from router.flight import Flight
-from router.load import LoadBook
-from router.observe import Observer
-from router.repair import after_prefill_failure
+from router.placement import prompt_hashes as wire
+from router.requests.active_request import Flight
+from router.placement.booked_load import LoadBook
+from router.metrics import Observer
+from router.requests.recovery_policy import after_prefill_failure
 from router.settings import RouterSettings
-from router.workers import Slot, WorkerTable, load_of
+from router.workers.table import Slot, WorkerTable, load_of
 
 
 class HandoffRepairs:

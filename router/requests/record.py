@@ -15,11 +15,11 @@ from batonpb.common_pb2 import PromptLogprobs, TokenLogprob
 from batonpb.decode_pb2 import RequestRoute, RequestTimes, TokenRun
 
 from engine.core.errors import BatonError, InternalError
-from engine.core.harvest import PromptScores, ScoresIntake
+from engine.core.prompt_outputs import PromptScores, ScoresIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
-from router.request import GenerationRequest, unpack
+from router.requests.request import GenerationRequest, unpack
 
 
 class ShownLogprob(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.core.errors import BatonError, PoisonRequestError, TransferError, WorkerLostError
-from router.lifecycle import RequestRecord
+from router.requests.record import RequestRecord
 
 MAX_DEATHS = 2
 MAX_ATTEMPTS = 2

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.params import SamplingParams
 
 Mode = Literal["auto", "disaggregated", "colocated"]

@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
-from fleet.registry_types import WorkerRecord
-from fleet.registry_workers import WorkerChange
+from registry.types import WorkerRecord
+from registry.workers import WorkerChange
 
 
 class WorkerDirectory(Protocol):
     """Says which workers there are, for as long as it is iterated.
 
     Liveness is not its business: that is what the streams to the workers tell.
-    ``fleet.registry.RegistryWatcher`` is one.
+    ``registry.facade.RegistryWatcher`` is one.
     """
 
     def __aiter__(self) -> AsyncIterator[WorkerChange]:

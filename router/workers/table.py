@@ -10,8 +10,8 @@ from batonpb.common_pb2 import Capabilities, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
 from engine.core.geometry import head_bytes
-from fleet.registry_types import WorkerRecord
-from router.cost import (
+from registry.types import WorkerRecord
+from router.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
     PRIOR_EDGE_BYTES_PER_S,
@@ -21,12 +21,12 @@ from router.cost import (
     Edge,
     WorkerLoad,
 )
-from router.directory import WorkerDirectory
-from router.load import LoadBook
-from router.mirror import Mirror
+from router.workers.directory import WorkerDirectory
+from router.placement.booked_load import LoadBook
+from router.placement.prefix_index import Mirror
 from router.settings import RouterSettings
-from router.streams import LinkListener, WorkerLink, wire_ok
-from router.transfers import TransferLedger
+from router.workers.link import LinkListener, WorkerLink, wire_ok
+from router.workers.transfer_totals import TransferLedger
 
 _STATES = ("starting", "ready", "draining")
 _BLOCK_STATES = ("total", "free", "cached", "leased", "quarantined")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.config import ConfigError, FleetConfig, load_config
+from config.fleet_file import ConfigError, FleetConfig, load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

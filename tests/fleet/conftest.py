@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from fleet.redis_server import EmbeddedRedis
-from fleet.registry import EventBatch, EventFeed, Forget, Heartbeat, Registry, Snapshot
+from fleet.local.redis_server import EmbeddedRedis
+from registry.types import EventBatch, Forget, Heartbeat, Snapshot
+from registry.kv_events import EventFeed
+from registry.redis_store import Registry
 
 
 @pytest.fixture

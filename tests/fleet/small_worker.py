@@ -8,9 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.registry import Presence, Registry, WorkerRecord
-from fleet.registry_types import Role
-from fleet.subprocesses import die_with_parent
+from registry.workers import Presence
+from registry.redis_store import Registry
+from registry.types import WorkerRecord
+from registry.types import Role
+from fleet.local.subprocesses import die_with_parent
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,18 +12,18 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from engine import ipc
+from engine.process import messages as ipc
 from engine.core import events as ev
 from engine.core.params import SamplingParams
-from engine.footprint import automatic_blocks, footprint, pool_geometry
-from engine.hub import EngineHub
-from engine.text.artifact import ModelError, resolve_model
-from engine.text.model_config import ModelConfig
+from engine.loading.memory import automatic_blocks, footprint, pool_geometry
+from engine.process.handle import EngineHub
+from engine.artifacts.artifact import ModelError, resolve_model
+from engine.artifacts.model_config import ModelConfig
 from fleet.capacity import Capacity, plan_capacity
-from fleet.cli import app
-from fleet.config import DEFAULT_MODEL, FleetConfig, PoolsConfig
-from fleet.pools import worker_settings
-from kvtransfer import wire
+from fleet.cli.main import app
+from config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
+from fleet.pools.resources import worker_settings
+from wire import codecs as wire
 
 GIB = 1 << 30
 PLAIN = {"dtype": "bf16", "weights": "none", "kv": "none", "numerics": "exact"}
@@ -117,7 +117,7 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
         return pool_geometry(settings, config).num_blocks
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("engine.footprint.free_memory_bytes", lambda: 6 * GIB)
+    monkeypatch.setattr("engine.loading.memory.free_memory_bytes", lambda: 6 * GIB)
     assert kv_blocks(FleetConfig(kv_blocks_per_worker=200)) == 200
     pair = kv_blocks(FleetConfig())
     many = kv_blocks(FleetConfig(pools=PoolsConfig(prefill=4, decode=4)))

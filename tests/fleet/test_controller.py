@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fleet.controller import (
+from fleet.pools.controller import (
     BACKOFF_FIRST_NS,
     BACKOFF_LIMIT_NS,
     DRAIN_LIMIT_NS,

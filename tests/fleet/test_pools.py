@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.config import FleetConfig, PoolsConfig, TensorParallelConfig
-from fleet.pools import (
+from config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from fleet.pools.resources import (
     CapacityError,
     bundles,
     check_capacity,

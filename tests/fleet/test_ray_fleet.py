@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 import ray
 
-from fleet.config import FleetConfig, PoolsConfig
-from fleet.pools import NAMESPACE, controller_name
-from fleet.ray_controller import ControllerSpec
-from fleet.ray_runtime import Controller, start_local
-from fleet.redis_server import EmbeddedRedis
-from fleet.registry import Registry, WorkerRecord
-from fleet.subprocesses import ProcessKey
+from config.fleet_file import FleetConfig, PoolsConfig
+from fleet.pools.resources import NAMESPACE, controller_name
+from fleet.pools.ray_controller import ControllerSpec
+from fleet.pools.ray_runtime import Controller, start_local
+from fleet.local.redis_server import EmbeddedRedis
+from registry.redis_store import Registry
+from registry.types import WorkerRecord
+from fleet.local.subprocesses import ProcessKey
 
 pytestmark = [
     pytest.mark.fleet,
@@ -86,7 +87,7 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
 
 
 def slot(fleet: Fleet, worker_id: str) -> dict[str, Any]:
-    return next(item for item in fleet.controller.status() if item["worker_id"] == worker_id)
+    return next(item for item in fleet.pools.controller.status() if item["worker_id"] == worker_id)
 
 
 def wait_ready(fleet: Fleet, worker_id: str, epoch: int) -> None:
@@ -163,7 +164,7 @@ async def test_workers_outlive_their_controller_and_are_adopted(fleet: Fleet) ->
 
 def _goes_on(fleet: Fleet) -> bool:
     try:
-        fleet.controller.keep_running(timeout_s=2)
+        fleet.pools.controller.keep_running(timeout_s=2)
     except ray.exceptions.RayError:
         return False
     return True
@@ -171,7 +172,7 @@ def _goes_on(fleet: Fleet) -> bool:
 
 async def test_a_stop_ends_every_worker(fleet: Fleet) -> None:
     engines = [ProcessKey.of(record.pid) for record in (await records(fleet)).values()]
-    assert fleet.controller.stop()
+    assert fleet.pools.controller.stop()
     wait_for(lambda: not any(engine and engine.find() for engine in engines), limit_s=5)
     until = time.monotonic() + 10  # a worker that was killed in the act lapses by itself
     while (left := await records(fleet)) and time.monotonic() < until:

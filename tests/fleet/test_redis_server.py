@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from fleet.redis_server import EmbeddedRedis, RedisError, check_external, redacted
-from fleet.subprocesses import ProcessKey
+from fleet.local.redis_server import EmbeddedRedis, RedisError, check_external, redacted
+from fleet.local.subprocesses import ProcessKey
 
 
 def test_it_needs_the_password_and_keeps_nothing(redis_server: EmbeddedRedis) -> None:
@@ -51,7 +51,7 @@ def test_a_killed_one_comes_back_under_the_same_url(redis_server: EmbeddedRedis)
 
 def test_it_dies_with_its_parent() -> None:
     program = (
-        "import time; from fleet.redis_server import EmbeddedRedis\n"
+        "import time; from fleet.local.redis_server import EmbeddedRedis\n"
         "s = EmbeddedRedis(); s.start(); print(s.pid, s.socket_path.parent, flush=True)\n"
         "time.sleep(60)"
     )

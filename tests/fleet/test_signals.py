@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-from fleet.signals import StopRequestedError, StopSignal
+from fleet.local.signals import StopRequestedError, StopSignal
 import sys, time
 stop = StopSignal()
 stop.install()

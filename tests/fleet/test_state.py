@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet import state as fleet_state
-from fleet.state import RUN_FOLDER_VARIABLE, FleetState
-from fleet.subprocesses import ProcessKey
+from fleet.local import state as fleet_state
+from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
+from fleet.local.subprocesses import ProcessKey
 
 
 @pytest.fixture(autouse=True)

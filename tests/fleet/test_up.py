@@ -15,8 +15,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from fleet import state as fleet_state
-from fleet.subprocesses import ProcessKey
+from fleet.local import state as fleet_state
+from fleet.local.subprocesses import ProcessKey
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
@@ -153,7 +153,7 @@ def test_on_an_existing_ray_cluster(serve: Serve) -> None:
             address_file = Path(folder) / "ray_current_cluster"
             wait_for(address_file.exists, 40)
             address = address_file.read_text().strip()
-            command = [sys.executable, "-m", "fleet.cli", "up", "--address", address]
+            command = [sys.executable, "-m", "fleet.cli.main", "up", "--address", address]
             served = serve(command)
             assert ask(served.wait_ready())[0] == "The capital of France is Paris."
             served.process.send_signal(signal.SIGTERM)
@@ -168,7 +168,7 @@ def test_on_an_existing_ray_cluster(serve: Serve) -> None:
 def test_a_killed_supervisor_takes_its_children_along_and_down_sweeps_up(
     serve: Serve, tmp_path: Path
 ) -> None:
-    baton = [sys.executable, "-m", "fleet.cli"]
+    baton = [sys.executable, "-m", "fleet.cli.main"]
     served = serve([*baton, "up"])
     served.wait_ready()
     state = fleet_state.load("up-test")

@@ -9,10 +9,10 @@ from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.core.speculation import Speculation
+from engine.core.speculative.proposers import Speculation
 from engine.emulated import EmulatedRunner
 from kvtransfer import chunk, receiver, sender
-from kvtransfer.place import Place
+from kvtransfer.kv_slice import Place
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender, SenderState
 

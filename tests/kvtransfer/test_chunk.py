@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from engine.core.geometry import KvGeometry
 from engine.core.split import owned_heads
 from kvtransfer import chunk
-from kvtransfer.formats import disagreement, kv_group
-from kvtransfer.place import Place, cut
+from wire.compatibility import disagreement, kv_group
+from kvtransfer.kv_slice import Place, cut
 from kvtransfer.resharding import edges
 
 GEOMETRY = KvGeometry(num_layers=5, num_kv_heads=3, head_dim=8, num_blocks=24, dtype="bf16")

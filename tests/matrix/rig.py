@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.core import events as ev
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.core import EngineCore
-from engine.core.drafting import DraftProposer
-from engine.core.names import name_seed
+from engine.core.speculative.draft_proposer import DraftProposer
+from engine.core.block_hashes import name_seed
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.core.speculation import NgramProposer, Speculation
-from engine.ipc import EngineSettings
-from engine.opening import open_runner
-from engine.process import map_pool
-from engine.ranks import RankProcesses
-from engine.runner import TorchRunner
-from engine.text.adapter_artifact import read_adapter
-from engine.text.artifact import resolve_model
+from engine.core.speculative.proposers import NgramProposer, Speculation
+from engine.settings import EngineSettings
+from engine.cpu.build import open_runner
+from engine.process.step_loop import map_pool
+from engine.cpu.parallel.rank_processes import RankProcesses
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.lora_artifact import read_adapter
+from engine.artifacts.artifact import resolve_model
 from kvtransfer import chunk
-from kvtransfer.place import Place
+from kvtransfer.kv_slice import Place
 from tests.engine.core.guesses import FreeGuesses
 from tests.matrix.cases import Case
 
@@ -155,9 +155,9 @@ class _Side:
         self.engine = engine
         limits = SchedulerConfig(max_batch_requests=4, max_step_tokens=chunk_tokens)
         self.core = EngineCore(
-            engine.runner, limits, speculation=speculation, check_every_step=True
+            engine.cpu.runner, limits, speculation=speculation, check_every_step=True
         )
-        self.view = chunk.PoolView(engine.pool, engine.runner.geometry)
+        self.view = chunk.PoolView(engine.pool, engine.cpu.runner.geometry)
         self.events: list[ev.Event] = []
         self._clock_ns = itertools.count(1)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.text.artifact import resolve_model
+from engine.artifacts.artifact import resolve_model
 from engine.text.grammar import translate
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL

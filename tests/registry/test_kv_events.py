@@ -9,18 +9,11 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.redis_server import EmbeddedRedis
-from fleet.registry import (
-    EventBatch,
-    FeedMachine,
-    Forget,
-    KvEventPublisher,
-    NameLedger,
-    Registry,
-    Snapshot,
-    names_checksum,
-)
-from fleet.registry_store import STREAM_BATCHES
+from fleet.local.redis_server import EmbeddedRedis
+from registry.types import EventBatch, Forget, Snapshot, names_checksum
+from registry.kv_events import FeedMachine, KvEventPublisher, NameLedger
+from registry.redis_store import Registry
+from registry.redis_store import STREAM_BATCHES
 from tests.fleet.conftest import Reader, eventually
 
 STREAM = "baton:{test}:kv:events"

@@ -7,15 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleet.redis_server import EmbeddedRedis
-from fleet.registry import (
-    Presence,
-    Registry,
-    RegistryUnavailableError,
-    RegistryWatcher,
-    WorkerRecord,
-)
-from fleet.registry_workers import merged
+from fleet.local.redis_server import EmbeddedRedis
+from registry.workers import Presence, RegistryWatcher
+from registry.redis_store import Registry, RegistryUnavailableError
+from registry.types import WorkerRecord
+from registry.workers import merged
 from tests.fleet.conftest import eventually
 
 
@@ -90,7 +86,7 @@ async def test_the_last_known_list_survives_a_restart_without_redis(
 async def test_a_silent_worker_leaves_the_list_after_a_while(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleet.registry_workers.FORGET_AFTER_S", 0.1)
+    monkeypatch.setattr("registry.workers.FORGET_AFTER_S", 0.1)
     watcher = RegistryWatcher(registry)
     await registry.register(worker())
     await watcher.poll()

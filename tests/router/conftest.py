@@ -14,12 +14,12 @@ import httpx
 import pytest
 import uvicorn
 
-from engine.text.artifact import resolve_model
-from fleet.config import DEFAULT_MODEL
-from fleet.registry_types import WorkerRecord
+from engine.artifacts.artifact import resolve_model
+from config.fleet_file import DEFAULT_MODEL
+from registry.types import WorkerRecord
 from router.app import Router
-from router.directory import StaticDirectory
-from router.model import ServedModel
+from router.workers.directory import StaticDirectory
+from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.router.emulated_worker import EmulatedWorker, Script
 

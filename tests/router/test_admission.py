@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.errors import QueueFullError
-from router.admission import Admission
-from router.fairness import FairQueue, Waiting
+from router.requests.admission import Admission
+from router.requests.fair_queue import FairQueue, Waiting
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 
@@ -271,7 +271,7 @@ def test_the_flooder_is_told_to_wait_longer_than_it_would_alone():
 
 
 def ask(fleet, tenant: str, **body) -> asyncio.Task:
-    return asyncio.create_task(fleet.chat(headers={"x-baton-tenant": tenant}, **body))
+    return asyncio.create_task(fleet.cli.chat(headers={"x-baton-tenant": tenant}, **body))
 
 
 async def test_a_flood_delays_another_tenant_by_one_turn_and_tickets_keep_the_order(make_fleet):

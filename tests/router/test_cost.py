@@ -11,11 +11,11 @@ from batonpb.common_pb2 import Capabilities, EdgeRate, WorkerStatus
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.registry_types import EventBatch
-from router.cost import PRIOR_ADAPTER_LOAD_S, Edge, Terms, WorkerLoad, candidates, choose
-from router.load import LoadBook
-from router.mirror import Mirror
-from router.workers import load_of
+from registry.types import EventBatch
+from router.placement.cost import PRIOR_ADAPTER_LOAD_S, Edge, Terms, WorkerLoad, candidates, choose
+from router.placement.booked_load import LoadBook
+from router.placement.prefix_index import Mirror
+from router.workers.table import load_of
 
 TRACE = Path(__file__).with_name("conversation_sample.jsonl")
 

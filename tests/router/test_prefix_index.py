@@ -5,9 +5,9 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.names import block_names, name_seed
-from fleet.registry_types import EventBatch, Forget, Heartbeat, Snapshot, names_checksum
-from router.mirror import Applied, Mirror
+from engine.core.block_hashes import block_names, name_seed
+from registry.types import EventBatch, Forget, Heartbeat, Snapshot, names_checksum
+from router.placement.prefix_index import Applied, Mirror
 
 A, B = b"a" * 16, b"b" * 16
 

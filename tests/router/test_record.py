@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from engine.core.errors import DeadlineError, InternalError
 from engine.core.params import SamplingParams
-from router.lifecycle import RequestRecord
-from router.repair import after_prefill_failure, after_worker_death
-from router.request import GenerationRequest, pack, unpack
-from router.streams import Silence
+from router.requests.record import RequestRecord
+from router.requests.recovery_policy import after_prefill_failure, after_worker_death
+from router.requests.request import GenerationRequest, pack, unpack
+from router.workers.link import Silence
 
 
 def request(n: int = 1, stops=(), mode="auto", **sampling) -> GenerationRequest:

@@ -9,19 +9,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engine.core.names import block_names
-from fleet.config import DEFAULT_MODEL
-from fleet.redis_server import EmbeddedRedis
-from fleet.registry import (
-    EventFeed,
-    KvEventPublisher,
-    Presence,
-    Registry,
-    RegistryWatcher,
-)
+from engine.core.block_hashes import block_names
+from config.fleet_file import DEFAULT_MODEL
+from fleet.local.redis_server import EmbeddedRedis
+from registry.kv_events import EventFeed, KvEventPublisher
+from registry.workers import Presence, RegistryWatcher
+from registry.redis_store import Registry
 from router.app import Router
-from router.prepare import Preparer, read_headers
-from router.schema import CompletionBody, parse
+from router.api.prepare import Preparer, read_headers
+from router.api.schema import CompletionBody, parse
 from router.settings import RouterSettings
 from tests.router.conftest import MODEL, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
@@ -56,14 +52,14 @@ async def announced(registry: Registry, worker: EmulatedWorker):
 async def place(router: Router, count: int) -> list[str]:
     """Send the prompt ``count`` times, through everything but HTTP; where it went."""
     body = parse(CompletionBody, msgspec.json.encode({"model": MODEL, "prompt": PROMPT}))
-    preparer = Preparer(router.model, router.settings)
+    preparer = Preparer(router.served_model, router.settings)
     went = []
     for _ in range(count):
         [request] = preparer.completions(
             body, read_headers({}, router.settings), time.monotonic_ns()
         )
         bell = asyncio.Event()
-        flight = router.gateway.submit(request, bell)
+        flight = router.requests.gateway.submit(request, bell)
         while not flight.record.ended:
             bell.clear()
             await bell.wait()
@@ -90,7 +86,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             workers.append(worker)
             publishers.append(await stack.enter_async_context(announced(registry, worker)))
         for router in routers:
-            await until(lambda router=router: len(router.gateway.workers.usable) == 3)
+            await until(lambda router=router: len(router.requests.gateway.workers.usable) == 3)
 
         await place(routers[0], 1)
         await asyncio.sleep(2.1)  # what that placement promised is forgotten: nothing came of it
@@ -113,13 +109,13 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
 
         await workers[2].stop()
         for router in routers:
-            await until(lambda router=router: router.mirror.total_names == 0)
+            await until(lambda router=router: router.placement.prefix_index.total_names == 0)
         assert "decode-2" not in await place(routers[0], 2)
 
 
 def test_a_request_names_its_blocks_once_for_all_workers(model):
     """Seeds depend on the scope and the format, and on nothing that differs between workers."""
-    from router.wire import NameCache
+    from router.placement.prompt_hashes import NameCache
     from tests.router.emulated_worker import KV_GROUP
 
     cache = NameCache()

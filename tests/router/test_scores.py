@@ -8,7 +8,7 @@ import threading
 import openai
 import pytest
 
-from router.embeddings import EmbeddingAnswer
+from router.api.embeddings import EmbeddingAnswer
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
 
@@ -98,12 +98,12 @@ async def test_prompt_logprobs_have_vllms_shape(fleet, model, ids):
             "decoded_token": model.tokenizer.token_text(ids[2]),
         }
     }
-    chat = (await fleet.chat(prompt_logprobs=0)).json()
+    chat = (await fleet.cli.chat(prompt_logprobs=0)).json()
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
-    events = events_of((await fleet.chat(prompt_logprobs=0, stream=True)).text)
+    events = events_of((await fleet.cli.chat(prompt_logprobs=0, stream=True)).text)
     [told] = [event for event in events[:-1] if "prompt_logprobs" in event]
     assert told["prompt_logprobs"] == chat["prompt_logprobs"]
-    assert "prompt_logprobs" not in (await fleet.chat()).json()
+    assert "prompt_logprobs" not in (await fleet.cli.chat()).json()
 
 
 async def test_each_kind_is_cut_to_its_own_number_of_alternatives(fleet):
@@ -114,7 +114,7 @@ async def test_each_kind_is_cut_to_its_own_number_of_alternatives(fleet):
 
 
 async def test_more_scores_than_workers_should_hold_are_refused_with_the_limit(fleet, monkeypatch):
-    monkeypatch.setattr("router.prepare.MAX_SCORES_BYTES", 1000)
+    monkeypatch.setattr("router.api.prepare.MAX_SCORES_BYTES", 1000)
     response = await fleet.complete([5] * 100, echo=True, logprobs=4, max_tokens=0)
     assert response.status_code == 400
     assert "at most 25 tokens" in response.json()["error"]["message"]
@@ -204,7 +204,7 @@ async def test_many_vectors_are_written_beside_the_event_loop(make_fleet, monkey
         return whole(self)
 
     monkeypatch.setattr(EmbeddingAnswer, "_whole", written)
-    monkeypatch.setattr("router.prepare._LARGE_BYTES", 20)  # a vector here has 16
+    monkeypatch.setattr("router.api.prepare._LARGE_BYTES", 20)  # a vector here has 16
     fleet = await make_fleet({"decode-0": Script()})
     for inputs in ([[5], [6]], [[5]]):
         assert (await embed(fleet, inputs)).status_code == 200
@@ -213,7 +213,7 @@ async def test_many_vectors_are_written_beside_the_event_loop(make_fleet, monkey
 
 async def test_a_call_of_many_inputs_presses_out_no_others_records(make_fleet):
     fleet = await make_fleet({"decode-0": Script()}, kept_records=100)
-    other = (await fleet.chat(max_tokens=1)).json()["id"]
+    other = (await fleet.cli.chat(max_tokens=1)).json()["id"]
     call = (await embed(fleet, [[5]] * 120)).headers["x-request-id"]
     assert (await fleet.http.get(f"/fleet/requests/{other}")).status_code == 200
     story = (await fleet.http.get(f"/fleet/requests/{call}")).json()

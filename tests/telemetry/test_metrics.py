@@ -9,8 +9,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.metric_names import METRICS_BY_COMPONENT
-from fleet.telemetry import MAX_LABEL_SETS, Metrics, Tracing, extract, inject, serve_metrics
+from telemetry.metric_names import METRICS_BY_COMPONENT
+from telemetry.metrics import MAX_LABEL_SETS, Metrics, Tracing, extract, inject, serve_metrics
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -11,10 +11,11 @@ import msgspec
 from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
-from engine.core.harvest import ScoresIntake
-from fleet.registry_types import WorkerRecord
+from engine.core.prompt_outputs import ScoresIntake
+from registry.types import WorkerRecord
 from fleet.worker import WorkerSettings
-from kvtransfer import grpc_transport, wire
+from kvtransfer import grpc_transport
+from wire import codecs as wire
 
 TOKEN = "fleet-token"
 NO_REDIS = "redis://127.0.0.1:1"  # serving must not need it

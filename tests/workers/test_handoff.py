@@ -15,7 +15,8 @@ from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published
 from decode_worker.handoff import HandoffIntake
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
-from kvtransfer import grpc_transport, wire
+from kvtransfer import grpc_transport
+from wire import codecs as wire
 from tests.workers.harness import TOKEN, MiniRouter, routed, workers
 
 PROMPT = list(range(3, 203))

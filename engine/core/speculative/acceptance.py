@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from engine.core.blocks import BlockPool
-from engine.core.claims import Claims
-from engine.core.finish import finish_reason
+from engine.core.reservations import Claims
+from engine.core.params import finish_reason
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow

@@ -20,7 +20,7 @@ import msgspec
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
-from engine.core.verification import right_guesses
+from engine.core.speculative.acceptance import right_guesses
 
 MAX_GUESSES = 16
 

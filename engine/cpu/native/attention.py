@@ -1,4 +1,4 @@
-"""Attention by the native kernel, in place of ``engine.attention.PagedAttention``.
+"""Attention by the native kernel, in place of ``engine.cpu.attention.PagedAttention``.
 
 Each query row is computed by itself from the pages where its keys lie: no copies of K and V, no
 masks, and bits that depend on nothing but the row's position and keys, with any number of threads.
@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention import Layout, Span
+from engine.cpu.attention import Layout, Span
 from engine.core.geometry import KvGeometry
-from engine.native.library import load
+from engine.cpu.native.library import load
 
 BLOCK_TOKENS = 16
 

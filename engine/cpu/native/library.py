@@ -1,6 +1,6 @@
 """Compiles the native kernels once per machine, and loads them.
 
-    python -m engine.native.library      compile now (``make`` does it at install)
+    python -m engine.cpu.native.library      compile now (``make`` does it at install)
 
 The library lies in the cache folder under a digest of its source and of what compiles it. A CPU
 with AVX-512 but without BF16 computes the bits of VDPBF16PS by two FMAs (``vectors.h``), so hosts of

@@ -9,7 +9,7 @@ Each element is one chain over K: its bits do not depend on how many rows there 
 
 import torch
 
-from engine.native.library import load
+from engine.cpu.native.library import load
 
 
 def native_fits(inputs: int, dtype: torch.dtype) -> bool:

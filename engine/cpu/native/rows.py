@@ -1,4 +1,4 @@
-"""Between a decoder's products, by the native kernels; see ``engine/models/rows.py``."""
+"""Between a decoder's products, by the native kernels; see ``engine/cpu/rows.py``."""
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.models.rows import Activation, TorchRows
-from engine.native.library import load
+from engine.cpu.rows import Activation, TorchRows
+from engine.cpu.native.library import load
 
 LANES = 16
 """Widths must be multiples of this."""

@@ -1,8 +1,8 @@
 """One rank of a tensor-parallel replica: it computes its part of every pass, and plans nothing.
 
-    python -m engine.rank RANK SOCKET_FD DESK_FD POOL_FD STORE SETTINGS_JSON
+    python -m engine.cpu.parallel.rank RANK SOCKET_FD DESK_FD POOL_FD STORE SETTINGS_JSON
 
-``SOCKET_FD`` and ``DESK_FD`` are ends of Unix socket pairs to the leader (``engine/ranks.py``): its
+``SOCKET_FD`` and ``DESK_FD`` are ends of Unix socket pairs to the leader (``engine/cpu/parallel/rank_processes.py``): its
 orders, and adapters to be read beside them. ``POOL_FD`` is the memory file of the KV pool,
 ``STORE`` the file in which the ranks find each other. The process ends when the leader does, when
 its group breaks, and with exit code 1 when it cannot go on.
@@ -18,19 +18,19 @@ import threading
 import msgspec
 import torch
 
-from engine import ranks
-from engine.adapters import Adapter, AdapterSet
-from engine.attention import Layout
-from engine.core.adapters import AdapterRef
+from engine.cpu.parallel import rank_processes as ranks
+from engine.cpu.lora import Adapter, AdapterSet
+from engine.cpu.attention import Layout
+from engine.core.params import AdapterRef
 from engine.core.errors import BatonError
-from engine.footprint import give_back_memory
-from engine.ipc import EngineSettings
-from engine.loading import load_model
+from engine.loading.memory import give_back_memory
+from engine.settings import EngineSettings
+from engine.loading.open import load_model
 from engine.numerics import DTYPES, Numerics
-from engine.parallel import Group, Shard
-from engine.process import die_with_parent
-from engine.runner import TorchRunner
-from engine.text.artifact import ModelArtifact, resolve_model
+from engine.cpu.parallel.shard import Group, Shard
+from engine.process.step_loop import die_with_parent
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.artifact import ModelArtifact, resolve_model
 
 
 class Rank:
@@ -152,7 +152,7 @@ class Rank:
 
 
 def main() -> None:
-    """Entry of ``python -m engine.rank``."""
+    """Entry of ``python -m engine.cpu.parallel.rank``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     number, socket_fd, desk_fd, pool_fd, store, encoded = sys.argv[1:]

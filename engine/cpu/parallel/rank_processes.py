@@ -3,9 +3,9 @@
     shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
                             │  Unix socket to each rank: Load, Open, Adapt, Forward, Logits
                             ▼
-                          rank 1, rank 2, ...   (python -m engine.rank; parts of the model)
+                          rank 1, rank 2, ...   (python -m engine.cpu.parallel.rank; parts of the model)
                             ▲
-                            └── all ranks: tensors through one collective group (engine/parallel.py)
+                            └── all ranks: tensors through one collective group (engine/cpu/parallel/shard.py)
 
 A rank that ends closes its socket, which the leader sees between steps; within a step the group
 breaks. Either way the leader raises ``RankError``, and the replica fails as one. Ranks die with
@@ -28,13 +28,14 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.errors import AdapterLoadError, InternalError
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
 from engine.core.split import Split, splits
-from engine.ipc import LENGTH, EngineSettings, FrameReader
-from engine.text.artifact import ModelConfig, ModelError
+from engine.process.messages import LENGTH, FrameReader
+from engine.settings import EngineSettings
+from engine.artifacts.artifact import ModelConfig, ModelError
 
 STEP_TIMEOUT_S = 10.0
 """A collective that takes longer has met a rank that hangs."""
@@ -56,7 +57,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Execute against this pool: the replica's own (``shared``), or a private one for self-tests.
 
-    ``layout`` holds the fields of ``engine.attention.Layout``.
+    ``layout`` holds the fields of ``engine.cpu.attention.Layout``.
     """
 
     geometry: KvGeometry
@@ -195,7 +196,7 @@ class RankProcesses:
         keep = [*sockets, self._store_fd, *([pool_fd] if pool_fd >= 0 else [])]
         encoded = msgspec.json.encode(settings).decode()
         arguments = [*map(str, (rank, *sockets, pool_fd)), self.store, encoded]
-        process = subprocess.Popen([sys.executable, "-m", "engine.rank", *arguments], pass_fds=keep)
+        process = subprocess.Popen([sys.executable, "-m", "engine.cpu.parallel.rank", *arguments], pass_fds=keep)
         theirs.close()
         their_desk.close()
         our_desk.settimeout(LOAD_TIMEOUT_S)

@@ -9,7 +9,7 @@
 
 Nothing is ever summed over ranks. So each number is the same dot product, over all of its inputs
 and in the same order, as on one rank: equal bits by construction, as long as a product's columns do
-not depend on how many others are computed with them, which ``engine/splitcheck.py`` proves at
+not depend on how many others are computed with them, which ``engine/cpu/parallel/selftest.py`` proves at
 start. Splitting the inputs instead (the usual row-parallel half) would add partial sums in another
 order; it moves as many bytes.
 
@@ -35,12 +35,12 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from engine.attention import Layout
-from engine.core.adapters import AdapterRef
+from engine.cpu.attention import Layout
+from engine.core.params import AdapterRef
 from engine.core.geometry import KvGeometry
 from engine.core.plan import PlanRow
-from engine.linear import Linear
-from engine.ranks import (
+from engine.cpu.linear import Linear
+from engine.cpu.parallel.rank_processes import (
     LOAD_TIMEOUT_S,
     STEP_TIMEOUT_S,
     Adapt,
@@ -56,7 +56,7 @@ from engine.ranks import (
     rows_of,
     splits_of,
 )
-from engine.text.artifact import ModelConfig
+from engine.artifacts.artifact import ModelConfig
 
 LEADER = 0
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter
 
-from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from tests.engine.conftest import MODEL
-from tests.engine.test_loading import write_directory, write_gguf
+from tests.engine.loading.test_loading import write_directory, write_gguf
 
 
 def test_the_default_model_is_described_in_full(artifact: ModelArtifact) -> None:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from engine.core.sequence import TokenSequence
-from engine.core.speculation import Ask, Proposal, Speculation, StepCost
+from engine.core.speculative.proposers import Ask, Proposal, Speculation, StepCost
 
 
 class FreeGuesses(StepCost):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.core.drafting import DraftProposer
+from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.errors import NumericsError
 from engine.core.geometry import KvGeometry
-from engine.core.speculation import Speculation
+from engine.core.speculative.proposers import Speculation
 from engine.emulated import EmulatedRunner
 from tests.engine.core.guesses import FreeGuesses
 from tests.engine.core.test_scheduler import answers, golden, request, run

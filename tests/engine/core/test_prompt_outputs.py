@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import events as ev
-from engine.core.harvest import Harvest, PromptScores, ScoresIntake, bytes_per_row
+from engine.core.prompt_outputs import Harvest, PromptScores, ScoresIntake, bytes_per_row
 from engine.core.sequence import Kind
 from tests.engine.core.test_scheduler import answers, ends, make_core, request, run
 

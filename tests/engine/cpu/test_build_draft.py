@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from engine.core.speculation import SpeculationSettings
-from engine.draft import open_draft
-from engine.ipc import EngineSettings
-from engine.text.artifact import ModelArtifact, ModelError, resolve_model
-from engine.text.same_tokens import check_same_tokens
+from engine.core.speculative.proposers import SpeculationSettings
+from engine.cpu.build_draft import open_draft
+from engine.settings import EngineSettings
+from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
+from engine.text.same_vocabulary import check_same_tokens
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL
-from tests.engine.core.test_drafting import Draft
-from tests.engine.test_loading import write_directory
+from tests.engine.core.test_draft_proposer import Draft
+from tests.engine.loading.test_loading import write_directory
 
 
 def tokenizer_json(artifact: ModelArtifact) -> str:

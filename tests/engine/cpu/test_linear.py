@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.linear import Linear, OneDnnWeight, RowCounts, probe_row_counts
+from engine.cpu.linear import Linear, OneDnnWeight, RowCounts, probe_row_counts
 from engine.numerics import NumericsSetupError, cancelling, digest, same_bits
 
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import Layout
+from engine.cpu.attention import Layout
 from engine.core.errors import NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
-from engine.kv_codec import KvCodec, _widened
-from engine.linear import Linear
-from engine.loading import load_model
-from engine.models.decoder import Decoder
+from engine.cpu.kv_codec import KvCodec, _widened
+from engine.cpu.linear import Linear
+from engine.loading.open import load_model
+from engine.cpu.decoder import Decoder
 from engine.numerics import same_bits
-from engine.opening import attention_layout, geometry_of, numerics_id, verify_exact
-from engine.quantised import (
+from engine.cpu.build import attention_layout, geometry_of, numerics_id, verify_exact
+from engine.cpu.quantised import (
     Int4Linear,
     Int8Linear,
     IntegerKernelError,
@@ -26,10 +26,10 @@ from engine.quantised import (
     packer,
     quantise_groups,
 )
-from engine.runner import TorchRunner
-from engine.text.artifact import ModelArtifact, ModelError, resolve_model
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from tests.engine.conftest import Driver
-from tests.engine.test_runner import prompt_of
+from tests.engine.cpu.test_runner import prompt_of
 
 Make = Callable[[str, str], Driver]
 
@@ -87,10 +87,10 @@ def test_a_weight_is_quantised_in_slices_that_do_not_show(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.Tensor], Linear]
 ) -> None:
     weight, x = torch.randn(96, 160).to(BF16), torch.randn(5, 160).to(BF16)
-    monkeypatch.setattr("engine.quantised._SLICE_VALUES", 96 * 160)
+    monkeypatch.setattr("engine.cpu.quantised._SLICE_VALUES", 96 * 160)
     whole = make(weight)(x)
     for rows in (1, 7, 95):
-        monkeypatch.setattr("engine.quantised._SLICE_VALUES", rows * 160)
+        monkeypatch.setattr("engine.cpu.quantised._SLICE_VALUES", rows * 160)
         assert same_bits(make(weight)(x), whole)
 
 

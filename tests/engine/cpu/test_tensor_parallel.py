@@ -16,17 +16,18 @@ import msgspec
 import pytest
 import torch
 
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.errors import AdapterLoadError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import StepPlan
-from engine.ipc import EngineSettings, FrameReader
+from engine.settings import EngineSettings
+from engine.process.messages import FrameReader
 from engine.numerics import same_bits
-from engine.opening import numerics_id, open_runner
-from engine.parallel import lead
-from engine.process import map_pool
-from engine.rank import Rank
-from engine.ranks import (
+from engine.cpu.build import numerics_id, open_runner
+from engine.cpu.parallel.shard import lead
+from engine.process.step_loop import map_pool
+from engine.cpu.parallel.rank import Rank
+from engine.cpu.parallel.rank_processes import (
     Adapt,
     Forward,
     Loaded,
@@ -37,9 +38,9 @@ from engine.ranks import (
     frame,
     splits_of,
 )
-from engine.splitcheck import product_split_fault
-from engine.text.adapter_artifact import read_adapter
-from engine.text.artifact import ModelError, resolve_model
+from engine.cpu.parallel.selftest import product_split_fault
+from engine.artifacts.lora_artifact import read_adapter
+from engine.artifacts.artifact import ModelError, resolve_model
 from tests.engine.conftest import MODEL, Driver
 from tests.engine.lora_files import write_adapter
 from tests.engine.tiny_llama import write_llama
@@ -266,8 +267,8 @@ def test_a_rank_goes_on_with_its_steps_while_it_reads_an_adapter(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, stepped = SlowAdapters(), threading.Event()
-    monkeypatch.setattr("engine.rank.Group", lambda *_: SimpleNamespace(ranks=2))
-    monkeypatch.setattr("engine.rank.AdapterSet", lambda *_: store)
+    monkeypatch.setattr("engine.cpu.parallel.rank.Group", lambda *_: SimpleNamespace(ranks=2))
+    monkeypatch.setattr("engine.cpu.parallel.rank.AdapterSet", lambda *_: store)
     (leader, theirs), (desk, their_desk) = socket.socketpair(), socket.socketpair()
     desk.settimeout(10)
     rank = Rank(1, theirs, their_desk, -1, EngineSettings(model=tiny, tensor_parallel=2))
@@ -328,7 +329,7 @@ def test_a_product_whose_columns_depend_on_their_number_is_noticed(
             y_MN = x_MK @ self._weight_NK.T
             return y_MN + 1e-3 if len(self._weight_NK) == 32 else y_MN
 
-    monkeypatch.setattr("engine.linear.OneDnnWeight", Moody)
+    monkeypatch.setattr("engine.cpu.linear.OneDnnWeight", Moody)
     fault = product_split_fault(config, splits_of(config, 2), torch.float32)
     assert fault == "o of rank 0 (32 of 80 columns)"
 
@@ -336,7 +337,7 @@ def test_a_product_whose_columns_depend_on_their_number_is_noticed(
 def test_damage_at_another_rank_is_cleared_and_a_stopped_rank_is_not_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.parallel.STEP_TIMEOUT_S", 1.0)  # the leader's patience
+    monkeypatch.setattr("engine.cpu.parallel.shard.STEP_TIMEOUT_S", 1.0)  # the leader's patience
     for name in ("ranks", "leader"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "ranks")  # where the ranks begin, and stay

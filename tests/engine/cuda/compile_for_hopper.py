@@ -1,6 +1,6 @@
 """Compile every kernel for compute capability 9.0, without a GPU; prints one JSON line for each.
 
-python tests/engine/kernels/compile_for_hopper.py
+python tests/engine/cuda/compile_for_hopper.py
 
 Triton's compiler and ``ptxas`` need no driver. A driver that only names the device is put in place
 of the real one, and launches end after compiling.
@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.kernels import configs, products, rows
-from engine.kernels.attention import Tiles, Workspace, paged_attention
+from engine.cuda.kernels import configs, products, rows
+from engine.cuda.kernels.attention import Tiles, Workspace, paged_attention
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 BF16 = torch.bfloat16

@@ -1,4 +1,4 @@
-"""These tests need ``TRITON_INTERPRET=1`` from the start: see ``tests/engine/test_kernels.py``."""
+"""These tests need ``TRITON_INTERPRET=1`` from the start: see ``tests/engine/test_cuda.py``."""
 
 import os
 from collections.abc import Callable, Sequence

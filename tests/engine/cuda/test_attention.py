@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from engine.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
-from engine.kernels.configs import AttentionConfig
+from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from engine.cuda.kernels.configs import AttentionConfig
 
 Tables = Callable[..., list[list[int]]]
 Reference = Callable[..., torch.Tensor]

@@ -7,16 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import cuda_open, opening
+from engine.cuda import build as cuda_open
+from engine.cpu import build as opening
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
-from engine.core.speculation import SpeculationSettings
-from engine.cuda_proof import verify_steps
-from engine.cuda_steps import DecodeSteps
-from engine.ipc import EngineSettings
+from engine.core.speculative.proposers import SpeculationSettings
+from engine.cuda.selftest import verify_steps
+from engine.cuda.decode_graphs import DecodeSteps
+from engine.settings import EngineSettings
 from engine.numerics import NumericsSetupError
-from engine.text.artifact import ModelError
-from tests.engine.kernels import tiny
+from engine.artifacts.artifact import ModelError
+from tests.engine.cuda import tiny
 
 SHALLOW = tiny.config(layers=1)
 SETTINGS = EngineSettings(model="tiny", dtype="fp32", kv_blocks=8, device="cuda")

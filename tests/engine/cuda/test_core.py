@@ -9,11 +9,11 @@ from engine.core.core import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.core.speculation import NgramProposer, Speculation
-from engine.cuda_runner import CudaRunner
-from engine.runner import TorchRunner
+from engine.core.speculative.proposers import NgramProposer, Speculation
+from engine.cuda.runner import CudaRunner
+from engine.cpu.runner import TorchRunner
 from tests.engine.core.guesses import FreeGuesses
-from tests.engine.kernels import tiny
+from tests.engine.cuda import tiny
 
 C = tiny.config(layers=1)
 ECHO = [5, 9, 11, 5, 9, 11, 5, 9]

@@ -3,11 +3,11 @@
 import pytest
 
 from engine.core.params import SamplingParams
-from engine.cuda import CudaDecoder
-from engine.cuda_loop import DecodeLoop
-from engine.cuda_steps import DecodeRow, rows_bucket, splits_bucket
-from engine.kernels.attention import Span
-from tests.engine.kernels import tiny
+from engine.cuda.decoder import CudaDecoder
+from loadtest.bench.gpu_decode_loop import DecodeLoop
+from engine.cuda.decode_graphs import DecodeRow, rows_bucket, splits_bucket
+from engine.cuda.kernels.attention import Span
+from tests.engine.cuda import tiny
 
 PROMPTS = (tiny.tokens(14, 1), tiny.tokens(5, 2), tiny.tokens(18, 3))
 TABLES = ([4, 9], [1], [11, 6])

@@ -1,4 +1,4 @@
-"""The decoder on CUDA against ``engine/models/decoder.py``, and its bits against themselves."""
+"""The decoder on CUDA against ``engine/cpu/decoder.py``, and its bits against themselves."""
 
 import dataclasses
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from engine.core.plan import StepPlan
-from engine.cuda import CudaDecoder
-from engine.cuda_proof import numerics_id, verify_exact
-from engine.kernels.attention import Span
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.selftest import numerics_id, verify_exact
+from engine.cuda.kernels.attention import Span
 from engine.numerics import NumericsSetupError, same_bits
-from engine.text.artifact import ModelError
-from tests.engine.kernels import tiny
+from engine.artifacts.artifact import ModelError
+from tests.engine.cuda import tiny
 
 SHALLOW = tiny.config(layers=1)
 

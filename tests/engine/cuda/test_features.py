@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.core.adapters import AdapterRef
+from engine.core.params import AdapterRef
 from engine.core.errors import GrammarError
-from engine.core.harvest import MEAN, Harvest
+from engine.core.prompt_outputs import MEAN, Harvest
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda_runner import CudaRunner
-from engine.grammars import Grammars
+from engine.cuda.runner import CudaRunner
+from engine.sampling.grammars import Grammars
 from engine.numerics import same_bits
-from engine.runner import TorchRunner
-from engine.text.adapter_artifact import TARGETS, read_adapter
-from tests.engine.kernels import tiny
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.lora_artifact import TARGETS, read_adapter
+from tests.engine.cuda import tiny
 from tests.engine.lora_files import write_adapter
 
 C = tiny.config(layers=1)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.kernels import products
-from engine.kernels.configs import EXACT_ROWS, LinearConfig
-from engine.kernels.products import Products, fixed_linear, to_fp8
+from engine.cuda.kernels import products
+from engine.cuda.kernels.configs import EXACT_ROWS, LinearConfig
+from engine.cuda.kernels.products import Products, fixed_linear, to_fp8
 from engine.numerics import same_bits
 
 SMALL = LinearConfig(16, 16, 16, num_warps=4, num_stages=2)

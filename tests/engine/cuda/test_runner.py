@@ -9,9 +9,9 @@ import torch
 from engine.core.errors import InternalError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda_draw import on_device
-from engine.cuda_mirror import PoolMirror
-from tests.engine.kernels import tiny
+from engine.cuda.sampler import on_device
+from engine.cuda.host_pool import PoolMirror
+from tests.engine.cuda import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.2, seed=77, n=2)

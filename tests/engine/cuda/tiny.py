@@ -4,20 +4,20 @@ import functools
 
 import torch
 
-from engine import selftest
+from engine.cpu import selftest
 from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda import CudaDecoder
-from engine.cuda_adapters import CudaAdapters
-from engine.cuda_open import make_decoder
-from engine.cuda_runner import CudaRunner
-from engine.grammars import Grammars
-from engine.models.decoder import Decoder
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.lora import CudaAdapters
+from engine.cuda.build import make_decoder
+from engine.cuda.runner import CudaRunner
+from engine.sampling.grammars import Grammars
+from engine.cpu.decoder import Decoder
 from engine.models.families import weight_table
 from engine.numerics import DTYPES
-from engine.runner import TorchRunner
-from engine.text.artifact import ModelConfig
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.artifact import ModelConfig
 
 BLOCK = 16
 BLOCKS = 24

@@ -14,9 +14,9 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 
-from engine.loading import load_model, load_weights, open_weights
-from engine.text.artifact import ModelError, resolve_model
-from tests.engine.test_loading import DIM, write_directory, write_gguf
+from engine.loading.open import load_model, load_weights, open_weights
+from engine.artifacts.artifact import ModelError, resolve_model
+from tests.engine.loading.test_loading import DIM, write_directory, write_gguf
 
 
 def header_of(file: Path) -> tuple[dict[str, Any], bytes]:

@@ -13,11 +13,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize
 from safetensors.torch import save_file
 
-from engine.loading import load_model, load_weights, open_weights
+from engine.loading.open import load_model, load_weights, open_weights
 from engine.models import llama
 from engine.models.rope import unpair_rows
 from engine.numerics import same_bits
-from engine.text.artifact import ModelError, resolve_model
+from engine.artifacts.artifact import ModelError, resolve_model
 
 HIDDEN, LAYERS, HEADS, KV, DIM, FEED, VOCAB = 256, 2, 4, 2, 64, 512, 320
 SHAPES = {
@@ -271,7 +271,7 @@ def test_safetensors_are_read_across_shards_with_rope_pairs_made_adjacent(
     ids=["plain", "linear", "llama3"],
 )
 def test_a_directory_gives_the_logits_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
-    from tests.engine.test_against_transformers import logits_of
+    from tests.engine.models.test_against_transformers import logits_of
 
     transformers = pytest.importorskip("transformers")
     write_directory(tmp_path / "model", **rope)

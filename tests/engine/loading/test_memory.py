@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.loading import load_weights
+from engine.loading.open import load_weights
 from engine.models.families import weight_table
-from engine.safetensors_file import write_safetensors
-from engine.text.artifact import ModelArtifact, resolve_model
+from engine.loading.safetensors_file import write_safetensors
+from engine.artifacts.artifact import ModelArtifact, resolve_model
 from tests.engine.conftest import GEMMA, MODEL
 
 LIMIT = 1.3
@@ -18,9 +18,9 @@ PROGRAM = """
 import gc, json, sys
 from pathlib import Path
 import psutil, torch
-from engine.loading import load_model
-from engine.quantised import packer
-from engine.text.artifact import resolve_model
+from engine.loading.open import load_model
+from engine.cpu.quantised import packer
+from engine.artifacts.artifact import resolve_model
 
 torch.set_num_threads(1)
 artifact = resolve_model(sys.argv[1])

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from engine.core.plan import PlanRow, StepPlan
-from engine.loading import load_model
+from engine.loading.open import load_model
 from engine.numerics import same_bits
-from engine.opening import attention_layout, geometry_of, verify_exact
-from engine.runner import TorchRunner
-from engine.text.artifact import ModelError, resolve_model
+from engine.cpu.build import attention_layout, geometry_of, verify_exact
+from engine.cpu.runner import TorchRunner
+from engine.artifacts.artifact import ModelError, resolve_model
 
 pytest.importorskip("transformers")
 

@@ -8,10 +8,10 @@ import torch
 from engine.core.core import EngineCore
 from engine.core.scheduler import SchedulerConfig
 from engine.llm import LLM
-from engine.loading import load_weights
+from engine.loading.open import load_weights
 from engine.models.families import weight_table
 from engine.models.rope import unpair_rows
-from engine.text.artifact import ModelArtifact
+from engine.artifacts.artifact import ModelArtifact
 from tests.engine.conftest import GEMMA
 
 STORY = " a little girl named Lily. She was"  # greedy, in bf16 and in fp32
@@ -66,7 +66,7 @@ def test_fp32_keeps_exact_too(gemma: ModelArtifact) -> None:
 
 @pytest.mark.slow
 def test_logits_are_those_of_transformers(gemma: ModelArtifact) -> None:
-    from tests.engine.test_families import logits_of
+    from tests.engine.models.test_families import logits_of
 
     transformers: Any = pytest.importorskip("transformers")
     c = gemma.config

@@ -3,9 +3,9 @@
 import select
 from collections.abc import Callable
 
-from engine import ipc
-from engine.adapter_desk import AdapterDesk
-from engine.core.adapters import AdapterRef
+from engine.process import messages as ipc
+from engine.process.adapter_loader import AdapterDesk
+from engine.core.params import AdapterRef
 from engine.core.errors import AdapterLoadError
 from engine.core.events import Ended
 from engine.core.params import SamplingParams

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from engine import ipc
-from engine.client import EngineClient
+from engine.process import messages as ipc
+from engine.process.client import EngineClient
 
 
 async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_something() -> None:

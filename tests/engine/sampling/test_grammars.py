@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.errors import GrammarError
 from engine.core.params import SamplingParams
 from engine.core.plan import SampleSpec
-from engine.grammars import CompileDesk, Grammars
+from engine.sampling.grammars import CompileDesk, Grammars
 from engine.text.grammar import GrammarCompiler, Vocabulary, translate, vocabulary_of
 from engine.text.tokenizer import load_tokenizer
 

@@ -5,7 +5,7 @@ That they are right says ``test_against_transformers.py``; more of exactness is 
 
 import pytest
 
-from engine.core.harvest import Harvest
+from engine.core.prompt_outputs import Harvest
 from engine.core.plan import PlanRow, StepPlan
 from tests.engine.conftest import BLOCK, Driver
 

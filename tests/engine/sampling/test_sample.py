@@ -9,7 +9,7 @@ import torch
 
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import SampleSpec
-from engine.sampling import Logits, candidates, gumbel, sample
+from engine.sampling.sample import Logits, candidates, gumbel, sample
 
 EOS = (2,)
 

@@ -8,8 +8,8 @@ import torch
 from engine.core.errors import GrammarError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, SampleSpec
-from engine.sampling import Logits, Mask
-from engine.verifying import draw
+from engine.sampling.sample import Logits, Mask
+from engine.sampling.speculative import draw
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 HOT = SamplingParams(max_tokens=9, temperature=1.0, seed=3)

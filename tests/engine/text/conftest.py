@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.text.artifact import resolve_model
+from engine.artifacts.artifact import resolve_model
 from engine.text.tokenizer import load_tokenizer
-from fleet.config import DEFAULT_MODEL
+from config.fleet_file import DEFAULT_MODEL
 
 
 @pytest.fixture(scope="session")

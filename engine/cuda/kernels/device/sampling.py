@@ -1,6 +1,6 @@
 """The token with the largest logit, or with the largest logit / temperature + Gumbel noise.
 
-The noise is that of ``engine/sampling.py``: numpy's Philox4x64-10 with the key (seed, choice) and a
+The noise is that of ``engine/sampling/sample.py``: numpy's Philox4x64-10 with the key (seed, choice) and a
 counter whose last word is the position, so that a request draws the same tokens on either device,
 up to the last bit of a logarithm.
 """
