@@ -13,16 +13,16 @@ from batonpb import prefill_pb2 as pb
 
 from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
 from decode_worker.prefill_link import SILENCE_S, PrefillLink
-from engine.process import messages as ipc
 from engine.core import events as ev
-from engine.core.prompt_outputs import ScoresIntake
 from engine.core.params import SampledToken
+from engine.core.prompt_outputs import ScoresIntake
+from engine.process import messages as ipc
 from engine.process.handle import EngineHub
-from telemetry.metrics import Metrics
 from kvtransfer import chunk, receiver
-from wire import codecs as wire
 from kvtransfer.kv_slice import Place
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
+from telemetry.metrics import Metrics
+from wire import codecs as wire
 
 
 class HandoffIntake:

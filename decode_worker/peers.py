@@ -10,6 +10,7 @@ from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
 from kvtransfer import grpc_transport
+from wire.grpc_options import open_channel, token_metadata
 
 HANDSHAKE_S = 1.0
 _PRIOR_BYTES_PER_S = 200e6
@@ -50,7 +51,7 @@ class Peers:
     def __init__(self, capabilities: common_pb2.Capabilities, fleet_token: str) -> None:
         self.edges: dict[str, EdgeRate] = {}
         self._capabilities = capabilities
-        self._metadata = grpc_transport.token_metadata(fleet_token)
+        self._metadata = token_metadata(fleet_token)
         self._fleet_token = fleet_token
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._greeted: dict[str, bytes] = {}
@@ -61,7 +62,7 @@ class Peers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = grpc_transport.open_channel(address)
+            self._channels[address] = open_channel(address)
         return self._channels[address]
 
     async def greet(self, target: PrefillTarget, again: bool = False) -> None:

@@ -10,17 +10,18 @@ from batonpb.prefill_pb2 import FirstTokens
 
 from decode_worker.handoff import HandoffIntake
 from decode_worker.peers import Peers
-from decode_worker.session import RouterSession, error_to_wire
-from engine.process import messages as ipc
+from decode_worker.session import RouterSession
 from engine.core import events as ev
 from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
-from engine.core.params import finish_reason
 from engine.core.geometry import BLOCK_TOKENS
-from engine.core.params import SampledToken
+from engine.core.params import SampledToken, finish_reason
+from engine.process import messages as ipc
 from engine.process.handle import EngineHub
-from telemetry.metrics import Metrics, Tracing, extract, inject
 from kvtransfer import chunk
+from telemetry.metrics import Metrics
+from telemetry.tracing import Tracing, extract, inject
 from wire import codecs as wire
+from wire.codecs import error_from_wire, error_to_wire
 
 
 class WorkerParts:
@@ -160,7 +161,7 @@ class DecodeRequest:
         if self._intake is None or self.ended:
             return
         if message.HasField("refuse"):
-            self.stop(from_code(message.refuse.code, message.refuse.message))
+            self.stop(error_from_wire(message.refuse))
         elif message.compute_locally:
             self._intake.compute_locally()
             self._route = None

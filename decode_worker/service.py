@@ -14,7 +14,7 @@ from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
 from decode_worker.request import DecodeRequest, WorkerParts
-from decode_worker.session import RouterSession, StepCounter, error_to_wire
+from decode_worker.session import RouterSession, StepCounter
 from engine.core.errors import (
     BatonError,
     CancelledError_,
@@ -22,6 +22,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.events import StepDone
+from wire.codecs import error_to_wire
 from wire.compatibility import WIRE_MAX, WIRE_MIN
 
 STATUS_S = 0.25

@@ -10,17 +10,11 @@ from batonpb import common_pb2
 from batonpb import decode_pb2 as pb
 
 from engine.core import events as ev
-from engine.core.errors import BatonError
 from engine.core.params import SampledToken
 from wire import codecs as wire
 
 MAX_PENDING_BYTES = 8 << 20
 MAX_FRAME_BYTES = 1 << 20  # where scores or vectors are in it
-
-
-def error_to_wire(error: BatonError) -> common_pb2.Error:
-    """A node of the error tree as a message."""
-    return common_pb2.Error(code=error.code, message=error.message, retryable=error.retryable)
 
 
 class RouterSession:

@@ -1,1 +1,1 @@
-"""Baton's own LLM engine: tokens in, tokens out. Import from its modules; nothing heavy here."""
+"""Tokens in, tokens out: the engine that both kinds of worker run. No Ray, Redis or network here."""

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.params import AdapterRef
 from engine.core.errors import AdapterLoadError, BatonError, NumericsError
 from engine.core.geometry import KvGeometry
-from engine.core.prompt_outputs import Harvest
-from engine.core.params import SampledToken
+from engine.core.params import AdapterRef, SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.core.prompt_outputs import Harvest
 
 
 class EmulatedAdapters:

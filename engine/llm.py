@@ -18,23 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.cpu.lora import AdapterSet
+from engine.artifacts.artifact import resolve_model
+from engine.artifacts.lora_artifact import read_adapter
 from engine.core import events as ev
-from engine.core.params import AdapterRef
+from engine.core.block_hashes import name_seed
 from engine.core.core import EngineCore
 from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
+from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.prompt_outputs import MEAN, Floats, PromptScores
-from engine.core.block_hashes import name_seed
-from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import Speculation
-from engine.loading.open import load_model
-from engine.numerics import DTYPES, Numerics
 from engine.cpu.build import attention_layout, geometry_of, numerics_id, open_grammars, verify_exact
+from engine.cpu.load import load_model
+from engine.cpu.lora import AdapterSet
 from engine.cpu.runner import TorchRunner
-from engine.artifacts.lora_artifact import read_adapter
-from engine.artifacts.artifact import resolve_model
+from engine.numerics import DTYPES, Numerics
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import load_tokenizer
 

@@ -1,1 +1,1 @@
-"""Config, registry, telemetry; Ray pools, controller and the `baton` command on top."""
+"""The fleet as a whole: one worker's process, pools under Ray, a fleet on this host, the command."""

@@ -2,8 +2,9 @@
 
 from dataclasses import asdict, dataclass
 
-from engine.loading.memory import Footprint, blocks_for, footprint, kv_geometry
 from engine.artifacts.model_config import ModelConfig, ModelError
+from engine.cpu.native.library import load
+from engine.loading.memory import Footprint, blocks_for, footprint, kv_geometry
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def plan_capacity(
         context=context,
         ranks=tensor_parallel,
         draft=draft,
+        native=load() is not None,
     )
     blocks = blocks_for(context)
     pools = [kv_geometry(config, dtype if kv == "none" else kv, blocks)]

@@ -123,9 +123,9 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     Raises:
         ValueError: It, its draft or an adapter cannot be found or is not supported.
     """
-    from engine.cpu.parallel.rank_processes import splits_of
-    from engine.artifacts.lora_artifact import read_adapter
     from engine.artifacts.artifact import resolve_model
+    from engine.artifacts.lora_artifact import read_adapter
+    from engine.models.split import splits_of
     from engine.text.same_vocabulary import check_same_tokens
 
     artifact = resolve_model(config.model)

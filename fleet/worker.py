@@ -22,25 +22,26 @@ from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from decode_worker.peers import Peers
 from decode_worker.request import WorkerParts
 from decode_worker.service import DecodeService
-from engine.process import messages as ipc
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
 from engine.core.speculative.proposers import SpeculationSettings
+from engine.process import messages as ipc
 from engine.process.handle import EngineHub
 from engine.process.step_loop import die_with_parent
-from registry.kv_events import KvEventPublisher
-from registry.workers import Presence
-from registry.redis_store import Registry
-from registry.types import WorkerRecord
-from registry.types import Role
-from telemetry.metrics import Metrics, MetricsServer, Tracing, serve_metrics
 from kvtransfer import grpc_transport
-from wire import codecs as wire
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
-from wire.compatibility import WIRE_MAX, WIRE_MIN, kv_group
 from prefill_worker.service import PrefillService
+from registry.kv_events import KvEventPublisher
+from registry.redis_store import Registry
+from registry.types import Role, WorkerRecord
+from registry.workers import Presence
+from telemetry.metrics import Metrics, MetricsServer, serve_metrics
+from telemetry.tracing import Tracing
+from wire import codecs as wire
+from wire.compatibility import WIRE_MAX, WIRE_MIN, kv_group
+from wire.grpc_options import WORKER_OPTIONS, TokenInterceptor
 
 _LOG = logging.getLogger(__name__)
 
@@ -176,8 +177,8 @@ class Worker:
     async def _serve(self, ready: ipc.Ready) -> None:
         settings = self._settings
         self._server = grpc.aio.server(
-            interceptors=[grpc_transport.TokenInterceptor(settings.fleet_token)],
-            options=[*grpc_transport.CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)],
+            interceptors=[TokenInterceptor(settings.fleet_token)],
+            options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
         )
         port = self._server.add_insecure_port(f"{settings.host}:0")
         address = f"{settings.host}:{port}"

@@ -1,1 +1,1 @@
-"""Moving KV cache between workers: places, digests, reservation and transfer machines."""
+"""The hand-off of KV: chunks, digests, both state machines, one file for each transport. No torch."""

@@ -1,1 +1,1 @@
-"""Load, drills and benches."""
+"""Benches, and what measures a fleet from outside."""

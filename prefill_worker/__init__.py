@@ -1,1 +1,1 @@
-"""The service that computes prompts and hands their KV over."""
+"""The service that computes prompts for others and lets them pull the KV."""

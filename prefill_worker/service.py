@@ -15,25 +15,23 @@ import grpc
 from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 
-from engine.process import messages as ipc
 from engine.core import events as ev
 from engine.core.errors import BatonError, UnavailableError
+from engine.process import messages as ipc
 from engine.process.handle import EngineHub
-from telemetry.metrics import Metrics, Tracing, extract
 from kvtransfer import chunk, sender
-from wire import codecs as wire
 from kvtransfer.fault_injection import FrameTamperer
-from wire.compatibility import disagreement
 from kvtransfer.kv_slice import Place
+from telemetry.metrics import Metrics
+from telemetry.tracing import Tracing, extract
+from wire import codecs as wire
+from wire.codecs import error_to_wire
+from wire.compatibility import disagreement
 
 HEARTBEAT_S = 0.5
 _REMEMBERED_ATTEMPTS = 4096
 
 Key = tuple[str, int, int]  # request, attempt, generation
-
-
-def _error(error: BatonError) -> common_pb2.Error:
-    return common_pb2.Error(code=error.code, message=error.message, retryable=error.retryable)
 
 
 class Handoff:
@@ -90,7 +88,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         reply = pb.HandshakeReply(identity=self._identity, capabilities=self._capabilities)
         reason = disagreement(self._capabilities, request)
         if reason:
-            reply.refusal.CopyFrom(_error(UnavailableError(reason)))
+            reply.refusal.CopyFrom(error_to_wire(UnavailableError(reason)))
         return reply
 
     async def Prefill(  # noqa: N802 - gRPC's name
@@ -104,7 +102,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         try:
             handoff, resumed = self._open(first.start)
         except BatonError as error:
-            yield pb.PrefillEvent(failed=_error(error))
+            yield pb.PrefillEvent(failed=error_to_wire(error))
             return
         events = handoff.events
         accepted = pb.PrefillAccepted(identity=self._identity, resumed=resumed)

@@ -1,1 +1,4 @@
-"""The OpenAI front door: validation, admission, placement, streams. No torch."""
+"""The HTTP front and who serves a request: OpenAI's API, admission, placement, streams to workers.
+
+No torch, no Ray, nothing of a worker's inside.
+"""

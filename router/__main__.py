@@ -22,10 +22,10 @@ from registry.kv_events import EventFeed
 from registry.redis_store import Registry
 from registry.workers import RegistryWatcher
 from router.app import Router
-from router.workers.directory import WorkerDirectory
 from router.placement.index_feed import EventSource
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.workers.directory import WorkerDirectory
 
 _GRACE_S = 3
 

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import msgspec
 
-from engine.core.params import AdapterRef
-from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
-from engine.artifacts.lora_artifact import AdapterError, read_adapter
 from engine.artifacts.artifact import ModelConfig
+from engine.artifacts.lora_artifact import AdapterError, read_adapter
+from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
+from engine.core.params import AdapterRef
 from registry.json_file import keep
 from registry.redis_store import RegistryUnavailableError
 

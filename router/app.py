@@ -19,22 +19,14 @@ from engine.core.errors import (
     InvalidRequestError,
     PayloadTooLargeError,
 )
-from telemetry.metrics import Metrics, Tracing
-from router.api import errors as problems
-from router.api.lora_endpoints import add_adapter_calls
 from router.adapter_table import AdapterShelf
+from router.api import errors as problems
 from router.api.answer import Answer, AnswerContext
-from router.workers.directory import WorkerDirectory
 from router.api.embeddings import EmbeddingAnswer
-from router.placement.index_feed import EventSource, MirrorFeeder
-from router.api.responses import ChatFormat, CompletionFormat
-from router.requests.gateway import Gateway
 from router.api.grammar_checker import GrammarChecker
-from router.placement.prefix_index import Mirror
-from router.served_model import ServedModel
-from router.metrics import Observer
+from router.api.lora_endpoints import add_adapter_calls
 from router.api.prepare import Caller, Preparer, off_loop, read_headers, tenant_of
-from router.requests.readiness import Prober
+from router.api.responses import ChatFormat, CompletionFormat
 from router.api.schema import (
     ChatBody,
     CompletionBody,
@@ -46,10 +38,19 @@ from router.api.schema import (
     UnloadAdapterBody,
     parse,
 )
-from router.settings import RouterSettings
-from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.api.structured_output import wanted_grammar
 from router.api.tools import messages_of, offered
+from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.metrics import Observer
+from router.placement.index_feed import EventSource, MirrorFeeder
+from router.placement.prefix_index import Mirror
+from router.requests.gateway import Gateway
+from router.requests.readiness import Prober
+from router.served_model import ServedModel
+from router.settings import RouterSettings
+from router.workers.directory import WorkerDirectory
+from telemetry.metrics import Metrics
+from telemetry.tracing import Tracing
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody)
 

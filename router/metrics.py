@@ -6,9 +6,9 @@ left of a request's time is the phase ``unattributed``, so that the phases alway
 
 from statistics import median
 
-from telemetry.metrics import Metrics
 from router.requests.active_request import Flight
 from router.requests.record import RequestRecord
+from telemetry.metrics import Metrics
 
 
 class Observer:

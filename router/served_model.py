@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.core.params import AdapterRef
-from engine.core.errors import InvalidRequestError, ModelNotFoundError
 from engine.artifacts.artifact import ModelArtifact, resolve_model
+from engine.core.errors import InvalidRequestError, ModelNotFoundError
+from engine.core.params import AdapterRef
 from engine.text.grammar import Vocabulary, vocabulary_of
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import TextTokenizer, load_tokenizer

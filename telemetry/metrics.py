@@ -1,39 +1,22 @@
-"""Metrics, the page they are read from, and traces.
+"""Metrics, and the page they are read from.
 
     metrics = Metrics("worker", model="smollm2")
     metrics.inc("baton_transfer_bytes", 4096, direction="received")
     server = await serve_metrics(metrics)          # http://127.0.0.1:<free port>/metrics
 
-    tracing = Tracing("router")                    # OTEL_* variables; no-op without an endpoint
-    with tracing.tracer.start_as_current_span("prefill", context=extract(traceparent)) as span:
-        submit(traceparent=inject(span))
-
-Nothing is global: each component owns its registry and its tracer provider.
+Nothing is global: each component owns its registry.
 """
 
 import asyncio
 import contextlib
-import logging
-import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
-from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
-
-if TYPE_CHECKING:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace import TracerProvider
-
-_LOG = logging.getLogger(__name__)
 
 MAX_LABEL_SETS = 256  # per metric; further ones are counted under "other"
 _OTHER = "other"
@@ -214,81 +197,3 @@ def _response(metrics: Metrics, head: bytes) -> bytes:
         status, kind, body = "200 OK", metrics.content_type, metrics.render()
     header = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     return header.encode() + b"Connection: close\r\n\r\n" + (b"" if method == b"HEAD" else body)
-
-
-class Tracing:
-    """One component's tracer.
-
-    Without an OTLP endpoint in the environment spans cost nothing, but an incoming trace context
-    still passes through ``inject``. Standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT``,
-    ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``,
-    ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_TRACES_SAMPLER``, ``OTEL_BSP_*``, ``OTEL_SDK_DISABLED``.
-
-    Args:
-        component: ``service.name`` is ``baton-<component>`` unless the environment names one.
-    """
-
-    def __init__(self, component: str) -> None:
-        self._pipeline = _pipeline(component, os.environ)
-        self.tracer: trace.Tracer = (
-            self._pipeline[0].get_tracer(f"baton.{component}")
-            if self._pipeline
-            else trace.NoOpTracer()
-        )
-
-    @property
-    def enabled(self) -> bool:
-        """Whether spans go anywhere."""
-        return self._pipeline is not None
-
-    def shutdown(self, timeout_s: float = 2.0) -> None:
-        """Send what is buffered, then stop; blocks, for about ``timeout_s`` at most."""
-        if self._pipeline is None:
-            return
-        provider, exporter = self._pipeline
-        # The exporter retries for 10 s when nobody listens; its own shutdown ends the waiting.
-        alarm = threading.Timer(timeout_s, exporter.shutdown)
-        alarm.start()
-        provider.shutdown()
-        alarm.cancel()
-
-
-def _pipeline(
-    component: str, environ: Mapping[str, str]
-) -> "tuple[TracerProvider, OTLPSpanExporter] | None":
-    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    if not any(environ.get(name) for name in endpoints):
-        return None
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    if environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none":
-        return None
-    if environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf") != "http/protobuf":
-        _LOG.warning("traces go by OTLP over http/protobuf; OTEL_EXPORTER_OTLP_PROTOCOL is ignored")
-    # Imported here: most processes have no endpoint, and the SDK costs 100 ms and 10 MB.
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
-    attributes = {} if named else {"service.name": f"baton-{component}"}
-    provider = TracerProvider(resource=Resource.create(attributes))
-    exporter = OTLPSpanExporter()
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return provider, exporter
-
-
-def inject(span: trace.Span | None = None) -> str:
-    """The W3C ``traceparent`` of a span (default: the current one), or ``""`` without a trace."""
-    context = None if span is None else trace.set_span_in_context(span)
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier, context)
-    return carrier.get("traceparent", "")
-
-
-def extract(traceparent: str) -> Context:
-    """The context to start a child span in; an empty one for ``""`` or nonsense."""
-    return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())

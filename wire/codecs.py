@@ -1,26 +1,38 @@
-"""Between protobuf messages and the engine's own parameter types."""
+"""One codec for each thing on the wire: ``X_to_wire`` and ``X_from_wire``, side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 from batonpb import common_pb2 as pb
 
-from engine.core.params import AdapterRef
+from engine.core.errors import BatonError, from_code
+from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.prompt_outputs import PromptScores
-from engine.core.params import SampledToken, SamplingParams
+from wire.tokens import pack_tokens, unpack_tokens
 
 SCORES_BYTES = 256 * 1024  # of one slice
 
 
-def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Little-endian uint32, as token ids travel everywhere."""
-    return np.asarray(tokens, dtype="<u4").tobytes()
-
-
-def unpack_tokens(packed: bytes) -> list[int]:
-    """The inverse of ``pack_tokens``."""
-    tokens: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
-    return tokens
+def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
+    """Every field filled."""
+    return pb.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        n=params.n,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        min_tokens=params.min_tokens,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in params.logit_bias],
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        prompt_logprobs=0 if params.prompt_logprobs is None else params.prompt_logprobs + 1,
+        grammar=params.grammar,
+    )
 
 
 def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
@@ -46,11 +58,28 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
     )
 
 
+def adapter_to_wire(ref: AdapterRef | None) -> pb.Adapter | None:
+    """A LoRA adapter, as the workers need to know it."""
+    if ref is None:
+        return None
+    return pb.Adapter(name=ref.name, digest=bytes.fromhex(ref.digest), path=ref.path)
+
+
 def adapter_from_wire(message: pb.Adapter) -> AdapterRef | None:
     """The adapter that a request names; None for the base model."""
     if not message.digest:
         return None
     return AdapterRef(message.name, message.digest.hex(), message.path)
+
+
+def error_to_wire(error: BatonError) -> pb.Error:
+    """A node of the error tree; ``error_from_wire`` turns it back."""
+    return pb.Error(code=error.code, message=error.message, retryable=error.retryable)
+
+
+def error_from_wire(message: pb.Error) -> BatonError:
+    """The error that a peer names; ``InternalError`` for a code from a newer peer."""
+    return from_code(message.code, message.message)
 
 
 def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:

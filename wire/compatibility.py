@@ -1,6 +1,4 @@
-"""What two workers must agree on before KV may pass between them."""
-
-from collections.abc import Iterable
+"""What two processes must agree on before they work together, and KV may pass between them."""
 
 from batonpb import common_pb2 as pb
 
@@ -8,12 +6,6 @@ from engine.core.geometry import SCALED, KvGeometry
 
 WIRE_MIN = 1
 WIRE_MAX = 1
-
-
-def kv_format(geometry: KvGeometry) -> str:
-    """The block format as it enters block names, e.g. ``"bf16/30x3x64/16"``."""
-    shape = f"{geometry.num_layers}x{geometry.num_kv_heads}x{geometry.head_dim}"
-    return f"{geometry.dtype}/{shape}/{geometry.block_tokens}"
 
 
 def kv_group(geometry: KvGeometry) -> pb.KvGroup:
@@ -29,12 +21,34 @@ def kv_group(geometry: KvGeometry) -> pb.KvGroup:
     )
 
 
-def _format_name(groups: Iterable[pb.KvGroup]) -> str:
+def kv_format(capabilities: pb.Capabilities) -> str:
+    """Shape and dtype of a block, such as ``bf16/30x3x64/16``; part of every block's name."""
     return ";".join(
         f"{group.dtype}/{len(group.layer_ids)}x{group.num_kv_heads}x{group.head_dim}"
-        f"/{group.block_tokens} ({'+'.join(group.components)})"
-        for group in groups
+        f"/{group.block_tokens}"
+        for group in capabilities.kv_groups
     )
+
+
+def format_id(capabilities: pb.Capabilities) -> str:
+    """Equal for two workers that can hand KV to each other."""
+    digest = capabilities.weights_digest.hex()
+    return f"{kv_format(capabilities)}|{capabilities.numerics_id}|{digest}"
+
+
+def _format_name(capabilities: pb.Capabilities) -> str:
+    parts = ["+".join(group.components) for group in capabilities.kv_groups]
+    return f"{kv_format(capabilities)} ({'; '.join(parts)})"
+
+
+def own_wire() -> pb.WireRange:
+    """The versions of the wire that this process speaks."""
+    return pb.WireRange(min=WIRE_MIN, max=WIRE_MAX)
+
+
+def wire_overlaps(theirs: pb.WireRange) -> bool:
+    """Whether a peer speaks a version that this process speaks; an old peer may leave ``max`` 0."""
+    return theirs.min <= WIRE_MAX and max(theirs.max, theirs.min) >= WIRE_MIN
 
 
 def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
@@ -48,7 +62,7 @@ def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
             f"{theirs.wire.min}-{theirs.wire.max} do not overlap"
         )
     if list(ours.kv_groups) != list(theirs.kv_groups):
-        names = [_format_name(side.kv_groups) for side in (ours, theirs)]
+        names = [_format_name(side) for side in (ours, theirs)]
         return f"the KV formats differ: {names[0]} here and {names[1]} there"
     if ours.numerics_id != theirs.numerics_id:
         return f"numerics differ: {ours.numerics_id!r} and {theirs.numerics_id!r}"

@@ -1,1 +1,1 @@
-"""The torch-free core: block names, block pool, scheduler, parameters, errors."""
+"""The engine's decisions as plain state machines. No torch, no clock, no I/O."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
-from engine.core.reservations import Claim, Claims, ClaimState
 from engine.core.geometry import BLOCK_TOKENS
+from engine.core.reservations import Claim, Claims, ClaimState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import SpareBlocks
 

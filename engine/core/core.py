@@ -3,8 +3,8 @@
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
 from engine.core.errors import NumericsError, TransferError
-from engine.core.params import SampledToken
 from engine.core.model_runner import ModelRunner
+from engine.core.params import SampledToken
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Kind

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from engine.core.prompt_outputs import PromptScores
 from engine.core.params import SampledToken
+from engine.core.prompt_outputs import PromptScores
 
 ALL_LAYERS = -1
 

@@ -35,3 +35,39 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class AdapterRef(msgspec.Struct, frozen=True):
+    """An adapter that a request asks for."""
+
+    name: str  # as clients say it; for metrics and messages
+    digest: str  # hexadecimal, over config and weights: what the engine knows it by
+    path: str  # a directory that every worker can read
+
+
+def finish_reason(
+    params: SamplingParams, eos: frozenset[int], token: int, generated: int
+) -> tuple[str, int | None]:
+    """Whether a token just drawn ends its choice.
+
+    Args:
+        params: The request's parameters.
+        eos: The model's end tokens.
+        token: The token drawn.
+        generated: Tokens drawn so far, this one included.
+
+    Returns:
+        ``("", None)`` to go on, ``("stop", token)`` when the token itself is the end (it is not
+        part of the answer), ``("length", None)`` at the limit.
+
+    With a grammar an end token is drawn early, or in spite of ``ignore_eos``, only where nothing
+    else may follow; then it does end the answer.
+    """
+    if params.grammar and token in eos:
+        return "stop", token
+    ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+    if ends and generated > params.min_tokens:
+        return "stop", token
+    if generated >= params.max_tokens:
+        return "length", None
+    return "", None

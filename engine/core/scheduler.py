@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core import events as ev
-from engine.core.blocks import BlockPool
-from engine.core.reservations import Claim, ClaimState
-from engine.core.errors import BatonError, CancelledError_, InvalidRequestError
-from engine.core.params import finish_reason
-from engine.core.geometry import BLOCK_TOKENS
-from engine.core.prompt_outputs import Harvest
-from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.batch_state import Residents
+from engine.core.blocks import BlockPool
+from engine.core.errors import BatonError, CancelledError_, InvalidRequestError
+from engine.core.geometry import BLOCK_TOKENS
+from engine.core.params import SampledToken, finish_reason
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.core.prompt_outputs import Harvest
+from engine.core.reservations import Claim, ClaimState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence, blocks_for
 from engine.core.speculative.acceptance import accepted_run
 

@@ -3,10 +3,10 @@
 import enum
 from dataclasses import dataclass, field
 
-from engine.core.geometry import BLOCK_TOKENS
-from engine.core.prompt_outputs import Harvest
 from engine.core.block_hashes import block_name
+from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SamplingParams
+from engine.core.prompt_outputs import Harvest
 
 
 class Kind(enum.Enum):

@@ -8,25 +8,25 @@ from collections.abc import Callable
 
 import torch
 
-from engine.cpu import selftest
-from engine.cpu.lora import AdapterSet
-from engine.cpu.attention import Layout
+from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
-from engine.core.model_runner import ModelRunner
+from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.core.plan import PlanRow, StepPlan
-from engine.loading.memory import give_back_memory, kv_geometry, pool_geometry
-from engine.sampling.grammars import Grammars
-from engine.settings import EngineSettings
-from engine.loading.open import load_model
+from engine.cpu import selftest
+from engine.cpu.attention import Layout
 from engine.cpu.decoder import Decoder
+from engine.cpu.load import load_model
+from engine.cpu.lora import AdapterSet
+from engine.cpu.native.library import load
+from engine.cpu.parallel.rank_processes import RankProcesses
+from engine.cpu.parallel.selftest import prepare_ranks
+from engine.cpu.parallel.shard import lead
+from engine.cpu.runner import TorchRunner
+from engine.loading.memory import give_back_memory, kv_geometry, pool_geometry
 from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
-from engine.cpu.parallel.shard import lead
-from engine.core.model_runner import ModelInfo
-from engine.cpu.parallel.rank_processes import RankProcesses
-from engine.cpu.runner import TorchRunner
-from engine.cpu.parallel.selftest import prepare_ranks
-from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
+from engine.sampling.grammars import Grammars
+from engine.settings import EngineSettings
 from engine.text.grammar import vocabulary_of
 from engine.text.tokenizer import load_tokenizer
 
@@ -162,7 +162,7 @@ def open_runner(
             f"max_context_tokens is {context}, but {settings.model} was made for "
             f"{artifact.config.max_context_tokens}"
         )
-    geometry = pool_geometry(settings, artifact.config)
+    geometry = pool_geometry(settings, artifact.config, native=load() is not None)
     grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     shown = {"": 0}
 

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import torch
 
-from engine.core.speculative.draft_proposer import DraftProposer
-from engine.core.model_runner import ModelRunner
-from engine.core.speculative.proposers import Speculation
-from engine.settings import EngineSettings
-from engine.loading.open import load_model
-from engine.numerics import Numerics
-from engine.cpu.build import attention_layout, geometry_of
-from engine.cpu.runner import TorchRunner
 from engine.artifacts.artifact import resolve_model
+from engine.core.model_runner import ModelRunner
+from engine.core.speculative.draft_proposer import DraftProposer
+from engine.core.speculative.proposers import Speculation
+from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.load import load_model
+from engine.cpu.runner import TorchRunner
+from engine.numerics import Numerics
+from engine.settings import EngineSettings
 from engine.text.same_vocabulary import check_same_tokens
 
 

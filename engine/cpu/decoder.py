@@ -17,15 +17,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cpu.linear import Linear, PackFn, plain
+from engine.artifacts.artifact import ModelConfig
 from engine.cpu.experts import Experts
+from engine.cpu.linear import Linear, PackFn, plain
+from engine.cpu.native.rows import finite_rows, native_rows
+from engine.cpu.parallel.shard import Shard
+from engine.cpu.rows import TorchRows
 from engine.models.families import FAMILIES
 from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
-from engine.cpu.rows import TorchRows
-from engine.cpu.native.rows import native_rows
-from engine.cpu.parallel.shard import Shard
 from engine.sampling.sample import Logits
-from engine.artifacts.artifact import ModelConfig
 
 REFINED = 32  # logits of each row that are computed in fp32
 
@@ -288,9 +288,10 @@ class Decoder:
         h_SE = self.normed(x_SE)
         raw_SV = self._head_product(h_SE.to(self.dtype))
         if self.dtype == torch.float32 and not self.quantisation:
-            return Logits(raw_SV)
+            return Logits(raw_SV, finite_rows=finite_rows)
         count = min(REFINED, raw_SV.shape[1])
-        return Logits(raw_SV, *self._rows.refine(raw_SV, h_SE, self._head_rows, count))
+        refined = self._rows.refine(raw_SV, h_SE, self._head_rows, count)
+        return Logits(raw_SV, *refined, finite_rows)
 
 
 def row_operations(config: ModelConfig, dtype: torch.dtype) -> TorchRows:

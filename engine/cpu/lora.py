@@ -23,12 +23,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.core.params import AdapterRef
-from engine.core.errors import AdapterLoadError
-from engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
-from engine.models.rope import pair_rows
-from engine.numerics import Numerics
-from engine.cpu.parallel.shard import Shard
+from engine.artifacts.artifact import ModelConfig
 from engine.artifacts.lora_artifact import (
     AdapterArtifact,
     AdapterError,
@@ -36,7 +31,12 @@ from engine.artifacts.lora_artifact import (
     read_adapter,
     target_shapes,
 )
-from engine.artifacts.artifact import ModelConfig
+from engine.core.errors import AdapterLoadError
+from engine.core.params import AdapterRef
+from engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
+from engine.cpu.parallel.shard import Shard
+from engine.models.rope import pair_rows
+from engine.numerics import Numerics
 
 _RANK_STEP = 16
 _PRODUCTS = {

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from engine.core.errors import InternalError
-from engine.loading.memory import INT4_GROUP_INPUTS
-from engine.cpu.linear import ANY_ROWS, Linear
 from engine.artifacts.artifact import ModelError
+from engine.core.errors import InternalError
+from engine.cpu.linear import ANY_ROWS, Linear
+from engine.loading.memory import INT4_GROUP_INPUTS
 
 _LEVELS = 127.0
 _DIGIT = 254.0  # the second digit counts in 254ths of the first: half of its last place

@@ -17,20 +17,22 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.sampling import sample as sampling, prompt_scores as scoring, speculative as verifying
-from engine.cpu.lora import AdapterSet, StepDeltas
-from engine.cpu.attention import Attention, Layout, PagedAttention, Span, slots_of
 from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import KvGeometry
-from engine.core.prompt_outputs import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.sampling.grammars import Grammars
-from engine.cpu.kv_codec import kv_codec
+from engine.core.prompt_outputs import Floats, Harvest, Scores
+from engine.cpu.attention import Attention, Layout, PagedAttention, Span, slots_of
 from engine.cpu.decoder import Decoder
+from engine.cpu.kv_codec import kv_codec
+from engine.cpu.lora import AdapterSet, StepDeltas
 from engine.cpu.native.attention import NativeAttention, native_library
 from engine.cpu.native.rows import finite_rows
 from engine.numerics import DTYPES
+from engine.sampling import prompt_scores as scoring
+from engine.sampling import sample as sampling
+from engine.sampling import speculative as verifying
+from engine.sampling.grammars import Grammars
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from engine.cpu.attention import Layout, PagedAttention, Span
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.cpu.attention import Layout, PagedAttention, Span
 from engine.numerics import DTYPES, NumericsSetupError, cancelling, same_bits
 
 UNIT_TOKENS = 64

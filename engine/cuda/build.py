@@ -6,9 +6,13 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from engine.artifacts.artifact import ModelArtifact, ModelConfig, ModelError
 from engine.core.geometry import KvGeometry
+from engine.core.model_runner import ModelInfo
 from engine.cuda.decoder import CudaDecoder, DecoderShape
+from engine.cuda.kernels.products import FP8_SIDE
 from engine.cuda.lora import CudaAdapters
+from engine.cuda.runner import CudaRunner
 from engine.cuda.selftest import (
     PROOF_BLOCKS,
     device_name,
@@ -16,17 +20,13 @@ from engine.cuda.selftest import (
     verify_exact,
     verify_steps,
 )
-from engine.cuda.runner import CudaRunner
 from engine.loading.memory import footprint, pool_geometry
-from engine.sampling.grammars import Grammars
-from engine.settings import EngineSettings
-from engine.cuda.kernels.products import FP8_SIDE
 from engine.loading.open import load_weights
 from engine.models.families import FAMILIES
 from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
 from engine.numerics import DTYPES
-from engine.core.model_runner import ModelInfo
-from engine.artifacts.artifact import ModelArtifact, ModelConfig, ModelError
+from engine.sampling.grammars import Grammars
+from engine.settings import EngineSettings
 
 _SETTINGS = (
     "model",

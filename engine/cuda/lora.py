@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.cpu.lora import Adapter, AdapterSet, Product
+from engine.artifacts.artifact import ModelConfig
 from engine.core.params import AdapterRef
+from engine.cpu.lora import Adapter, AdapterSet, Product
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.kernels.products import Products
-from engine.artifacts.artifact import ModelConfig
 
 
 class DeviceProduct:

@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.sampling import prompt_scores as scoring
 from engine.core.errors import BatonError, InternalError, NumericsError
 from engine.core.geometry import KvGeometry
-from engine.core.prompt_outputs import Floats, Harvest, Scores
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.core.prompt_outputs import Floats, Harvest, Scores
+from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
 from engine.cuda.decoder import CudaDecoder
+from engine.cuda.host_pool import PoolMirror
+from engine.cuda.kernels.attention import Span
 from engine.cuda.lora import CudaAdapters, DeviceDeltas
 from engine.cuda.sampler import Draws, Specs, is_filtered, on_device, unknown_fields
-from engine.cuda.host_pool import PoolMirror
-from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
-from engine.sampling.grammars import Grammars
-from engine.cuda.kernels.attention import Span
 from engine.numerics import DTYPES
+from engine.sampling import prompt_scores as scoring
+from engine.sampling.grammars import Grammars
 from engine.sampling.sample import Logits
 
 _KNOWN = (

@@ -14,13 +14,14 @@ from dataclasses import MISSING, dataclass, fields
 
 import torch
 
-from engine.sampling import sample as sampling, speculative as verifying
 from engine.core.errors import GrammarError
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec
 from engine.cuda.decode_graphs import signed
-from engine.sampling.grammars import Grammars
 from engine.cuda.kernels.rows import cuts, draw
+from engine.sampling import sample as sampling
+from engine.sampling import speculative as verifying
+from engine.sampling.grammars import Grammars
 
 Specs = tuple[SampleSpec, ...]
 

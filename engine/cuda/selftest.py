@@ -9,14 +9,14 @@ from itertools import pairwise
 
 import torch
 
+from engine.artifacts.model_config import ModelError
 from engine.core.geometry import BLOCK_TOKENS
-from engine.cuda.decoder import CudaDecoder
 from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
+from engine.cuda.decoder import CudaDecoder
 from engine.cuda.kernels.attention import Span
 from engine.cuda.kernels.configs import SPLIT_TOKENS
 from engine.models.rope import ROPE_ORDER
 from engine.numerics import NumericsSetupError, digest, same_bits
-from engine.artifacts.model_config import ModelError
 
 _PROBE_TOKENS = 2 * SPLIT_TOKENS + 5 * BLOCK_TOKENS + 3  # three splits, the last page not full
 _STEP_TOKENS = 2 * BLOCK_TOKENS + 3

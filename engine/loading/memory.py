@@ -18,14 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED, KvGeometry
-from engine.core.split import Split
-from engine.settings import EngineSettings
-from engine.models.families import weight_table
-from engine.cpu.native.library import load
-from engine.cpu.parallel.rank_processes import splits_of
 from engine.artifacts.artifact import resolve_model
 from engine.artifacts.model_config import ModelConfig, ModelError
+from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED, KvGeometry
+from engine.core.split import Split
+from engine.models.families import weight_table
+from engine.models.split import splits_of
+from engine.settings import EngineSettings
 
 INT4_GROUP_INPUTS = 32
 
@@ -94,6 +93,7 @@ def footprint(
     context: int = 0,
     ranks: int = 1,
     draft: ModelConfig | None = None,
+    native: bool = False,
 ) -> Footprint:
     """What the engine of a worker takes.
 
@@ -107,13 +107,14 @@ def footprint(
         context: The longest, in tokens; 0 is the model's limit.
         ranks: Of a tensor-parallel replica.
         draft: The numbers of the draft model, which the leader holds.
+        native: Products in bf16 have kernels of our own; oneDNN generates code as it goes.
 
     Raises:
         ModelError: The model cannot be split over so many ranks.
     """
     size, tokens = DTYPE_BYTES[dtype], max_step_tokens
     parts = [_local(config, split) for split in splits_of(config, ranks)] if ranks > 1 else [config]
-    generates = not (dtype == "bf16" and load() is not None)  # oneDNN does, native kernels do not
+    generates = not (native and dtype == "bf16")
     process = sum(_process(part, quantisation, numerics, generates) for part in parts)
     process += _VOCABULARY_BYTES * config.vocab_size + _GROUP_BYTES * (ranks - 1)
     drafted = 0
@@ -125,6 +126,7 @@ def footprint(
             max_step_tokens=tokens,
             max_batch_requests=max_batch_requests,
             context=context,
+            native=native,
         )
         drafted = alone.weights + alone.workspace
         known = _shapes(config) if quantisation == "none" else set()
@@ -257,7 +259,9 @@ def free_memory_bytes() -> int:
         return free  # no such limit ("max")
 
 
-def pool_geometry(settings: EngineSettings, config: ModelConfig) -> KvGeometry:
+def pool_geometry(
+    settings: EngineSettings, config: ModelConfig, *, native: bool = False
+) -> KvGeometry:
     """The pool of an engine process, sized from the memory that is free now if nobody said.
 
     Raises:
@@ -285,6 +289,7 @@ def pool_geometry(settings: EngineSettings, config: ModelConfig) -> KvGeometry:
         context=context,
         ranks=settings.tensor_parallel,
         draft=draft,
+        native=native,
     )
     block_bytes = kv_geometry(config, kv_dtype, 1).block_bytes
     if draft is not None:  # a pool of its own, with as many blocks

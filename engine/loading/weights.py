@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 
 import torch
 
+from engine.artifacts.artifact import ModelArtifact, ModelError
 from engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
 from engine.models.rope import pair_rows
-from engine.artifacts.artifact import ModelArtifact, ModelError
 
 Progress = Callable[[str, int, int], None]
 """``(stage, done, total)``; the stages are "probe", "convert", "read"."""

@@ -1,1 +1,1 @@
-"""One readable file per model family."""
+"""One file of data for each family of models: weights by name, activations, RoPE. No code of layers."""

@@ -11,17 +11,9 @@ until those that use it have ended. So nobody waits for ever behind adapters tha
 from collections import Counter, OrderedDict
 from typing import Generic, TypeVar
 
-import msgspec
+from engine.core.params import AdapterRef
 
 T = TypeVar("T")
-
-
-class AdapterRef(msgspec.Struct, frozen=True):
-    """An adapter that a request asks for."""
-
-    name: str  # as clients say it; for metrics and messages
-    digest: str  # hexadecimal, over config and weights: what the engine knows it by
-    path: str  # a directory that every worker can read
 
 
 class AdapterRoom(Generic[T]):

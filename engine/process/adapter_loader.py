@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine.process import messages as ipc
 from engine.core import events as ev
-from engine.core.params import AdapterRef
-from engine.process.adapter_cache import AdapterRoom
 from engine.core.errors import AdapterLoadError, BatonError, CancelledError_
 from engine.core.model_runner import AdapterStore
+from engine.core.params import AdapterRef
+from engine.process import messages as ipc
+from engine.process.adapter_cache import AdapterRoom
 
 
 class AdapterDesk:

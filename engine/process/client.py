@@ -13,8 +13,8 @@ from typing import IO
 
 import msgspec
 
-from engine.process import messages as ipc
 from engine.core.errors import InternalError
+from engine.process import messages as ipc
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
-from engine.process import messages as ipc
-from engine.process.client import EngineClient
 from engine.core import events as ev
 from engine.core.params import AdapterRef
+from engine.process import messages as ipc
+from engine.process.client import EngineClient
 
 Handler = Callable[[ipc.RequestReport | ev.Ended], None]
 

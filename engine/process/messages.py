@@ -11,38 +11,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.core import events as ev
-from engine.core.params import AdapterRef
 from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.speculative.proposers import SpeculationSettings
+from engine.core.params import AdapterRef, SamplingParams
 
 LENGTH = struct.Struct("<I")
 M = TypeVar("M")
-
-
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to build one engine process."""
-
-    model: str  # reference as in the config, or "emulated"
-    dtype: str = "bf16"
-    numerics: str = "exact"
-    weight_quantisation: str = "none"  # or "int8", "int4"; on CUDA "fp8"
-    kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
-    kv_blocks: int = 1024  # 0 = sized from the memory that is free
-    workers_on_host: int = 1  # that share it
-    device: str = "cpu"  # "cpu", "cuda", or "auto": CUDA where torch sees a GPU
-    threads: int = 1
-    max_context_tokens: int = 0
-    max_batch_requests: int = 32
-    max_step_tokens: int = 512
-    max_adapters: int = 0  # held at once; 0: none are served
-    max_adapter_rank: int = 64
-    check_every_step: bool = False  # tests: recount all blocks after each step
-    speculation: SpeculationSettings = SpeculationSettings()
-    tensor_parallel: int = 1  # ranks of this replica
-    emulated_token_s: float = 0.0
-    emulated_nan_after_steps: int = 0
-    poison_token: int = -1  # drills: the process dies when a prompt holds this token
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from engine.process import messages as ipc
-from engine.process.adapter_loader import AdapterDesk
 from engine.core import events as ev
 from engine.core.core import EngineCore
 from engine.core.errors import (
@@ -32,26 +30,20 @@ from engine.core.errors import (
     NumericsError,
 )
 from engine.core.geometry import KvGeometry
-from engine.core.model_runner import ModelRunner
+from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.core.plan import StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.sampling.grammars import CompileDesk
 from engine.cpu.parallel.rank_processes import RankProcesses
+from engine.process import messages as ipc
+from engine.process.adapter_loader import AdapterDesk
+from engine.sampling.grammars import CompileDesk
 
 EMULATED = "emulated"
 _PR_SET_PDEATHSIG = 1
 _IDLE_S = 1.0
 _COMPILING_S = 0.002  # while a grammar is being compiled and there is nothing else to do
-
-
-class ModelInfo(msgspec.Struct, frozen=True):
-    """What the shell must know of the model behind a runner."""
-
-    numerics_id: str
-    weights_digest: bytes
-    max_context_tokens: int
 
 
 def die_with_parent() -> None:

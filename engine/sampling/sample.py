@@ -9,7 +9,7 @@ a token that was drawn once is drawn again wherever and whenever the same reques
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import SampleSpec
-from engine.cpu.native.rows import finite_rows
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -29,6 +28,12 @@ _TOP_P_FIRST = 1024
 """``top_p`` sorts this many candidates first, and the whole vocabulary only if they fall short."""
 
 
+def finite_rows(x_TN: torch.Tensor) -> list[bool]:
+    """For each row, whether it is free of NaN and Inf."""
+    result: list[bool] = torch.isfinite(x_TN.sum(dim=-1, dtype=torch.float32)).tolist()
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class Logits:
     """Logits of S rows, the best of which may be known more precisely.
@@ -37,22 +42,24 @@ class Logits:
         raw_SV: All of them, in the model's dtype.
         ids_SC: The tokens that were computed again, best first; ``None`` if ``raw_SV`` is precise.
         refined_SC: Their logits in fp32.
+        finite_rows: Tells for each row whether it is free of NaN and Inf.
     """
 
     raw_SV: torch.Tensor
     ids_SC: torch.Tensor | None = None
     refined_SC: torch.Tensor | None = None
+    finite_rows: Callable[[torch.Tensor], list[bool]] = finite_rows
 
     def rows(self, indexes: Sequence[int]) -> "Logits":
         """Some of the rows."""
-        wanted = list(indexes)
-        if self.ids_SC is None or self.refined_SC is None:
-            return Logits(self.raw_SV[wanted])
-        return Logits(self.raw_SV[wanted], self.ids_SC[wanted], self.refined_SC[wanted])
+        rows = list(indexes)
+        ids_SC = None if self.ids_SC is None else self.ids_SC[rows]
+        refined_SC = None if self.refined_SC is None else self.refined_SC[rows]
+        return Logits(self.raw_SV[rows], ids_SC, refined_SC, self.finite_rows)
 
     def finite(self) -> list[bool]:
         """For each row, whether it is free of NaN and Inf."""
-        return finite_rows(self.raw_SV)
+        return self.finite_rows(self.raw_SV)
 
     def best(self) -> list[int]:
         """The token with the largest logit of each row."""

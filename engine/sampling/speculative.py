@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeVar
 
 from engine.core.errors import GrammarError
-from engine.core.params import finish_reason
-from engine.core.params import SampledToken
+from engine.core.params import SampledToken, finish_reason
 from engine.core.plan import PlanRow, SampleSpec
 from engine.sampling.sample import Logits, Mask, sample
 

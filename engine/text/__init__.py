@@ -1,1 +1,1 @@
-"""Text without torch: model artifacts, tokenizer, chat template, incremental detokenizer."""
+"""Between text and tokens: tokenizer, chat template, grammars, tool calls. No torch."""

@@ -47,9 +47,9 @@ def capacity(
 
     Example: `baton capacity --context 4096 --concurrency 16 --weights int8 --kv int8`.
     """
-    from engine.loading.memory import free_memory_bytes
     from engine.artifacts.artifact import resolve_model
     from engine.artifacts.model_config import ModelError
+    from engine.loading.memory import free_memory_bytes
     from fleet.capacity import plan_capacity
 
     free = free_memory_bytes() if memory is None else int(memory * _GIB)

@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fleet.local import state as fleet_state
+from config.fleet_file import ConfigError, FleetConfig, load_config
 from fleet.cli.capacity import capacity
 from fleet.cli.chat import talk
-from fleet.preflight import PortTakenError, describe_model, doctor, notes
-from config.fleet_file import ConfigError, FleetConfig, load_config
-from fleet.pools.resources import CapacityError
+from fleet.local import state as fleet_state
 from fleet.local.redis_server import RedisError
-from registry.redis_store import Registry, RegistryUnavailableError
 from fleet.local.state import FleetState
 from fleet.local.supervisor import FleetError, Supervisor
+from fleet.pools.resources import CapacityError
+from fleet.preflight import PortTakenError, describe_model, doctor, notes
+from registry.redis_store import Registry, RegistryUnavailableError
 
 DEFAULT_FILE = Path("deploy/local.yaml")
 _NOT_RUNNING = 3  # exit code, as systemctl's

@@ -33,6 +33,7 @@ from fleet.pools.controller import (
     Remove,
     Stop,
 )
+from fleet.pools.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
 from fleet.pools.resources import (
     NAMESPACE,
     actor_name,
@@ -42,10 +43,8 @@ from fleet.pools.resources import (
     worker_environment,
     worker_settings,
 )
-from fleet.pools.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
 from registry.redis_store import Registry, RegistryUnavailableError
-from registry.types import WorkerRecord
-from registry.types import Role
+from registry.types import Role, WorkerRecord
 
 _LOG = logging.getLogger("fleet.pools.controller")
 

@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 from config.fleet_file import EMBEDDED, FleetConfig
-from fleet.pools.resources import NAMESPACE, CapacityError, check_capacity, controller_name, local_cpus
+from fleet.pools.resources import (
+    NAMESPACE,
+    CapacityError,
+    check_capacity,
+    controller_name,
+    local_cpus,
+)
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 

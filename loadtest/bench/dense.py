@@ -9,8 +9,8 @@ scheduler, no paging, no promise about bits. It is written for speed, not as a s
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.models.rope import unpair_rows
 from engine.artifacts.artifact import ModelConfig
+from engine.models.rope import unpair_rows
 
 
 class DenseLlama:

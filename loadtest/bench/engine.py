@@ -22,16 +22,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.core import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.llm import DEFAULT_MODEL
-from engine.loading.open import load_model, load_weights
-from engine.numerics import Numerics
 from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.load import load_model
 from engine.cpu.runner import TorchRunner
-from engine.artifacts.artifact import ModelArtifact, resolve_model
+from engine.llm import DEFAULT_MODEL
+from engine.loading.open import load_weights
+from engine.numerics import Numerics
 from loadtest.bench.dense import DenseLlama
 
 MODES: tuple[Numerics, ...] = ("exact", "fast")

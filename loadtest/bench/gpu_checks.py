@@ -6,13 +6,13 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cuda.decoder import CudaDecoder
-from loadtest.bench.gpu_decode_loop import DecodeLoop
 from engine.cuda.decode_graphs import DecodeRow
+from engine.cuda.decoder import CudaDecoder
 from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from engine.cuda.kernels.configs import AttentionConfig, attention_config
 from engine.cuda.kernels.products import Products, to_fp8
 from engine.cuda.kernels.rows import add_norm, cuts, draw, gate_mul, rope_write
+from loadtest.bench.gpu_decode_loop import DecodeLoop
 from loadtest.bench.gpu_model import Machine, random_decoder, scattered_tables
 
 Result = tuple[str, str | None]

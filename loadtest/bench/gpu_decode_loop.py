@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.cuda.decoder import CudaDecoder
 from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
+from engine.cuda.decoder import CudaDecoder
 
 
 class DecodeLoop:

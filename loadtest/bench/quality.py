@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.core.params import SamplingParams
-from engine.loading.memory import footprint
 from engine.llm import DEFAULT_MODEL, LLM
+from engine.loading.memory import footprint
 from engine.text.grammar import translate
 
 TEXT = Path(__file__).parent / "text" / "alice.txt"

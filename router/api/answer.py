@@ -21,12 +21,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.errors import BatonError
-from router.requests.active_request import Flight
-from router.api.responses import AnswerFormat, usage
-from router.requests.gateway import Gateway
-from router.metrics import Observer
-from router.api.prepare import off_loop
 from router.api.errors import problem_response
+from router.api.prepare import off_loop
+from router.api.responses import AnswerFormat, usage
+from router.metrics import Observer
+from router.requests.active_request import Flight
+from router.requests.gateway import Gateway
 from router.requests.request import GenerationRequest
 
 _DONE = b"data: [DONE]\n\n"

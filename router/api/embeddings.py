@@ -8,11 +8,11 @@ import numpy as np
 
 from engine.core.errors import QueueFullError
 from router.api.answer import AnswerContext, Exchange
-from router.requests.active_request import Flight
 from router.api.responses import usage
+from router.api.schema import EmbeddingBody
+from router.requests.active_request import Flight
 from router.requests.gateway import Gateway
 from router.requests.request import GenerationRequest
-from router.api.schema import EmbeddingBody
 
 
 class EmbeddingAnswer(Exchange):

@@ -11,10 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from engine.core.errors import InvalidRequestError, PromptTooLongError, UnauthorizedError
-from engine.core.prompt_outputs import bytes_per_row
 from engine.core.params import SamplingParams
-from router.served_model import ServedModel
-from router.requests.request import GenerationRequest, Mode, part_id
+from engine.core.prompt_outputs import bytes_per_row
 from router.api.schema import (
     MAX_INPUTS,
     MAX_PROMPTS,
@@ -23,8 +21,10 @@ from router.api.schema import (
     EmbeddingBody,
     GenerationBody,
 )
-from router.settings import RouterSettings
 from router.api.tools import messages_of, offered
+from router.requests.request import GenerationRequest, Mode, part_id
+from router.served_model import ServedModel
+from router.settings import RouterSettings
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES: dict[str, Mode] = {

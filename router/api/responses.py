@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta
+from router.api.prompt_logprobs import PromptView
 from router.requests.active_request import Flight
 from router.requests.record import Delta, ShownLogprob
-from router.api.prompt_logprobs import PromptView
 
 
 class AnswerFormat(Protocol):

@@ -8,9 +8,9 @@ from typing import Any
 from opentelemetry.trace import Span, SpanKind
 
 from engine.core.errors import BatonError
-from telemetry.metrics import Tracing, extract, inject
 from router.api.prepare import Caller
 from router.api.schema import ChatBody, EmbeddingBody, GenerationBody
+from telemetry.tracing import Tracing, extract, inject
 
 
 def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller: Caller) -> Span:

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from registry.types import FeedItem, Snapshot
-from telemetry.metrics import Metrics
 from router.placement.prefix_index import Applied, Mirror
+from telemetry.metrics import Metrics
 
 
 class EventSource(Protocol):

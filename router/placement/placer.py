@@ -7,16 +7,19 @@ from time import monotonic_ns
 from batonpb.decode_pb2 import Submission
 
 from engine.core.errors import BatonError, UnavailableError
-from router.placement import prompt_hashes as wire
-from router.placement.cost import candidates, choose
-from router.requests.fair_queue import Waiting
-from router.requests.active_request import EXPLAINED_CANDIDATES, Flight
-from router.placement.booked_load import LoadBook
-from router.placement.prefix_index import Mirror
 from router.metrics import Observer
-from router.requests.request import GenerationRequest, pack
+from router.placement.booked_load import LoadBook
+from router.placement.cost import candidates, choose
+from router.placement.prefix_index import Mirror
+from router.placement.prompt_hashes import NameCache, prefill_target
+from router.placement.worker_load import loads_of
+from router.requests.active_request import EXPLAINED_CANDIDATES, Flight
+from router.requests.fair_queue import Waiting
+from router.requests.request import GenerationRequest
 from router.settings import RouterSettings
 from router.workers.table import Slot, WorkerTable
+from wire.codecs import adapter_to_wire, sampling_to_wire
+from wire.tokens import pack_tokens
 
 _FIRST_GUESS_TOKENS = 128.0
 _LEARNING_RATE = 0.05
@@ -50,7 +53,7 @@ class Placer:
         self._book = book
         self._observer = observer
         self._router_id = router_id
-        self._names = wire.NameCache()
+        self._names = NameCache()
         self._random = random.Random()
         self._answer_tokens = _FIRST_GUESS_TOKENS  # running mean of the answers' lengths
 
@@ -122,9 +125,7 @@ class Placer:
         names = self._names.of(request, usable)
         reusable = [] if request.whole_prompt else names
         found = candidates(
-            self._workers.loads(
-                usable, reusable, self._mirror, self._book, now_ns, request.adapter_digest
-            ),
+            loads_of(usable, reusable, self._mirror, self._book, now_ns, request.adapter_digest),
             mode=request.mode,
             prompt_tokens=len(request.prompt),
             expected_tokens=self._expected_tokens(request),
@@ -168,23 +169,23 @@ class Placer:
         link, prefill = self._workers.link(flight.decode_id), self._workers.link(flight.prefill_id)
         if link is None:
             return UnavailableError("the worker that was chosen is gone")
-        packed = pack(request.prompt)
+        packed = pack_tokens(request.prompt)
         submission = Submission(
             request_id=flight.id,
             attempt=attempt,
             ticket=flight.record.ticket,
             priority=request.priority,
             prompt_tokens=packed,
-            sampling=wire.sampling(request.sampling),
+            sampling=sampling_to_wire(request.sampling),
             tenant=request.tenant,
             name_seed=self._names.seed(request, link.capabilities),
             deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
-            prefill=wire.target(prefill) if prefill is not None else None,
+            prefill=prefill_target(prefill) if prefill is not None else None,
             traceparent=request.traceparent,
             router_id=self._router_id,
             lease_ms=self._settings.lease_ms,
             probe=request.probe,
-            adapter=wire.adapter(request.adapter),
+            adapter=adapter_to_wire(request.adapter),
             pooling=request.pooling,
         )
         link.submit(submission, alone=len(packed) > self._settings.unary_prompt_bytes)

@@ -1,56 +1,24 @@
-"""Requests as the wire carries them."""
+"""Hashes of a prompt's blocks as a worker names them, and a prefill worker as decode knows it."""
 
 from collections.abc import Sequence
 
-from batonpb.common_pb2 import Adapter, Capabilities, LogitBias
-from batonpb.common_pb2 import SamplingParams as WireSampling
+from batonpb.common_pb2 import Capabilities
 from batonpb.decode_pb2 import PrefillTarget
 
-from engine.core.params import AdapterRef
 from engine.core.block_hashes import block_names, name_seed
-from engine.core.params import SamplingParams
 from router.requests.request import GenerationRequest
 from router.workers.link import WorkerLink
-from router.workers.table import Slot, format_id, kv_format
+from router.workers.table import Slot
+from wire.compatibility import format_id, kv_format
 
 _KEPT_SEEDS = 1024
 
 
-def sampling(params: SamplingParams) -> WireSampling:
-    """Sampling parameters, every field filled."""
-    return WireSampling(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.seed,
-        n=params.n,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        min_tokens=params.min_tokens,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        logit_bias=[LogitBias(token_id=token, bias=bias) for token, bias in params.logit_bias],
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        prompt_logprobs=0 if params.prompt_logprobs is None else params.prompt_logprobs + 1,
-        grammar=params.grammar,
-    )
-
-
-def target(link: WorkerLink) -> PrefillTarget:
+def prefill_target(link: WorkerLink) -> PrefillTarget:
     """A prefill worker, as the decode worker needs to know it."""
     return PrefillTarget(
         worker_id=link.worker_id, incarnation=link.incarnation, address=link.address
     )
-
-
-def adapter(ref: AdapterRef | None) -> Adapter | None:
-    """A LoRA adapter, as the workers need to know it."""
-    if ref is None:
-        return None
-    return Adapter(name=ref.name, digest=bytes.fromhex(ref.digest), path=ref.path)
 
 
 class NameCache:

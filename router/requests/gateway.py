@@ -32,24 +32,25 @@ from engine.core.errors import (
     InternalError,
     UnavailableError,
     WorkerLostError,
-    from_code,
 )
 from engine.text.tokenizer import TextTokenizer
-from router.requests.admission import Admission
-from router.workers.directory import WorkerDirectory
+from router.metrics import Observer
+from router.placement.booked_load import LoadBook
+from router.placement.placer import Placer
+from router.placement.prefix_index import Mirror
 from router.requests.active_request import Flight
+from router.requests.admission import Admission
+from router.requests.history import KeptRecords
 from router.requests.prefill_recovery import HandoffRepairs
 from router.requests.record import RequestRecord
-from router.placement.booked_load import LoadBook
-from router.placement.prefix_index import Mirror
-from router.metrics import Observer
-from router.placement.placer import Placer
-from router.requests.history import KeptRecords
 from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
 from router.requests.request import GenerationRequest
 from router.settings import RouterSettings
-from router.workers.link import WorkerLink, own_wire
+from router.workers.directory import WorkerDirectory
+from router.workers.link import WorkerLink
 from router.workers.table import WorkerTable
+from wire.codecs import error_from_wire
+from wire.compatibility import own_wire
 
 _LOG = logging.getLogger(__name__)
 
@@ -411,7 +412,7 @@ class Gateway:
             error: BatonError = InternalError("the worker ended the request before its answer")
             self._fail_placed(flight, error)
             return
-        error = from_code(end.error.code, end.error.message)
+        error = error_from_wire(end.error)
         if isinstance(error, WorkerLostError):  # its shell still speaks, its engine is dead
             self._move(flight, link.incarnation, f"{link.worker_id}: {error.message}")
             return

@@ -8,17 +8,18 @@ import asyncio
 from collections.abc import Callable, Iterable
 from time import monotonic_ns
 
-from batonpb.common_pb2 import Error
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
 from engine.core.errors import BatonError, TransferError
-from router.placement import prompt_hashes as wire
-from router.requests.active_request import Flight
-from router.placement.booked_load import LoadBook
 from router.metrics import Observer
+from router.placement.booked_load import LoadBook
+from router.placement.prompt_hashes import prefill_target
+from router.placement.worker_load import load_of
+from router.requests.active_request import Flight
 from router.requests.recovery_policy import after_prefill_failure
 from router.settings import RouterSettings
-from router.workers.table import Slot, WorkerTable, load_of
+from router.workers.table import Slot, WorkerTable
+from wire.codecs import error_to_wire
 
 
 class HandoffRepairs:
@@ -106,7 +107,7 @@ class HandoffRepairs:
         tokens = len(flight.request.prompt)
         self._book.book(link.worker_id, flight.id, tokens=tokens, streams=0, now_ns=now_ns)
         self._observer.retried("prefill replaced")
-        self._answer(flight, PrefillReplacement(prefill=wire.target(link)))
+        self._answer(flight, PrefillReplacement(prefill=prefill_target(link)))
 
     def _wait(self, flight: Flight) -> None:
         if flight.wants_prefill:
@@ -124,8 +125,7 @@ class HandoffRepairs:
     def _refuse(self, flight: Flight, error: BatonError) -> None:
         if error.code == "poison_request":
             self._observer.poison()
-        told = Error(code=error.code, message=error.message, retryable=error.retryable)
-        self._answer(flight, PrefillReplacement(refuse=told))
+        self._answer(flight, PrefillReplacement(refuse=error_to_wire(error)))
         self._end(flight, error)
 
     def _answer(self, flight: Flight, replacement: PrefillReplacement) -> None:

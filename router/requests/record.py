@@ -19,7 +19,8 @@ from engine.core.prompt_outputs import PromptScores, ScoresIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
-from router.requests.request import GenerationRequest, unpack
+from router.requests.request import GenerationRequest
+from wire.tokens import unpack_tokens
 
 
 class ShownLogprob(NamedTuple):
@@ -82,7 +83,7 @@ class ChoiceRecord:
         if self._silent:
             self._end("length", None)
             return RunResult()
-        ids = unpack(run.token_ids)  # a stop token is not among them
+        ids = unpack_tokens(run.token_ids)  # a stop token is not among them
         skip = self.next_index - run.index
         fresh = 0
         for offset in range(skip, len(ids)):
@@ -103,7 +104,7 @@ class ChoiceRecord:
         self.completion_tokens += 1
         self._show(self._detokenizer.push(token_id))
         if logprob is not None:
-            top = zip(unpack(logprob.top_ids), logprob.top_logprobs, strict=True)
+            top = zip(unpack_tokens(logprob.top_ids), logprob.top_logprobs, strict=True)
             shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
             self._pending.logprobs.append(shown)
 

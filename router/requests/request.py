@@ -5,8 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from engine.core.params import AdapterRef
-from engine.core.params import SamplingParams
+from engine.core.params import AdapterRef, SamplingParams
 
 Mode = Literal["auto", "disaggregated", "colocated"]
 

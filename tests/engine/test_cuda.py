@@ -1,7 +1,7 @@
 """The CUDA kernels in Triton's interpreter.
 
 Its switch must be set before triton is imported, and other tests import it (by transformers). So
-``tests/engine/cuda/kernels`` runs in a process of its own.
+``tests/engine/cuda`` runs in a process of its own.
 """
 
 import json
@@ -20,7 +20,7 @@ PLAIN = ("-p", "no:cacheprovider", "--durations", "5")
 
 def run(which: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", HERE / "kernels", "-q", "-m", which, *PLAIN],
+        [sys.executable, "-m", "pytest", HERE / "cuda", "-q", "-m", which, *PLAIN],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=HERE.parents[1],
         capture_output=True,
@@ -46,7 +46,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, HERE / "kernels" / "compile_for_hopper.py"],
+        [sys.executable, HERE / "cuda" / "compile_for_hopper.py"],
         env=environment,
         cwd=HERE.parents[1],
         capture_output=True,

@@ -10,34 +10,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core import events as ev
 from engine.core.core import EngineCore
-from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import (
     NgramProposer,
     Proposer,
     Speculation,
     SpeculationSettings,
 )
-from engine.cpu.build_draft import open_draft
-from engine.settings import EngineSettings
-from engine.cpu.decoder import Decoder
 from engine.cpu.build import attention_layout, geometry_of, open_grammars
+from engine.cpu.build_draft import open_draft
+from engine.cpu.decoder import Decoder
 from engine.cpu.runner import TorchRunner
-from engine.artifacts.artifact import ModelArtifact, resolve_model
+from engine.settings import EngineSettings
 from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.engine.conftest import MODEL
 from tests.engine.core.guesses import FreeGuesses, oracle
 from tests.engine.core.test_scheduler import answers, run
-from tests.engine.lora_files import write_adapter
-from tests.engine.cpu.test_lora import load_into, runner_of
 from tests.engine.cpu.test_build_draft import tokenizer_json
-from tests.engine.loading.test_loading import write_directory
+from tests.engine.cpu.test_lora import load_into, runner_of
 from tests.engine.cpu.test_tensor_parallel import replica
+from tests.engine.loading.test_loading import write_directory
+from tests.engine.lora_files import write_adapter
 from tests.engine.tiny_llama import write_llama
 
 Answers = dict[tuple[int, int], list[SampledToken]]

@@ -12,16 +12,16 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from engine.process import messages as ipc
+from config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
+from engine.artifacts.artifact import ModelError, resolve_model
+from engine.artifacts.model_config import ModelConfig
 from engine.core import events as ev
 from engine.core.params import SamplingParams
 from engine.loading.memory import automatic_blocks, footprint, pool_geometry
+from engine.process import messages as ipc
 from engine.process.handle import EngineHub
-from engine.artifacts.artifact import ModelError, resolve_model
-from engine.artifacts.model_config import ModelConfig
 from fleet.capacity import Capacity, plan_capacity
 from fleet.cli.main import app
-from config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from fleet.pools.resources import worker_settings
 from wire import codecs as wire
 

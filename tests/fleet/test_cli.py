@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from engine.artifacts.artifact import resolve_model
-from fleet.preflight import PortTakenError, claim_port, describe_model
-from fleet.cli.main import _announce, app
 from config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
+from engine.artifacts.artifact import resolve_model
+from fleet.cli.main import _announce, app
+from fleet.preflight import PortTakenError, claim_port, describe_model
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -15,13 +15,13 @@ import pytest
 import ray
 
 from config.fleet_file import FleetConfig, PoolsConfig
-from fleet.pools.resources import NAMESPACE, controller_name
+from fleet.local.redis_server import EmbeddedRedis
+from fleet.local.subprocesses import ProcessKey
 from fleet.pools.ray_controller import ControllerSpec
 from fleet.pools.ray_runtime import Controller, start_local
-from fleet.local.redis_server import EmbeddedRedis
+from fleet.pools.resources import NAMESPACE, controller_name
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
-from fleet.local.subprocesses import ProcessKey
 
 pytestmark = [
     pytest.mark.fleet,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from engine.core.geometry import KvGeometry
 from engine.core.split import owned_heads
 from kvtransfer import chunk
-from wire.compatibility import disagreement, kv_group
 from kvtransfer.kv_slice import Place, cut
 from kvtransfer.resharding import edges
+from wire.compatibility import disagreement, kv_group
 
 GEOMETRY = KvGeometry(num_layers=5, num_kv_heads=3, head_dim=8, num_blocks=24, dtype="bf16")
 BOUND = chunk.binding("request", 1, 7, b"i" * 16)

@@ -10,22 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.artifacts.artifact import resolve_model
+from engine.artifacts.lora_artifact import read_adapter
 from engine.core import events as ev
-from engine.core.params import AdapterRef
-from engine.core.core import EngineCore
-from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.block_hashes import name_seed
-from engine.core.params import SamplingParams
+from engine.core.core import EngineCore
+from engine.core.params import AdapterRef, SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
+from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.settings import EngineSettings
 from engine.cpu.build import open_runner
-from engine.process.step_loop import map_pool
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.cpu.runner import TorchRunner
-from engine.artifacts.lora_artifact import read_adapter
-from engine.artifacts.artifact import resolve_model
+from engine.process.step_loop import map_pool
+from engine.settings import EngineSettings
 from kvtransfer import chunk
 from kvtransfer.kv_slice import Place
 from tests.engine.core.guesses import FreeGuesses

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.local.redis_server import EmbeddedRedis
-from registry.types import EventBatch, Forget, Snapshot, names_checksum
 from registry.kv_events import FeedMachine, KvEventPublisher, NameLedger
-from registry.redis_store import Registry
-from registry.redis_store import STREAM_BATCHES
+from registry.redis_store import STREAM_BATCHES, Registry
+from registry.types import EventBatch, Forget, Snapshot, names_checksum
 from tests.fleet.conftest import Reader, eventually
 
 STREAM = "baton:{test}:kv:events"

@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from fleet.local.redis_server import EmbeddedRedis
-from registry.workers import Presence, RegistryWatcher
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import WorkerRecord
-from registry.workers import merged
+from registry.workers import Presence, RegistryWatcher, merged
 from tests.fleet.conftest import eventually
 
 

@@ -14,13 +14,13 @@ import httpx
 import pytest
 import uvicorn
 
-from engine.artifacts.artifact import resolve_model
 from config.fleet_file import DEFAULT_MODEL
+from engine.artifacts.artifact import resolve_model
 from registry.types import WorkerRecord
 from router.app import Router
-from router.workers.directory import StaticDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.workers.directory import StaticDirectory
 from tests.router.emulated_worker import EmulatedWorker, Script
 
 MODEL = "smollm2"

@@ -12,9 +12,9 @@ from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
 from engine.core.prompt_outputs import ScoresIntake
-from registry.types import WorkerRecord
 from fleet.worker import WorkerSettings
 from kvtransfer import grpc_transport
+from registry.types import WorkerRecord
 from wire import codecs as wire
 
 TOKEN = "fleet-token"

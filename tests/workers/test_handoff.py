@@ -16,8 +16,8 @@ from decode_worker.handoff import HandoffIntake
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from kvtransfer import grpc_transport
-from wire import codecs as wire
 from tests.workers.harness import TOKEN, MiniRouter, routed, workers
+from wire import codecs as wire
 
 PROMPT = list(range(3, 203))
 SLOW = 0.002  # seconds per token: 200 tokens take 0.4 s

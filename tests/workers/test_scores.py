@@ -62,7 +62,10 @@ async def test_a_long_prompts_scores_fit_into_messages_and_survive_a_lost_stream
     wanted = whole(router, "a")
     assert len(wanted.top_ids) == 4 * 20 * (len(prompt) - 1)
     await router.drop_stream()
-    router.api.prompt_logprobs["a"], router.tokens["a"] = type(router.api.prompt_logprobs["a"])(len(prompt) - 1), {}
+    router.api.prompt_logprobs["a"], router.tokens["a"] = (
+        type(router.api.prompt_logprobs["a"])(len(prompt) - 1),
+        {},
+    )
     await router.connect()
     await router.send(resume={"request_id": "a", "attempt": 1, "next_index": [0]})
     end = await router.ended("a")

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from engine.core.blocks import BlockPool
-from engine.core.reservations import Claims
-from engine.core.params import finish_reason
 from engine.core.geometry import BLOCK_TOKENS
-from engine.core.params import SampledToken
+from engine.core.params import SampledToken, finish_reason
 from engine.core.plan import PlanRow
+from engine.core.reservations import Claims
 from engine.core.sequence import TokenSequence, blocks_for
 
 

@@ -13,9 +13,8 @@ import msgspec
 
 from engine.core.blocks import BlockPool
 from engine.core.errors import NumericsError
-from engine.core.params import finish_reason
-from engine.core.params import SamplingParams
 from engine.core.model_runner import ModelRunner
+from engine.core.params import SamplingParams, finish_reason
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
 from engine.core.speculative.proposers import MAX_GUESSES, Ask, Proposal

@@ -1,1 +1,1 @@
-"""Kernels of our own in C++, compiled on the machine that runs them; see ``library.py``."""
+"""Our own C++ kernels, compiled at install; ``engine/cpu`` does without them where there are none."""

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cpu.attention import Layout, Span
 from engine.core.geometry import KvGeometry
+from engine.cpu.attention import Layout, Span
 from engine.cpu.native.library import load
 
 BLOCK_TOKENS = 16

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.cpu.rows import Activation, TorchRows
 from engine.cpu.native.library import load
+from engine.cpu.rows import Activation, TorchRows
+from engine.sampling import sample
 
 LANES = 16
 """Widths must be multiples of this."""
@@ -162,18 +163,17 @@ def finite_rows(x_TN: torch.Tensor) -> list[bool]:
     """For each row, whether it is free of NaN and Inf."""
     library = load() if x_TN.dtype in _FINITE and x_TN.device.type == "cpu" else None
     if library is None or x_TN.stride(1) != 1:
-        finite_T = torch.isfinite(x_TN.sum(dim=-1, dtype=torch.float32))
-    else:
-        rows, width = x_TN.shape
-        finite_T = torch.empty(rows, dtype=torch.bool)
-        library.baton_finite(
-            x_TN.data_ptr(),
-            x_TN.stride(0),
-            int(x_TN.dtype == torch.float32),
-            finite_T.data_ptr(),
-            rows,
-            width,
-            torch.get_num_threads(),
-        )
+        return sample.finite_rows(x_TN)
+    rows, width = x_TN.shape
+    finite_T = torch.empty(rows, dtype=torch.bool)
+    library.baton_finite(
+        x_TN.data_ptr(),
+        x_TN.stride(0),
+        int(x_TN.dtype == torch.float32),
+        finite_T.data_ptr(),
+        rows,
+        width,
+        torch.get_num_threads(),
+    )
     result: list[bool] = finite_T.tolist()
     return result

@@ -18,19 +18,19 @@ import threading
 import msgspec
 import torch
 
-from engine.cpu.parallel import rank_processes as ranks
-from engine.cpu.lora import Adapter, AdapterSet
-from engine.cpu.attention import Layout
-from engine.core.params import AdapterRef
-from engine.core.errors import BatonError
-from engine.loading.memory import give_back_memory
-from engine.settings import EngineSettings
-from engine.loading.open import load_model
-from engine.numerics import DTYPES, Numerics
-from engine.cpu.parallel.shard import Group, Shard
-from engine.process.step_loop import die_with_parent
-from engine.cpu.runner import TorchRunner
 from engine.artifacts.artifact import ModelArtifact, resolve_model
+from engine.core.errors import BatonError
+from engine.core.params import AdapterRef
+from engine.cpu.attention import Layout
+from engine.cpu.load import load_model
+from engine.cpu.lora import Adapter, AdapterSet
+from engine.cpu.parallel import rank_processes as ranks
+from engine.cpu.parallel.shard import Group, Shard
+from engine.cpu.runner import TorchRunner
+from engine.loading.memory import give_back_memory
+from engine.numerics import DTYPES, Numerics
+from engine.process.step_loop import die_with_parent
+from engine.settings import EngineSettings
 
 
 class Rank:

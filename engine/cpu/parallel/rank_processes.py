@@ -28,14 +28,12 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from engine.core.params import AdapterRef
 from engine.core.errors import AdapterLoadError, InternalError
 from engine.core.geometry import KvGeometry
+from engine.core.params import AdapterRef
 from engine.core.plan import PlanRow
-from engine.core.split import Split, splits
 from engine.process.messages import LENGTH, FrameReader
 from engine.settings import EngineSettings
-from engine.artifacts.artifact import ModelConfig, ModelError
 
 STEP_TIMEOUT_S = 10.0
 """A collective that takes longer has met a rank that hangs."""
@@ -196,7 +194,9 @@ class RankProcesses:
         keep = [*sockets, self._store_fd, *([pool_fd] if pool_fd >= 0 else [])]
         encoded = msgspec.json.encode(settings).decode()
         arguments = [*map(str, (rank, *sockets, pool_fd)), self.store, encoded]
-        process = subprocess.Popen([sys.executable, "-m", "engine.cpu.parallel.rank", *arguments], pass_fds=keep)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.cpu.parallel.rank", *arguments], pass_fds=keep
+        )
         theirs.close()
         their_desk.close()
         our_desk.settimeout(LOAD_TIMEOUT_S)
@@ -360,24 +360,3 @@ def _end_of(number: int, rank: _Rank) -> str:
 def rows_of(rows: Sequence[PlanRow]) -> list[Row]:
     """What the ranks need of a plan."""
     return [Row.of(row) for row in rows]
-
-
-def splits_of(config: ModelConfig, ranks: int) -> list[Split]:
-    """Every rank's part of a model.
-
-    Raises:
-        ModelError: The model cannot be split that far; the message names why.
-    """
-    if config.num_experts:
-        raise ModelError(f"tensor_parallel = {ranks}: a mixture of experts is not split")
-    try:
-        return splits(
-            ranks,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            feed=config.intermediate_size,
-            hidden=config.hidden_size,
-            vocab=config.vocab_size,
-        )
-    except ValueError as error:
-        raise ModelError(f"tensor_parallel = {ranks}: {error}") from error

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from engine.cpu.attention import Layout, PagedAttention, Span
+from engine.artifacts.artifact import ModelConfig
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.split import Split
+from engine.cpu.attention import Layout, PagedAttention, Span
 from engine.cpu.linear import TILE_ROWS, Linear
-from engine.numerics import DTYPES, Numerics, NumericsSetupError, cancelling, same_bits
 from engine.cpu.parallel.shard import Shard
 from engine.cpu.quantised import Int8Linear
 from engine.cpu.selftest import attention_fault, candidate_layouts, fast_layout, probe_data
-from engine.artifacts.artifact import ModelConfig
+from engine.numerics import DTYPES, Numerics, NumericsSetupError, cancelling, same_bits
 
 
 @torch.inference_mode()

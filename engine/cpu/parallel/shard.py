@@ -35,10 +35,11 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from engine.cpu.attention import Layout
-from engine.core.params import AdapterRef
+from engine.artifacts.artifact import ModelConfig
 from engine.core.geometry import KvGeometry
+from engine.core.params import AdapterRef
 from engine.core.plan import PlanRow
+from engine.cpu.attention import Layout
 from engine.cpu.linear import Linear
 from engine.cpu.parallel.rank_processes import (
     LOAD_TIMEOUT_S,
@@ -54,9 +55,8 @@ from engine.cpu.parallel.rank_processes import (
     RankProcesses,
     Started,
     rows_of,
-    splits_of,
 )
-from engine.artifacts.artifact import ModelConfig
+from engine.models.split import splits_of
 
 LEADER = 0
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.blocks import BlockPool
 from engine.core.block_hashes import block_name, block_names, fold, name_seed
+from engine.core.blocks import BlockPool
 
 
 def names(count: int, seed: bytes = b"s" * 16) -> list[bytes]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.errors import NumericsError
 from engine.core.geometry import KvGeometry
+from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import Speculation
 from engine.emulated import EmulatedRunner
 from tests.engine.core.guesses import FreeGuesses

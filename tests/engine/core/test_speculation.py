@@ -12,8 +12,8 @@ from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
-from engine.core.speculative.proposers import Ask, NgramProposer, Proposal, Speculation, StepCost
 from engine.core.speculative.acceptance import right_guesses
+from engine.core.speculative.proposers import Ask, NgramProposer, Proposal, Speculation, StepCost
 from engine.emulated import EmulatedRunner
 from tests.engine.core.guesses import FreeGuesses, Oracle, oracle
 from tests.engine.core.test_scheduler import SEED, answers, ends, golden, request, run

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from engine.core.geometry import KvGeometry
 from engine.cpu import selftest
 from engine.cpu.attention import Layout, PagedAttention, Span
-from engine.core.geometry import KvGeometry
-from engine.numerics import DTYPES, NumericsSetupError
 from engine.cpu.selftest import attention_fault, candidate_layouts, choose_layout, fast_layout
+from engine.numerics import DTYPES, NumericsSetupError
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
 

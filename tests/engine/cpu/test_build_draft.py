@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from engine.core.speculative.proposers import SpeculationSettings
 from engine.cpu.build_draft import open_draft
 from engine.settings import EngineSettings
-from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from engine.text.same_vocabulary import check_same_tokens
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL

@@ -10,29 +10,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.cpu.lora import AdapterSet
+from engine.artifacts.artifact import ModelArtifact, resolve_model
+from engine.artifacts.lora_artifact import TARGETS, AdapterArtifact, AdapterError, read_adapter
 from engine.core import events as ev
-from engine.core.params import AdapterRef
+from engine.core.block_hashes import name_seed
 from engine.core.core import EngineCore
 from engine.core.errors import AdapterLoadError
-from engine.core.block_hashes import name_seed
-from engine.core.params import SamplingParams
+from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.llm import LLM
-from engine.loading.open import load_model
-from engine.numerics import same_bits
 from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.load import load_model
+from engine.cpu.lora import AdapterSet
 from engine.cpu.runner import TorchRunner
-from engine.artifacts.lora_artifact import TARGETS, AdapterArtifact, AdapterError, read_adapter
-from engine.artifacts.artifact import ModelArtifact, resolve_model
+from engine.llm import LLM
+from engine.numerics import same_bits
 from tests.engine import tiny_models as tiny
 from tests.engine.conftest import MODEL, Driver
 from tests.engine.core.guesses import oracle
 from tests.engine.core.test_scheduler import answers, run
-from tests.engine.lora_files import module_of, write_adapter
 from tests.engine.cpu.test_tensor_parallel import replica
+from tests.engine.lora_files import module_of, write_adapter
 
 MAX_LOGIT_ERROR = 1e-4  # fp32; measured: 3e-6
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cpu.attention import Layout, Span
 from engine.core.geometry import KvGeometry
+from engine.cpu.attention import Layout, Span
 from engine.cpu.native import library
 from engine.cpu.native.attention import NativeAttention, native_library
 from engine.numerics import same_bits

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cpu.rows import TorchRows
 from engine.cpu.native.library import load
 from engine.cpu.native.products import NativeWeight, native_fits
 from engine.cpu.native.rows import NativeRows, finite_rows, native_rows
+from engine.cpu.rows import TorchRows
 from engine.numerics import cancelling, same_bits
 
 EPS = 1e-5

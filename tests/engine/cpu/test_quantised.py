@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu.attention import Layout
+from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from engine.core.errors import NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
+from engine.cpu.attention import Layout
+from engine.cpu.build import attention_layout, geometry_of, numerics_id, verify_exact
+from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import KvCodec, _widened
 from engine.cpu.linear import Linear
-from engine.loading.open import load_model
-from engine.cpu.decoder import Decoder
-from engine.numerics import same_bits
-from engine.cpu.build import attention_layout, geometry_of, numerics_id, verify_exact
+from engine.cpu.load import load_model
 from engine.cpu.quantised import (
     Int4Linear,
     Int8Linear,
@@ -27,7 +27,7 @@ from engine.cpu.quantised import (
     quantise_groups,
 )
 from engine.cpu.runner import TorchRunner
-from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
+from engine.numerics import same_bits
 from tests.engine.conftest import Driver
 from tests.engine.cpu.test_runner import prompt_of
 

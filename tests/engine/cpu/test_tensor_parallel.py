@@ -16,16 +16,12 @@ import msgspec
 import pytest
 import torch
 
-from engine.core.params import AdapterRef
+from engine.artifacts.artifact import ModelError, resolve_model
+from engine.artifacts.lora_artifact import read_adapter
 from engine.core.errors import AdapterLoadError, NumericsError
-from engine.core.params import SamplingParams
+from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import StepPlan
-from engine.settings import EngineSettings
-from engine.process.messages import FrameReader
-from engine.numerics import same_bits
 from engine.cpu.build import numerics_id, open_runner
-from engine.cpu.parallel.shard import lead
-from engine.process.step_loop import map_pool
 from engine.cpu.parallel.rank import Rank
 from engine.cpu.parallel.rank_processes import (
     Adapt,
@@ -36,11 +32,14 @@ from engine.cpu.parallel.rank_processes import (
     RankError,
     RankProcesses,
     frame,
-    splits_of,
 )
 from engine.cpu.parallel.selftest import product_split_fault
-from engine.artifacts.lora_artifact import read_adapter
-from engine.artifacts.artifact import ModelError, resolve_model
+from engine.cpu.parallel.shard import lead
+from engine.models.split import splits_of
+from engine.numerics import same_bits
+from engine.process.messages import FrameReader
+from engine.process.step_loop import map_pool
+from engine.settings import EngineSettings
 from tests.engine.conftest import MODEL, Driver
 from tests.engine.lora_files import write_adapter
 from tests.engine.tiny_llama import write_llama

@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.cuda import build as cuda_open
-from engine.cpu import build as opening
+from engine.artifacts.artifact import ModelError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.speculative.proposers import SpeculationSettings
-from engine.cuda.selftest import verify_steps
+from engine.cpu import build as opening
+from engine.cuda import build as cuda_open
 from engine.cuda.decode_graphs import DecodeSteps
-from engine.settings import EngineSettings
+from engine.cuda.selftest import verify_steps
 from engine.numerics import NumericsSetupError
-from engine.artifacts.artifact import ModelError
+from engine.settings import EngineSettings
 from tests.engine.cuda import tiny
 
 SHALLOW = tiny.config(layers=1)

@@ -10,8 +10,8 @@ from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.cuda.runner import CudaRunner
 from engine.cpu.runner import TorchRunner
+from engine.cuda.runner import CudaRunner
 from tests.engine.core.guesses import FreeGuesses
 from tests.engine.cuda import tiny
 

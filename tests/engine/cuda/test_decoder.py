@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from engine.artifacts.artifact import ModelError
 from engine.core.plan import StepPlan
 from engine.cuda.decoder import CudaDecoder
-from engine.cuda.selftest import numerics_id, verify_exact
 from engine.cuda.kernels.attention import Span
+from engine.cuda.selftest import numerics_id, verify_exact
 from engine.numerics import NumericsSetupError, same_bits
-from engine.artifacts.artifact import ModelError
 from tests.engine.cuda import tiny
 
 SHALLOW = tiny.config(layers=1)

@@ -7,16 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.core.params import AdapterRef
-from engine.core.errors import GrammarError
-from engine.core.prompt_outputs import MEAN, Harvest
-from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda.runner import CudaRunner
-from engine.sampling.grammars import Grammars
-from engine.numerics import same_bits
-from engine.cpu.runner import TorchRunner
 from engine.artifacts.lora_artifact import TARGETS, read_adapter
+from engine.core.errors import GrammarError
+from engine.core.params import AdapterRef, SampledToken, SamplingParams
+from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.core.prompt_outputs import MEAN, Harvest
+from engine.cpu.runner import TorchRunner
+from engine.cuda.runner import CudaRunner
+from engine.numerics import same_bits
+from engine.sampling.grammars import Grammars
 from tests.engine.cuda import tiny
 from tests.engine.lora_files import write_adapter
 

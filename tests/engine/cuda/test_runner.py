@@ -9,8 +9,8 @@ import torch
 from engine.core.errors import InternalError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda.sampler import on_device
 from engine.cuda.host_pool import PoolMirror
+from engine.cuda.sampler import on_device
 from tests.engine.cuda import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling import sample as sampling
 from engine.core.params import SamplingParams
 from engine.core.plan import SampleSpec
 from engine.cuda.kernels.rows import cuts, draw
+from engine.sampling import sample as sampling
 
 
 def on_the_host(row: torch.Tensor, spec: SampleSpec) -> int:

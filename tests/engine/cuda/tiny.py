@@ -4,20 +4,20 @@ import functools
 
 import torch
 
-from engine.cpu import selftest
+from engine.artifacts.artifact import ModelConfig
 from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.cpu import selftest
+from engine.cpu.decoder import Decoder
+from engine.cpu.runner import TorchRunner
+from engine.cuda.build import make_decoder
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.lora import CudaAdapters
-from engine.cuda.build import make_decoder
 from engine.cuda.runner import CudaRunner
-from engine.sampling.grammars import Grammars
-from engine.cpu.decoder import Decoder
 from engine.models.families import weight_table
 from engine.numerics import DTYPES
-from engine.cpu.runner import TorchRunner
-from engine.artifacts.artifact import ModelConfig
+from engine.sampling.grammars import Grammars
 
 BLOCK = 16
 BLOCKS = 24

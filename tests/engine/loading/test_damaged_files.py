@@ -14,8 +14,9 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 
-from engine.loading.open import load_model, load_weights, open_weights
 from engine.artifacts.artifact import ModelError, resolve_model
+from engine.cpu.load import load_model
+from engine.loading.open import load_weights, open_weights
 from tests.engine.loading.test_loading import DIM, write_directory, write_gguf
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.loading.open import load_weights
-from engine.models.families import weight_table
-from engine.loading.safetensors_file import write_safetensors
 from engine.artifacts.artifact import ModelArtifact, resolve_model
+from engine.loading.open import load_weights
+from engine.loading.safetensors_file import write_safetensors
+from engine.models.families import weight_table
 from tests.engine.conftest import GEMMA, MODEL
 
 LIMIT = 1.3

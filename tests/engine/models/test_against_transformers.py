@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.prompt_outputs import Harvest
+from engine.artifacts.artifact import ModelArtifact
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
-from engine.loading.open import load_weights
-from engine.cpu.decoder import Decoder
-from engine.models.families import weight_table
-from engine.models.rope import unpair_rows
+from engine.core.prompt_outputs import Harvest
 from engine.cpu.build import geometry_of
+from engine.cpu.decoder import Decoder
 from engine.cpu.runner import TorchRunner
 from engine.cpu.selftest import fast_layout
-from engine.artifacts.artifact import ModelArtifact
+from engine.loading.open import load_weights
+from engine.models.families import weight_table
+from engine.models.rope import unpair_rows
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import Driver
 

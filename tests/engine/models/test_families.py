@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.plan import PlanRow, StepPlan
-from engine.loading.open import load_model
-from engine.numerics import same_bits
-from engine.cpu.build import attention_layout, geometry_of, verify_exact
-from engine.cpu.runner import TorchRunner
 from engine.artifacts.artifact import ModelError, resolve_model
+from engine.core.plan import PlanRow, StepPlan
+from engine.cpu.build import attention_layout, geometry_of, verify_exact
+from engine.cpu.load import load_model
+from engine.cpu.runner import TorchRunner
+from engine.numerics import same_bits
 
 pytest.importorskip("transformers")
 

@@ -3,12 +3,11 @@
 import select
 from collections.abc import Callable
 
-from engine.process import messages as ipc
-from engine.process.adapter_loader import AdapterDesk
-from engine.core.params import AdapterRef
 from engine.core.errors import AdapterLoadError
 from engine.core.events import Ended
-from engine.core.params import SamplingParams
+from engine.core.params import AdapterRef, SamplingParams
+from engine.process import messages as ipc
+from engine.process.adapter_loader import AdapterDesk
 
 
 class Store:

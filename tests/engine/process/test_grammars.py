@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from engine.process import messages as ipc
 from engine.core import events as ev
 from engine.core.params import SamplingParams
-from engine.sampling.grammars import CompileDesk, Grammars
+from engine.process import messages as ipc
 from engine.process.step_loop import EMULATED, EngineProcess
+from engine.sampling.grammars import CompileDesk, Grammars
 from engine.text.grammar import Vocabulary, translate
 
 

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engine.core.block_hashes import block_names
 from config.fleet_file import DEFAULT_MODEL
+from engine.core.block_hashes import block_names
 from fleet.local.redis_server import EmbeddedRedis
 from registry.kv_events import EventFeed, KvEventPublisher
-from registry.workers import Presence, RegistryWatcher
 from registry.redis_store import Registry
-from router.app import Router
+from registry.workers import Presence, RegistryWatcher
 from router.api.prepare import Preparer, read_headers
 from router.api.schema import CompletionBody, parse
+from router.app import Router
 from router.settings import RouterSettings
 from tests.router.conftest import MODEL, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script

@@ -13,8 +13,8 @@ from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNot
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry, RegistryUnavailableError
 from router.adapter_table import AdapterEntry, AdapterTable
-from router.served_model import ServedModel
 from router.placement.prompt_hashes import NameCache
+from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
 from tests.router.conftest import MODEL, events_of
 

@@ -8,8 +8,8 @@ import pytest
 from engine.core.errors import GrammarError, UnavailableError
 from engine.text.grammar import MAX_SOURCE_CHARACTERS
 from engine.text.grammar_check import Question, Verdict
-from telemetry.metrics import Metrics
 from router.api.grammar_checker import GrammarChecker
+from telemetry.metrics import Metrics
 from tests.router.emulated_worker import Script
 
 DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(2500)) + '\nr2500: "b"'

@@ -58,7 +58,9 @@ async def test_the_deadline_is_504_before_the_first_token(make_fleet):
 
 async def test_the_deadline_is_an_event_on_a_stream_that_has_begun(make_fleet):
     fleet = await make_fleet({"decode-0": Script(step_s=0.05)})
-    response = await fleet.cli.chat(stream=True, max_tokens=500, headers={"x-baton-timeout-ms": "400"})
+    response = await fleet.cli.chat(
+        stream=True, max_tokens=500, headers={"x-baton-timeout-ms": "400"}
+    )
     assert response.status_code == 200
     events = events_of(response.text)
     assert events[-1]["error"]["code"] == "deadline_exceeded"

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from registry.types import EventBatch
-from router.placement.cost import PRIOR_ADAPTER_LOAD_S, Edge, Terms, WorkerLoad, candidates, choose
 from router.placement.booked_load import LoadBook
+from router.placement.cost import PRIOR_ADAPTER_LOAD_S, Edge, Terms, WorkerLoad, candidates, choose
 from router.placement.prefix_index import Mirror
-from router.workers.table import load_of
+from router.placement.worker_load import load_of
 
 TRACE = Path(__file__).with_name("conversation_sample.jsonl")
 

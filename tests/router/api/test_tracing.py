@@ -26,7 +26,9 @@ def spans(fleet):
 
 
 async def test_a_call_is_one_span_between_client_and_worker(fleet, spans):
-    response = await fleet.cli.chat("a secret", top_p=0.5, user="u", headers={"traceparent": CLIENT})
+    response = await fleet.cli.chat(
+        "a secret", top_p=0.5, user="u", headers={"traceparent": CLIENT}
+    )
     await until(lambda: len(spans()) == 1)
     [span] = spans()
     assert span.name == f"chat {MODEL}"

@@ -12,8 +12,9 @@ from engine.core.errors import DeadlineError, InternalError
 from engine.core.params import SamplingParams
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import after_prefill_failure, after_worker_death
-from router.requests.request import GenerationRequest, pack, unpack
+from router.requests.request import GenerationRequest
 from router.workers.link import Silence
+from wire.tokens import pack_tokens, unpack_tokens
 
 
 def request(n: int = 1, stops=(), mode="auto", **sampling) -> GenerationRequest:
@@ -34,7 +35,7 @@ def run(index: int, ids, choice: int = 0, reason: str = "", attempt: int = 1, **
         attempt=attempt,
         choice=choice,
         index=index,
-        token_ids=struct.pack(f"<{len(ids)}I", *ids),
+        token_ids=struct.pack_tokens(f"<{len(ids)}I", *ids),
         finish_reason=reason,
         **more,
     )
@@ -141,8 +142,8 @@ def test_what_was_sent_cannot_be_started_again(record):
 
 @given(ids=st.lists(st.integers(0, 2**32 - 1)))
 def test_packing(ids):
-    assert unpack(pack(ids)) == ids
-    assert pack(ids) == struct.pack(f"<{len(ids)}I", *ids)
+    assert unpack_tokens(pack_tokens(ids)) == ids
+    assert pack_tokens(ids) == struct.pack_tokens(f"<{len(ids)}I", *ids)
 
 
 class TestRepair:

@@ -1,0 +1,1 @@
+"""What a model is, before anything is loaded: files, config, digests. No torch."""

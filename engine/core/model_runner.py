@@ -1,0 +1,92 @@
+"""What the engine asks of a backend: to execute plans over one KV pool.
+
+``engine/cpu/runner.py``, ``engine/cuda/runner.py`` and ``engine/emulated.py`` answer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.core.errors import BatonError
+from engine.core.geometry import KvGeometry
+from engine.core.params import AdapterRef, SampledToken
+from engine.core.plan import SampleSpec, StepPlan
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the shell must know of the model behind a runner."""
+
+    numerics_id: str
+    weights_digest: bytes
+    max_context_tokens: int
+
+
+class AdapterStore(Protocol):
+    """The adapters that a runner holds, by digest."""
+
+    def prepare(self, ref: AdapterRef) -> Any:
+        """Read and check an adapter, on every rank. Slow; called in a thread of its own.
+
+        Raises:
+            AdapterLoadError: It cannot be loaded, or is not the one that ``digest`` names.
+        """
+
+    def add(self, ref: AdapterRef, prepared: Any) -> None:
+        """Hold what ``prepare`` returned; between steps only, and at once."""
+
+    def remove(self, digest: str) -> None:
+        """Let an adapter go that no row needs any more; between steps only."""
+
+
+class ModelRunner(Protocol):
+    """Executes plans over one KV pool."""
+
+    @property
+    def harvests(self) -> bool:
+        """Whether rows may have a ``harvest``."""
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """What rows may name in ``adapter``."""
+
+    @property
+    def geometry(self) -> KvGeometry:
+        """Shape of the pool that this runner reads and writes."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer unless ``ignore_eos``."""
+
+    @property
+    def rewritten_rows(self) -> tuple[int, ...]:
+        """Rows of the last plan whose KV was written a second time after ``on_layers_done``."""
+
+    @property
+    def refused_rows(self) -> Mapping[int, BatonError]:
+        """Rows of the last plan whose grammar failed, and why: what was drawn there is void."""
+
+    @property
+    def mask_ns(self) -> int:
+        """Time that the last step spent on grammars."""
+
+    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+        """How many of ``guesses``, in order, the grammar of ``spec`` lets follow its history."""
+
+    def execute(
+        self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
+    ) -> list[list[SampledToken]]:
+        """Run one step.
+
+        Args:
+            plan: What to compute.
+            on_layers_done: Called with the number of layers whose KV is in the pool, as the step
+                proceeds (this is what streams KV out while later layers still compute).
+
+        Returns:
+            For each row of the plan, one token per entry of ``samples``, in order. Behind a wrong
+            guess there may be fewer.
+
+        Raises:
+            NumericsError: A row's logits hold NaN or Inf. ``rows`` names the rows at fault.
+        """

@@ -1,0 +1,1 @@
+"""Draft tokens: who proposes them, and which of them count. No torch."""

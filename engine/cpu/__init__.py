@@ -1,0 +1,1 @@
+"""The backend for CPUs; ``engine/cuda`` has the same files for GPUs."""

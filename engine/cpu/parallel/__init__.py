@@ -1,0 +1,1 @@
+"""Tensor parallelism over the processes of one host."""

@@ -1,0 +1,1 @@
+"""From logits to tokens, on either backend: sampling, grammars, prompt log-probabilities."""

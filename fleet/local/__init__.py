@@ -1,0 +1,1 @@
+"""A fleet on this host: the supervisor and the processes that it starts."""

@@ -1,0 +1,84 @@
+"""Workers as the cost model takes them: their last report, what was booked since, what they hold."""
+
+from collections.abc import Sequence
+
+from engine.core.geometry import head_bytes
+from router.placement.booked_load import LoadBook
+from router.placement.cost import (
+    PRIOR_ADAPTER_LOAD_S,
+    PRIOR_DECODE_STEP_S,
+    PRIOR_EDGE_BYTES_PER_S,
+    PRIOR_EDGE_OVERHEAD_S,
+    PRIOR_PREFILL_OVERHEAD_S,
+    PRIOR_PREFILL_TOKENS_PER_S,
+    Edge,
+    WorkerLoad,
+)
+from router.placement.prefix_index import Mirror
+from router.workers.table import Slot
+from wire.compatibility import format_id
+
+
+def loads_of(
+    slots: Sequence[Slot],
+    names: Sequence[bytes],
+    mirror: Mirror,
+    book: LoadBook,
+    now_ns: int,
+    adapter: str = "",
+) -> list[WorkerLoad]:
+    """The slots as the cost model takes them.
+
+    Args:
+        slots: Usable ones.
+        names: Of the prompt's full blocks.
+        mirror: Who holds which of them.
+        book: What was placed.
+        now_ns: Monotonic clock.
+        adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
+    """
+    return [
+        load_of(slot, mirror.prefix_blocks(slot.link.incarnation, names, now_ns), book, adapter)
+        for slot in slots
+        if slot.link is not None
+    ]
+
+
+def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -> WorkerLoad:
+    """One worker's load: its last report, and what was booked since."""
+    link = slot.link
+    if link is None or link.status is None:
+        raise ValueError(f"{slot.worker_id} is not connected")
+    status, groups = link.status, link.capabilities.kv_groups
+    tokens, streams = book.unreported(slot.worker_id)
+    at_hand = bytes.fromhex(adapter) in status.adapters or book.brings(slot.worker_id, adapter)
+    return WorkerLoad(
+        worker_id=slot.worker_id,
+        incarnation=link.incarnation,
+        role=slot.role,
+        queued_tokens=status.queued_prompt_tokens + tokens,
+        streams=status.running + status.waiting + streams,
+        room_blocks=status.kv_blocks.free + status.kv_blocks.cached,
+        total_blocks=status.kv_blocks.total,
+        cached_blocks=cached_blocks,
+        adapter_s=PRIOR_ADAPTER_LOAD_S if adapter and not at_hand else 0.0,
+        prefill_tokens_per_s=status.prefill_tokens_per_s or PRIOR_PREFILL_TOKENS_PER_S,
+        prefill_overhead_s=status.prefill_overhead_s or PRIOR_PREFILL_OVERHEAD_S,
+        decode_step_s=status.decode_step_s or PRIOR_DECODE_STEP_S,
+        block_bytes=sum(
+            len(group.layer_ids)
+            * 2
+            * group.num_kv_heads
+            * head_bytes(group.dtype, group.head_dim)
+            * group.block_tokens
+            for group in groups
+        ),
+        format_id=format_id(link.capabilities),
+        edges={
+            edge.prefill_worker_id: Edge(
+                bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S,
+                overhead_s=edge.overhead_s or PRIOR_EDGE_OVERHEAD_S,
+            )
+            for edge in status.edges
+        },
+    )

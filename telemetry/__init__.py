@@ -1,0 +1,1 @@
+"""Metrics, the page they are read from, and traces. Nothing is global."""

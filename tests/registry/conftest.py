@@ -1,0 +1,72 @@
+"""What the fleet's tests share: a real Redis, and a reader that keeps what it is told."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from fleet.local.redis_server import EmbeddedRedis
+from registry.kv_events import EventFeed
+from registry.redis_store import Registry
+from registry.types import EventBatch, Forget, Heartbeat, Snapshot
+
+
+@pytest.fixture
+def redis_server() -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis()
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def registry(redis_server: EmbeddedRedis) -> AsyncIterator[Registry]:
+    made = Registry(redis_server.url, "test")
+    yield made
+    await made.close()
+
+
+class Reader:
+    """The simplest mirror: applies what the feed yields, without checks of its own."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.feed = EventFeed(registry)
+        self.names: dict[bytes, set[bytes]] = {}
+        self.items: list[object] = []
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async for item in self.feed:
+            self.items.append(item)
+            match item:
+                case Snapshot():
+                    self.names[item.incarnation] = set(item.names)
+                case EventBatch():
+                    held = self.names[item.incarnation]
+                    if item.cleared:
+                        held.clear()
+                    held.difference_update(item.removed)
+                    held.update(item.stored)
+                case Forget():
+                    del self.names[item.incarnation]
+                case Heartbeat():
+                    pass
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@pytest.fixture
+async def reader(registry: Registry) -> AsyncIterator[Reader]:
+    made = Reader(registry)
+    yield made
+    await made.close()
+
+
+async def eventually(condition: Callable[[], bool], limit_s: float = 8.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        await asyncio.sleep(0.02)
