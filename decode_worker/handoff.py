@@ -12,14 +12,14 @@ from batonpb import decode_pb2
 from batonpb import prefill_pb2 as pb
 
 from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
-from decode_worker.prefill_link import SILENCE_S, PrefillLink
+from decode_worker.prefill_link import SILENCE_S, PrefillStream
 from engine.core import events as ev
 from engine.core.params import SampledToken
-from engine.core.prompt_outputs import ScoresIntake
+from engine.core.prompt_outputs import PromptLogprobsIntake
 from engine.process import messages as ipc
-from engine.process.handle import EngineHub
+from engine.process.handle import EngineHandle
 from kvtransfer import chunk, receiver
-from kvtransfer.kv_slice import Place
+from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from telemetry.metrics import Metrics
 from wire import codecs as wire
@@ -31,7 +31,7 @@ class HandoffIntake:
     Args:
         submission: The request.
         engine_id: Its name at the engine.
-        hub: The engine.
+        engine: The engine.
         pool: Its KV pool.
         peers: Connections to prefill workers.
         identity: Of this worker.
@@ -45,7 +45,7 @@ class HandoffIntake:
         self,
         submission: decode_pb2.Submission,
         engine_id: str,
-        hub: EngineHub,
+        engine: EngineHandle,
         pool: chunk.PoolView,
         peers: Peers,
         identity: Any,
@@ -57,13 +57,15 @@ class HandoffIntake:
         self.submission = submission
         self.target: decode_pb2.PrefillTarget = submission.prefill
         self.first: tuple[SampledToken, ...] | None = None
-        self.harvest: ev.Harvested | None = None  # with the first tokens, if anything is wanted
+        self.prompt_outputs: ev.PromptOutputsReady | None = (
+            None  # with the first tokens, if anything is wanted
+        )
         self.ended_choices: set[int] = set()
         self.committed = False
         self.taken_over = False
         self.transfer_ns = 0
         self._engine_id = engine_id
-        self._hub = hub
+        self._engine = engine
         self._pool = pool
         self._peers = peers
         self._identity = identity
@@ -72,13 +74,13 @@ class HandoffIntake:
         self._on_ask = on_ask
         self._on_commit = on_commit
         self._machine = HandoffReceiver(pool.geometry, len(submission.prompt_tokens) // 4)
-        self._link: PrefillLink | None = None
+        self._link: PrefillStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulling_since_ns = 0
         self._when_drained: Callable[[], None] | None = None
         # Then prefill's own word is the whole answer, and no KV is needed here.
         self._one_token = submission.sampling.max_tokens == 1 or bool(submission.pooling)
-        self._scores = ScoresIntake(len(submission.prompt_tokens) // 4 - 1)
+        self._scores = PromptLogprobsIntake(len(submission.prompt_tokens) // 4 - 1)
 
     # ---------------------------------------------------------------- events from outside
 
@@ -132,7 +134,7 @@ class HandoffIntake:
     # ---------------------------------------------------------------- actions
 
     def _perform(self, actions: list[receiver.Action]) -> None:
-        send = self._hub.client.send
+        send = self._engine.client.send
         for action in actions:
             match action:
                 case receiver.Open():
@@ -170,7 +172,7 @@ class HandoffIntake:
         if self._pulling_since_ns:
             self.transfer_ns = time.monotonic_ns() - self._pulling_since_ns
             seconds = self.transfer_ns / 1e9
-        self._hub.client.send(ipc.Commit(self._engine_id, generation, self._first_ids() or ()))
+        self._engine.client.send(ipc.Commit(self._engine_id, generation, self._first_ids() or ()))
         if not self.submission.probe:
             self._on_commit(self.payload_bytes)
             self._metrics.inc("baton_transfers", outcome="committed")
@@ -179,7 +181,7 @@ class HandoffIntake:
 
     # ---------------------------------------------------------------- the control stream
 
-    async def _run_stream(self, link: PrefillLink, opened: receiver.Open) -> None:
+    async def _run_stream(self, link: PrefillStream, opened: receiver.Open) -> None:
         worker_id = link.target.worker_id
         try:
             await self._peers.greet(link.target)
@@ -202,13 +204,13 @@ class HandoffIntake:
             await self._lost(link, f"the connection to {worker_id} was closed")
 
     def _tell(
-        self, link: PrefillLink, event: Callable[..., list[receiver.Action]], *arguments: Any
+        self, link: PrefillStream, event: Callable[..., list[receiver.Action]], *arguments: Any
     ) -> None:
         """Pass an event of a stream on, unless the stream was given up meanwhile."""
         if link is self._link:
             self._perform(event(*arguments))
 
-    async def _lost(self, link: PrefillLink, reason: str) -> None:
+    async def _lost(self, link: PrefillStream, reason: str) -> None:
         """A stream broke. Is it the peer, or only the stream?"""
         if link is not self._link:
             return
@@ -221,7 +223,7 @@ class HandoffIntake:
         else:
             self._tell(link, self._machine.stream_lost, False, reason)
 
-    async def _talk(self, link: PrefillLink, opened: receiver.Open) -> None:
+    async def _talk(self, link: PrefillStream, opened: receiver.Open) -> None:
         """Speak and listen until the far end closes the stream."""
         call = link.call
         await link.write(pb.PrefillControl(start=self._start_message(link.target, opened)))
@@ -249,7 +251,7 @@ class HandoffIntake:
             prompt_tokens=request.prompt_tokens,
             sampling=request.sampling,
             tenant=request.tenant,
-            name_seed=request.name_seed,
+            hash_seed=request.hash_seed,
             deadline_remaining_ns=request.deadline_remaining_ns,
             traceparent=request.traceparent,
             lease_ms=request.lease_ms,
@@ -273,7 +275,7 @@ class HandoffIntake:
                 self._machine.queued(now_ns)
             case "published" if not self._one_token:
                 message = event.published
-                place = Place(
+                kv_slice = KvSlice(
                     message.layer_begin,
                     message.layer_count,
                     0,
@@ -283,7 +285,7 @@ class HandoffIntake:
                     message.valid_tokens,
                     message.kv_group,
                 )
-                self._perform(self._machine.published(place, now_ns))
+                self._perform(self._machine.published(kv_slice, now_ns))
             case "first_tokens":
                 self._first(event.first_tokens)
             case "commit" if not self._one_token:
@@ -305,13 +307,15 @@ class HandoffIntake:
         """First tokens are facts once sent: those of a second prefill worker change nothing."""
         if message.HasField("prompt_logprobs"):
             part = message.prompt_logprobs
-            self._scores.put(part.begin, wire.scores_from_wire(part))
+            self._scores.put(part.begin, wire.prompt_logprobs_from_wire(part))
         if not (message.choices or message.embedding):
             return  # slices of the scores; the first tokens are still to come
         if self.first is None:
             scores = self._scores.complete
             if message.embedding or scores is not None:
-                self.harvest = ev.Harvested(self._engine_id, scores, message.embedding)
+                self.prompt_outputs = ev.PromptOutputsReady(
+                    self._engine_id, scores, message.embedding
+                )
             self.first = tuple(
                 wire.logprob_from_wire(c.token_id, c.logprob if c.has_logprob else None)
                 for c in message.choices
@@ -320,7 +324,7 @@ class HandoffIntake:
 
     def _open_stream(self, opened: receiver.Open) -> None:
         self._close_stream(None)
-        link = self._link = PrefillLink(self.target)
+        link = self._link = PrefillStream(self.target)
         self._spawn(self._run_stream(link, opened))
 
     def _close_stream(self, message: pb.PrefillControl | None) -> None:
@@ -344,18 +348,18 @@ class HandoffIntake:
         self, pull: receiver.Pull, target: decode_pb2.PrefillTarget, generation: int
     ) -> None:
         self._pulling_since_ns = self._pulling_since_ns or time.monotonic_ns()
-        places, epoch = pull.places, pull.epoch
+        kv_slices, epoch = pull.kv_slices, pull.epoch
         request_id, attempt = self.submission.request_id, self.submission.attempt
         request = pb.PullRequest(
             request_id=request_id,
             attempt=attempt,
             generation=generation,
             source_incarnation=target.incarnation,
-            places=[place.to_wire() for place in places],
+            kv_slices=[kv_slice.to_wire() for kv_slice in kv_slices],
         )
         bound = chunk.binding(request_id, attempt, generation, target.incarnation)
-        waiting = deque(places)
-        size = sum(place.payload_bytes(self._pool.geometry) for place in places)
+        waiting = deque(kv_slices)
+        size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in kv_slices)
         budget_s = 4 * size / self._peers.edge(target.worker_id).bytes_per_s + 1.0
         began_s = asyncio.get_running_loop().time()
         until_s = began_s + budget_s
@@ -381,33 +385,33 @@ class HandoffIntake:
             seconds = asyncio.get_running_loop().time() - began_s
             self._peers.edge(target.worker_id).note(size, seconds)
 
-    async def _take(self, frame: bytes, place: Place, bound: bytes, epoch: int) -> bool:
+    async def _take(self, frame: bytes, kv_slice: KvSlice, bound: bytes, epoch: int) -> bool:
         """Verify and store one frame; False ends the pull (it is not wanted any more)."""
-        if not self._machine.frame_arrived(place, epoch):
+        if not self._machine.frame_arrived(kv_slice, epoch):
             return False
         blocks = self._machine.blocks
         try:
-            await asyncio.to_thread(self._verify_and_store, frame, place, bound, blocks)
+            await asyncio.to_thread(self._verify_and_store, frame, kv_slice, bound, blocks)
         except chunk.ChunkError as error:
             self._metrics.inc("baton_chunks_refused", cause=error.cause)
             self._metrics.inc("baton_chunks_repaired")
-            actions = self._machine.frame_bad(place, epoch)
+            actions = self._machine.frame_bad(kv_slice, epoch)
         except _GoneError:
-            actions = self._machine.frame_gone(place, epoch)
+            actions = self._machine.frame_gone(kv_slice, epoch)
         else:
-            actions = self._machine.frame_stored(place, epoch, time.monotonic_ns())
+            actions = self._machine.frame_stored(kv_slice, epoch, time.monotonic_ns())
         self._perform(actions)
         self._drained()
         return True
 
     def _verify_and_store(
-        self, frame: bytes, place: Place, bound: bytes, blocks: tuple[int, ...]
+        self, frame: bytes, kv_slice: KvSlice, bound: bytes, blocks: tuple[int, ...]
     ) -> None:
         header, payload = chunk.decode(frame)
         if header.HasField("error"):
             raise _GoneError(header.error.message)
-        chunk.verify(header, payload, place, self._pool.geometry, bound)
-        self._pool.write(blocks, place, payload)
+        chunk.verify(header, payload, kv_slice, self._pool.geometry, bound)
+        self._pool.write(blocks, kv_slice, payload)
 
     def _drained(self) -> None:
         if self._when_drained is not None and not self._machine.writing:

@@ -14,7 +14,7 @@ SILENCE_S = 3.0  # a prefill worker says something at least every HEARTBEAT_S
 
 
 @dataclass(slots=True, eq=False)
-class PrefillLink:
+class PrefillStream:
     """Written to by several tasks; gRPC takes one write at a time."""
 
     target: decode_pb2.PrefillTarget

@@ -16,7 +16,7 @@ from engine.core.errors import BatonError, DeadlineError, TransferError, from_co
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
 from engine.process import messages as ipc
-from engine.process.handle import EngineHub
+from engine.process.handle import EngineHandle
 from kvtransfer import chunk
 from telemetry.metrics import Metrics
 from telemetry.tracing import Tracing, extract, inject
@@ -29,7 +29,7 @@ class WorkerParts:
 
     def __init__(
         self,
-        hub: EngineHub,
+        engine: EngineHandle,
         pool: chunk.PoolView,
         peers: Peers,
         identity: common_pb2.WorkerIdentity,
@@ -37,7 +37,7 @@ class WorkerParts:
         metrics: Metrics,
         tracing: Tracing,
     ) -> None:
-        self.hub = hub
+        self.engine = engine
         self.pool = pool
         self.peers = peers
         self.identity = identity
@@ -70,7 +70,7 @@ class DecodeRequest:
         choices = range(self._params.n)
         self._tokens: list[list[SampledToken]] = [[] for _ in choices]
         self._finish: list[tuple[str, int | None]] = [("", None) for _ in choices]
-        self._harvest: ev.Harvested | None = None
+        self._prompt_outputs: ev.PromptOutputsReady | None = None
         self._route: pb.RequestRoute | None = None
         self._end: pb.RequestEnd | None = None
         self._error: BatonError | None = None
@@ -87,7 +87,7 @@ class DecodeRequest:
             self._intake = HandoffIntake(
                 submission,
                 self._engine_id,
-                parts.hub,
+                parts.engine,
                 parts.pool,
                 parts.peers,
                 parts.identity,
@@ -102,13 +102,13 @@ class DecodeRequest:
         """Hand the request to the engine and set its deadline."""
         request = self.submission
         kind = "remote" if self._intake is not None else "full"
-        self._parts.hub.submit(
+        self._parts.engine.submit(
             ipc.Submit(
                 self._engine_id,
                 kind,
                 request.prompt_tokens,
                 self._params,
-                request.name_seed,
+                request.hash_seed,
                 request.priority,
                 request.ticket,
                 0,
@@ -137,7 +137,7 @@ class DecodeRequest:
             self._cancel_at_engine()
 
     def _cancel_at_engine(self) -> None:
-        self._parts.hub.client.send(ipc.Cancel(self._engine_id))
+        self._parts.engine.client.send(ipc.Cancel(self._engine_id))
 
     def end_choices(self, choices: list[int]) -> None:
         """The router saw a stop string: these choices are over."""
@@ -149,7 +149,7 @@ class DecodeRequest:
             return
         if intake is not None:
             intake.ended_choices.update(choices)  # should the claim be revoked after all
-        self._parts.hub.client.send(ipc.Cancel(self._engine_id, tuple(choices)))
+        self._parts.engine.client.send(ipc.Cancel(self._engine_id, tuple(choices)))
 
     def _finish_early(self) -> None:
         """Every choice ended with its first token: no KV is needed here."""
@@ -173,8 +173,8 @@ class DecodeRequest:
         self.resumed = True
         if self._route is not None:
             self.session.route(self._route)
-        if self._harvest is not None and not any(next_index):
-            self.session.harvest(self.submission, self._harvest)
+        if self._prompt_outputs is not None and not any(next_index):
+            self.session.prompt_outputs(self.submission, self._prompt_outputs)
         for choice, tokens in enumerate(self._tokens):
             begin = next_index[choice] if choice < len(next_index) else 0
             reason, stop = self._finish[choice]
@@ -197,8 +197,8 @@ class DecodeRequest:
         self._say_route("disaggregated", prefill_worker_id, message.cached_tokens)
         if self._intake is None or self._intake.first is None:
             return
-        if self._intake.harvest is not None:
-            self._on_harvest(self._intake.harvest)
+        if self._intake.prompt_outputs is not None:
+            self._on_harvest(self._intake.prompt_outputs)
         for choice, token in enumerate(self._intake.first):
             reason, stop = finish_reason(self._params, self._parts.eos_token_ids, token.token, 1)
             self._emit(choice, 0, () if stop is not None else (token,), reason, stop)
@@ -234,7 +234,7 @@ class DecodeRequest:
                 if self._intake is None or not self._times.queue_ns:
                     self._times.queue_ns = report.queue_ns
                     self._times.cached_tokens = report.cached_tokens
-            case ev.Harvested():
+            case ev.PromptOutputsReady():
                 self._say_route("colocated", "", self._times.cached_tokens)
                 self._on_harvest(report)
             case ev.Tokens():
@@ -265,13 +265,13 @@ class DecodeRequest:
         )
         self.session.route(self._route)
 
-    def _on_harvest(self, harvest: ev.Harvested) -> None:
+    def _on_harvest(self, prompt_outputs: ev.PromptOutputsReady) -> None:
         """Scores of the prompt, ahead of the first token; or a vector, which is the answer."""
-        self._harvest = harvest
-        if harvest.vector:
+        self._prompt_outputs = prompt_outputs
+        if prompt_outputs.vector:
             self._first_ns = time.monotonic_ns()
             self._finish = [("stop", None)]
-        self.session.harvest(self.submission, harvest)
+        self.session.prompt_outputs(self.submission, prompt_outputs)
 
     def _emit(
         self,

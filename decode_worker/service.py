@@ -50,7 +50,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._requests: dict[str, DecodeRequest] = {}
         self._step = StepCounter()
         self.event_sequence = 0
-        parts.hub.after_step.append(self._after_step)
+        parts.engine.after_step.append(self._after_step)
 
     # ---------------------------------------------------------------- gRPC
 
@@ -199,7 +199,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def status(self, with_capabilities: bool = False) -> common_pb2.WorkerStatus:
         """This worker's load and health."""
-        hub, load = self._parts.hub, self._parts.hub.load
+        engine, load = self._parts.engine, self._parts.engine.load
         edges = [
             common_pb2.EdgeRate(prefill_worker_id=worker_id, bytes_per_s=edge.bytes_per_s)
             for worker_id, edge in self._parts.peers.edges.items()
@@ -222,12 +222,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             event_sequence=self.event_sequence,
             steps=load.step,
             queued_prompt_tokens=load.queued_prompt_tokens,
-            prefill_tokens_per_s=hub.prefill_tokens_per_s,
-            decode_step_s=hub.decode_step_s,
+            prefill_tokens_per_s=engine.prefill_tokens_per_s,
+            decode_step_s=engine.decode_step_s,
             edges=edges,
             capabilities=self._capabilities if with_capabilities else None,
-            last_error=hub.sick,
-            adapters=hub.adapters,
+            last_error=engine.sick,
+            adapters=engine.adapters,
         )
 
     @property

@@ -90,14 +90,14 @@ class RouterSession:
             run.has_stop_token, run.stop_token_id = True, stop_token
         self._touch(64 + 16 * len(tokens))
 
-    def harvest(self, request: pb.Submission, harvest: ev.Harvested) -> None:
+    def prompt_outputs(self, request: pb.Submission, prompt_outputs: ev.PromptOutputsReady) -> None:
         """Add the scores of a prompt, slice by slice, or its vector."""
-        scores = harvest.scores
-        for part in wire.scores_to_wire(scores) if scores is not None else ():
+        scores = prompt_outputs.scores
+        for part in wire.prompt_logprobs_to_wire(scores) if scores is not None else ():
             self._add_bulk(request, part.ByteSize(), prompt_logprobs=part)
-        if harvest.vector:
-            size = len(harvest.vector)
-            self._add_bulk(request, size, embedding=harvest.vector, finish_reason="stop")
+        if prompt_outputs.vector:
+            size = len(prompt_outputs.vector)
+            self._add_bulk(request, size, embedding=prompt_outputs.vector, finish_reason="stop")
 
     def _add_bulk(self, request: pb.Submission, size_bytes: int, **fields: Any) -> None:
         """Add to the frame in the making, or to the next one if it would become too large.

@@ -17,7 +17,7 @@ from engine.core.errors import AdapterLoadError, BatonError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import AdapterRef, SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import Harvest
+from engine.core.prompt_outputs import PromptOutputs
 
 
 class EmulatedAdapters:
@@ -79,7 +79,7 @@ class EmulatedRunner:
         self._nan_after_steps = nan_after_steps
         self._steps = 0
         self.adapters = EmulatedAdapters()
-        self.harvests = True
+        self.takes_prompt_outputs = True
         self._ramp = np.arange(row_bytes, dtype=np.uint64)
 
     @property
@@ -130,8 +130,8 @@ class EmulatedRunner:
             if on_layers_done:
                 on_layers_done(layer + 1)
         for row in plan.rows:
-            if row.harvest is not None:
-                self._reap(row, row.harvest)
+            if row.prompt_outputs is not None:
+                self._collect(row, row.prompt_outputs)
         return [self._draw(row) for row in plan.rows]
 
     def _write(self, layer: int, row: PlanRow) -> None:
@@ -144,11 +144,15 @@ class EmulatedRunner:
                 seed = zlib.crc32(text.encode())
                 self._pool[layer, component, block, slot] = (self._ramp * 31 + seed) >> 3 & 0xFF
 
-    def _reap(self, row: PlanRow, harvest: Harvest) -> None:
+    def _collect(self, row: PlanRow, prompt_outputs: PromptOutputs) -> None:
         """Scores and vectors that tell where each row came from, and of what KV."""
-        count, wide = len(row.tokens), harvest.alternatives or 0
+        count, wide = len(row.tokens), prompt_outputs.alternatives or 0
         digests = [self._digest_at(row.block_ids, row.start + i) for i in range(count)]
-        targets = harvest.targets(row.start, count) if harvest.alternatives is not None else []
+        targets = (
+            prompt_outputs.targets(row.start, count)
+            if prompt_outputs.alternatives is not None
+            else []
+        )
         own = np.array([-(digests[i] % 997 + t % 7) / 64 for i, t in enumerate(targets)])
         ids = np.array([[(t + k) % self._vocab_size for k in range(wide)] for t in targets])
         shape = (len(targets), wide)
@@ -160,7 +164,7 @@ class EmulatedRunner:
             top.astype(np.float32).reshape(shape),
         )
         rows = np.array([[d % 1000, d // 1000 % 1000, 1.0] for d in digests], np.float32)
-        harvest.take([scores], rows)
+        prompt_outputs.take([scores], rows)
 
     def _draw(self, row: PlanRow) -> list[SampledToken]:
         drawn = []

@@ -21,18 +21,18 @@ import torch
 from engine.artifacts.artifact import resolve_model
 from engine.artifacts.lora_artifact import read_adapter
 from engine.core import events as ev
-from engine.core.block_hashes import name_seed
+from engine.core.block_hashes import hash_seed
 from engine.core.core import EngineCore
 from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
 from engine.core.params import AdapterRef, SampledToken, SamplingParams
-from engine.core.prompt_outputs import MEAN, Floats, PromptScores
+from engine.core.prompt_outputs import MEAN, Floats, PromptLogprobs
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import Speculation
 from engine.cpu.build import attention_layout, geometry_of, numerics_id, open_grammars, verify_exact
 from engine.cpu.load import load_model
-from engine.cpu.lora import AdapterSet
-from engine.cpu.runner import TorchRunner
+from engine.cpu.lora import LoadedAdapters
+from engine.cpu.runner import CpuRunner
 from engine.numerics import DTYPES, Numerics
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ class Output:
     text: str = ""
     finish_reason: str = ""
     cached_tokens: int = 0
-    scores: PromptScores | None = None  # of the prompt, with `prompt_logprobs`
+    scores: PromptLogprobs | None = None  # of the prompt, with `prompt_logprobs`
     vector: bytes = b""  # float32, of `embed`
 
     @property
@@ -106,9 +106,9 @@ class LLM:
         geometry = geometry_of(self.artifact, kv_dtype or dtype, kv_blocks)
         pool = bytearray(geometry.pool_bytes)
         stops = self.artifact.config.eos_token_ids
-        adapters = AdapterSet(self.artifact.config, DTYPES[dtype], numerics)
+        adapters = LoadedAdapters(self.artifact.config, DTYPES[dtype], numerics)
         self._grammars = open_grammars(self.artifact)
-        self.runner = TorchRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
+        self.runner = CpuRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
         identity = numerics_id(model, layout, dtype, numerics, kv_dtype)
         self._identity = (self.artifact.weights_digest, kv_dtype or dtype, identity)
         limits = SchedulerConfig(max_batch_requests, max_step_tokens)
@@ -210,7 +210,7 @@ class LLM:
             )
             self._check(ids, params)
             ticket = next(self._tickets)
-            seed = name_seed(*self._identity, chosen)
+            seed = hash_seed(*self._identity, chosen)
             request = EngineRequest(
                 f"llm-{ticket}",
                 Kind.FULL,
@@ -246,7 +246,7 @@ class LLM:
                         output = outputs[event.request_id][event.choice]
                         output.tokens += event.tokens
                         output.finish_reason = event.finish_reason or output.finish_reason
-                    elif isinstance(event, ev.Harvested) and event.request_id in outputs:
+                    elif isinstance(event, ev.PromptOutputsReady) and event.request_id in outputs:
                         for output in outputs[event.request_id]:
                             output.scores, output.vector = event.scores, event.vector
                     elif isinstance(event, ev.Ended) and event.request_id in open_requests:

@@ -126,11 +126,11 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     from engine.artifacts.artifact import resolve_model
     from engine.artifacts.lora_artifact import read_adapter
     from engine.models.split import splits_of
-    from engine.text.same_vocabulary import check_same_tokens
+    from engine.text.same_vocabulary import check_same_vocabulary
 
     artifact = resolve_model(config.model)
     if config.speculation.draft:
-        check_same_tokens(artifact, resolve_model(config.speculation.draft))
+        check_same_vocabulary(artifact, resolve_model(config.speculation.draft))
     for width in sorted(set(config.pools.ranks) - {1}):  # one rank has everything, experts too
         splits_of(artifact.config, width)
     for path in config.adapters.load.values():

@@ -26,9 +26,9 @@ from engine.core import events as ev
 from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
 from engine.core.speculative.proposers import SpeculationSettings
+from engine.ipc import die_with_parent
 from engine.process import messages as ipc
-from engine.process.handle import EngineHub
-from engine.process.step_loop import die_with_parent
+from engine.process.handle import EngineHandle
 from kvtransfer import grpc_transport
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
@@ -115,17 +115,17 @@ class Worker:
         settings = self._settings
         self._registry = Registry(settings.redis_url, settings.fleet)
         self._stderr = _open_log(settings)
-        self._hub = EngineHub(self._engine_settings(), _LOG.info, self._stderr)
-        ready = await self._hub.start()
+        self._engine = EngineHandle(self._engine_settings(), _LOG.info, self._stderr)
+        ready = await self._engine.start()
         self._metrics.set("baton_model_load_seconds", ready.load_s)
         self._metrics_server: MetricsServer = await serve_metrics(self._metrics, settings.host)
         await self._serve(ready)
         self._publisher = KvEventPublisher(self._registry, self._incarnation)
-        self._hub.on_cache_changed = self._on_cache_changed
-        self._hub.on_adapter_changed = self._on_adapter_changed
+        self._engine.on_cache_changed = self._on_cache_changed
+        self._engine.on_adapter_changed = self._on_adapter_changed
         if settings.max_adapters:
             self._metrics.before_page = self._show_adapters
-        self._hub.after_step.append(self._note_step)
+        self._engine.after_step.append(self._note_step)
         self._publisher.start()
         self._presence = Presence(self._registry, self._record)
         self._presence.start()
@@ -134,7 +134,7 @@ class Worker:
         self._keep(self._watch_engine())
         self._keep(self._watch_quarantine())
         if settings.canary_s:
-            self._keep(self._sing())
+            self._keep(self._run_canary())
         return self._record
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
@@ -199,10 +199,10 @@ class Worker:
             model=settings.served_model_name,
             max_context_tokens=ready.max_context_tokens,
         )
-        pool = PoolView(self._hub.client.pool, ready.geometry)
+        pool = PoolView(self._engine.client.pool, ready.geometry)
         self._peers = Peers(capabilities, settings.fleet_token)
         parts = WorkerParts(
-            self._hub,
+            self._engine,
             pool,
             self._peers,
             identity,
@@ -212,7 +212,7 @@ class Worker:
         )
         self._decode = DecodeService(parts, capabilities, ready.threads)
         self._prefill = PrefillService(
-            self._hub,
+            self._engine,
             pool,
             identity,
             capabilities,
@@ -275,7 +275,7 @@ class Worker:
         await self._presence.stop()
         await self._publisher.stop()
         await self._peers.close()
-        await self._hub.client.stop()
+        await self._engine.client.stop()
         await self._metrics_server.close()
         await self._registry.close()
         self._tracing.shutdown()
@@ -283,8 +283,8 @@ class Worker:
             self._stderr.close()
 
     async def _watch_engine(self) -> None:
-        code = await self._hub.client.exited
-        why = self._hub.client.fatal or f"the engine process ended with code {code}"
+        code = await self._engine.client.exited
+        why = self._engine.client.fatal or f"the engine process ended with code {code}"
         await self._fail(why, code or 1)
 
     async def _fail(self, why: str, code: int) -> None:
@@ -301,7 +301,7 @@ class Worker:
         any_s = many_s = 0.0
         while True:
             await asyncio.sleep(0.5)
-            load = self._hub.load
+            load = self._engine.load
             any_s = any_s + 0.5 if load.quarantined else 0.0
             many = load.quarantined > QUARANTINE_FRACTION * load.total
             many_s = many_s + 0.5 if many else 0.0
@@ -312,7 +312,7 @@ class Worker:
 
     # ---------------------------------------------------------------- health
 
-    async def _sing(self) -> None:
+    async def _run_canary(self) -> None:
         """Canary: a fixed prompt must be answered, and in `exact` as the first time.
 
         It goes ahead of all requests, so that an engine that does not even step for as long as a
@@ -320,12 +320,12 @@ class Worker:
         """
         await asyncio.sleep(min(1.0, self._settings.canary_s))
         while True:
-            step_before = self._hub.load.step
+            step_before = self._engine.load.step
             tokens, error = await self._canary(self._settings.canary_s)
             if error:
                 await self._fail(f"canary: {error}", 1)
                 return
-            if tokens is None and self._hub.load.step == step_before:
+            if tokens is None and self._engine.load.step == step_before:
                 await self._fail(f"no engine step for {self._settings.canary_s:.0f} s", 1)
                 return
             if tokens is not None and self._settings.numerics == "exact":
@@ -350,12 +350,12 @@ class Worker:
         params = SamplingParams(max_tokens=_CANARY_TOKENS, temperature=0.0, ignore_eos=True)
         prompt = wire.pack_tokens(_CANARY_PROMPT)
         command = ipc.Submit(name, "full", prompt, params, bytes(16), -1, 0, cacheable=False)
-        self._hub.submit(command, on_report)
+        self._engine.submit(command, on_report)
         try:
             async with asyncio.timeout(timeout_s):
                 error = await ended
         except TimeoutError:
-            self._hub.client.send(ipc.Cancel(name))
+            self._engine.client.send(ipc.Cancel(name))
             return None, ""
         return tuple(drawn), error
 
@@ -377,7 +377,7 @@ class Worker:
         metrics.observe("baton_adapter_load_seconds", change.load_s)
 
     def _show_adapters(self) -> None:
-        running, waiting = self._hub.adapters_in_use()
+        running, waiting = self._engine.adapters_in_use()
         self._metrics.set_info(
             "baton_adapter_requests_info",
             time.time(),

@@ -16,7 +16,7 @@ from batonpb import prefill_pb2 as pb
 from google.protobuf.message import DecodeError
 
 from engine.core.geometry import KvGeometry
-from kvtransfer.kv_slice import Place
+from kvtransfer.kv_slice import KvSlice
 
 _LAYERS = struct.Struct("<III")
 _LEAF = struct.Struct("<III")
@@ -55,27 +55,27 @@ class PoolView:
         self._data = flat.reshape(*geometry.shape[:-1], size // flat.itemsize)
         self.geometry = geometry
 
-    def read(self, table: Sequence[int], place: Place) -> bytes:
-        """Bytes of ``place`` in wire order; ``table`` maps the prompt's blocks to pages."""
-        pages = table[place.block_begin : place.block_begin + place.block_count]
-        region = self._region(pages, place)  # [layer, kv, block, token, head, dim]
+    def read(self, table: Sequence[int], kv_slice: KvSlice) -> bytes:
+        """Bytes of ``kv_slice`` in wire order; ``table`` maps the prompt's blocks to pages."""
+        pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+        region = self._region(pages, kv_slice)  # [layer, kv, block, token, head, dim]
         wire = region.transpose(2, 4, 0, 1, 3, 5)
-        full, tail = divmod(place.valid_tokens, self.geometry.block_tokens)
+        full, tail = divmod(kv_slice.valid_tokens, self.geometry.block_tokens)
         parts = [np.ascontiguousarray(wire[:full]).tobytes()] if full else []
         if tail:
             parts.append(np.ascontiguousarray(wire[full:, ..., :tail, :]).tobytes())
         return b"".join(parts)
 
-    def write(self, table: Sequence[int], place: Place, payload: memoryview | bytes) -> None:
+    def write(self, table: Sequence[int], kv_slice: KvSlice, payload: memoryview | bytes) -> None:
         """Scatter verified wire bytes into the pages of ``table``."""
-        pages = table[place.block_begin : place.block_begin + place.block_count]
+        pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
         tokens, dim = self.geometry.block_tokens, self._data.shape[-1]
         data = np.frombuffer(payload, dtype=self._data.dtype)
-        full, tail = divmod(place.valid_tokens, tokens)
-        inner = (place.head_count, place.layer_count, 2)
+        full, tail = divmod(kv_slice.valid_tokens, tokens)
+        inner = (kv_slice.head_count, kv_slice.layer_count, 2)
         split = full * int(np.prod(inner)) * tokens * dim
-        heads = slice(place.head_begin, place.head_begin + place.head_count)
-        layers = slice(place.layer_begin, place.layer_begin + place.layer_count)
+        heads = slice(kv_slice.head_begin, kv_slice.head_begin + kv_slice.head_count)
+        layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)
         whole = data[:split].reshape(full, *inner, tokens, dim)
         for index in range(full):
             self._data[layers, :, pages[index], :, heads] = whole[index].transpose(1, 2, 3, 0, 4)
@@ -83,31 +83,33 @@ class PoolView:
             rest = data[split:].reshape(*inner, tail, dim)
             self._data[layers, :, pages[full], :tail, heads] = rest.transpose(1, 2, 3, 0, 4)
 
-    def _region(self, pages: Sequence[int], place: Place) -> Words:
-        layers = slice(place.layer_begin, place.layer_begin + place.layer_count)
-        heads = slice(place.head_begin, place.head_begin + place.head_count)
+    def _region(self, pages: Sequence[int], kv_slice: KvSlice) -> Words:
+        layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)
+        heads = slice(kv_slice.head_begin, kv_slice.head_begin + kv_slice.head_count)
         first, count = pages[0], len(pages)
         if list(pages) == list(range(first, first + count)):  # a run needs no gather
             return self._data[layers, :, first : first + count, :, heads]
         return self._data[layers][:, :, np.asarray(pages)][:, :, :, :, heads]
 
 
-def digests(payload: memoryview | bytes, place: Place, geometry: KvGeometry, bound: bytes) -> bytes:
+def digests(
+    payload: memoryview | bytes, kv_slice: KvSlice, geometry: KvGeometry, bound: bytes
+) -> bytes:
     """One xxh3-64 per (block, head), little-endian, in wire order.
 
     The key covers claim, layers, block, head and valid tokens and nothing of how the rest was
     split, so that any two tensor-parallel widths agree on the digest of a (block, head).
     """
     view = memoryview(payload)
-    layers = _LAYERS.pack(place.kv_group, place.layer_begin, place.layer_count)
+    layers = _LAYERS.pack(kv_slice.kv_group, kv_slice.layer_begin, kv_slice.layer_count)
     seed = xxhash.xxh3_64_intdigest(bound + layers)
-    per_token = place.layer_count * 2 * geometry.head_bytes
+    per_token = kv_slice.layer_count * 2 * geometry.head_bytes
     found, begin = [], 0
-    for block in range(place.block_count):
-        valid = min(geometry.block_tokens, place.valid_tokens - block * geometry.block_tokens)
+    for block in range(kv_slice.block_count):
+        valid = min(geometry.block_tokens, kv_slice.valid_tokens - block * geometry.block_tokens)
         size = per_token * valid
-        for head in range(place.head_count):
-            leaf = _LEAF.pack(place.block_begin + block, place.head_begin + head, valid)
+        for head in range(kv_slice.head_count):
+            leaf = _LEAF.pack(kv_slice.block_begin + block, kv_slice.head_begin + head, valid)
             key = xxhash.xxh3_64_intdigest(leaf, seed)
             found.append(xxhash.xxh3_64_intdigest(view[begin : begin + size], key))
             begin += size
@@ -146,7 +148,7 @@ def decode(frame: bytes) -> tuple[pb.ChunkHeader, memoryview]:
 def verify(
     header: pb.ChunkHeader,
     payload: memoryview | bytes,
-    expected: Place,
+    expected: KvSlice,
     geometry: KvGeometry,
     bound: bytes,
 ) -> None:
@@ -160,12 +162,12 @@ def verify(
     said = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
     if said != bound:
         raise ChunkError("the frame belongs to another claim or another life", "claim")
-    if Place.from_wire(header.place) != expected:
-        raise ChunkError(f"asked for {expected}, got {Place.from_wire(header.place)}", "place")
+    if KvSlice.from_wire(header.kv_slice) != expected:
+        raise ChunkError(f"asked for {expected}, got {KvSlice.from_wire(header.kv_slice)}", "place")
     if digests(payload, expected, geometry, bound) != header.digests:
         raise ChunkError(f"digest mismatch at {expected}", "digest")
 
 
-def manifest_digest(places: Sequence[Place]) -> int:
+def manifest_digest(kv_slices: Sequence[KvSlice]) -> int:
     """Digest over all published rectangles, in order."""
-    return int(xxhash.xxh3_64_intdigest(b"".join(place.packed() for place in places)))
+    return int(xxhash.xxh3_64_intdigest(b"".join(kv_slice.packed() for kv_slice in kv_slices)))

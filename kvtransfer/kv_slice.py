@@ -18,7 +18,7 @@ _PACKED = struct.Struct("<8I")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KvSlice:
     """``valid_tokens`` counts from the first token of ``block_begin``; the tail may be partial."""
 
     layer_begin: int
@@ -61,9 +61,9 @@ class Place:
             and (self.block_count - 1) * tokens < self.valid_tokens <= self.block_count * tokens
         )
 
-    def to_wire(self) -> pb.Place:
+    def to_wire(self) -> pb.KvSlice:
         """As a protobuf message."""
-        return pb.Place(
+        return pb.KvSlice(
             kv_group=self.kv_group,
             layer_begin=self.layer_begin,
             layer_count=self.layer_count,
@@ -75,7 +75,7 @@ class Place:
         )
 
     @classmethod
-    def from_wire(cls, message: pb.Place) -> "Place":
+    def from_wire(cls, message: pb.KvSlice) -> "KvSlice":
         """From a protobuf message (unchecked: see ``fits``)."""
         return cls(
             message.layer_begin,
@@ -89,26 +89,31 @@ class Place:
         )
 
 
-def cut(place: Place, geometry: KvGeometry, frame_bytes: int = FRAME_BYTES) -> Iterator[Place]:
+def cut(
+    kv_slice: KvSlice, geometry: KvGeometry, frame_bytes: int = FRAME_BYTES
+) -> Iterator[KvSlice]:
     """Cut a rectangle along its blocks so that each piece fits one frame.
 
     A single block whose layers do not fit is cut along its layers too.
     """
     room = frame_bytes - HEADER_ROOM_BYTES
-    per_layer = 2 * place.head_count * geometry.head_bytes * geometry.block_tokens
-    layers = max(1, min(place.layer_count, room // per_layer))
+    per_layer = 2 * kv_slice.head_count * geometry.head_bytes * geometry.block_tokens
+    layers = max(1, min(kv_slice.layer_count, room // per_layer))
     blocks = max(1, room // (per_layer * layers))
-    for layer in range(0, place.layer_count, layers):
+    for layer in range(0, kv_slice.layer_count, layers):
         band = replace(
-            place,
-            layer_begin=place.layer_begin + layer,
-            layer_count=min(layers, place.layer_count - layer),
+            kv_slice,
+            layer_begin=kv_slice.layer_begin + layer,
+            layer_count=min(layers, kv_slice.layer_count - layer),
         )
-        for block in range(0, place.block_count, blocks):
-            count = min(blocks, place.block_count - block)
+        for block in range(0, kv_slice.block_count, blocks):
+            count = min(blocks, kv_slice.block_count - block)
             valid = min(
-                place.valid_tokens - block * geometry.block_tokens, count * geometry.block_tokens
+                kv_slice.valid_tokens - block * geometry.block_tokens, count * geometry.block_tokens
             )
             yield replace(
-                band, block_begin=place.block_begin + block, block_count=count, valid_tokens=valid
+                band,
+                block_begin=kv_slice.block_begin + block,
+                block_count=count,
+                valid_tokens=valid,
             )

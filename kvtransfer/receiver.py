@@ -1,6 +1,6 @@
 """The decode side of one hand-off, as a state machine: events and time in, actions out.
 
-    CLAIMING ──reserved──▶ OPENING ──accepted──▶ PULLING ──all verified + record──▶ COMMITTED
+    RESERVING ──reserved──▶ OPENING ──accepted──▶ PULLING ──all verified + record──▶ COMMITTED
        ▲                      │ stream lost, prefill failed, stalled, bad data │         │
        │                      ▼                                                │         │
        │                   NO_PEER ──replacement──▶ OPENING                    │         │
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
-from kvtransfer.kv_slice import Place, cut
+from kvtransfer.kv_slice import KvSlice, cut
 from kvtransfer.sender import all_covered
 
 MAX_TRIES = 4  # of one frame
@@ -29,7 +29,7 @@ MAX_REOPENS = 2
 class ReceiverState(enum.Enum):
     """Where the receiving side stands."""
 
-    CLAIMING = "claiming"
+    RESERVING = "claiming"
     OPENING = "opening"
     PULLING = "pulling"
     NO_PEER = "no_peer"
@@ -56,7 +56,7 @@ class Bind:
 class Pull:
     """Ask the peer for these frames; ``epoch`` tells them from those of an earlier peer."""
 
-    places: tuple[Place, ...]
+    kv_slices: tuple[KvSlice, ...]
     epoch: int
 
 
@@ -112,7 +112,7 @@ class HandoffReceiver:
     prompt_tokens: int
     window_frames: int = 8
     stall_ns: int = 10_000_000_000
-    state: ReceiverState = ReceiverState.CLAIMING
+    state: ReceiverState = ReceiverState.RESERVING
     generation: int = 0
     skip_blocks: int = 0
     blocks: tuple[int, ...] = ()
@@ -122,10 +122,10 @@ class HandoffReceiver:
     progress_ns: int = 0
     epoch: int = 0  # grows whenever everything starts over
     _bind_asked: bool = False
-    _rectangles: list[Place] = field(default_factory=list)
-    _todo: deque[Place] = field(default_factory=deque)
-    _asked: set[Place] = field(default_factory=set)
-    _tries: dict[Place, int] = field(default_factory=dict)
+    _rectangles: list[KvSlice] = field(default_factory=list)
+    _todo: deque[KvSlice] = field(default_factory=deque)
+    _asked: set[KvSlice] = field(default_factory=set)
+    _tries: dict[KvSlice, int] = field(default_factory=dict)
     _committed: bool = False
     _reopens: int = 0
     _drains: int | None = None
@@ -160,15 +160,15 @@ class HandoffReceiver:
         if not self._asked:
             self.progress_ns = now_ns
 
-    def published(self, place: Place, now_ns: int) -> list[Action]:
+    def published(self, kv_slice: KvSlice, now_ns: int) -> list[Action]:
         """The peer computed a rectangle; repeats after a resumed stream are ignored."""
-        if self.state is not ReceiverState.PULLING or place in self._rectangles:
+        if self.state is not ReceiverState.PULLING or kv_slice in self._rectangles:
             return []
         self.progress_ns = now_ns
-        if not place.fits(self.geometry):
-            return self._give_up(f"published {place}, which is outside the model", died=False)
-        self._rectangles.append(place)
-        self._todo.extend(cut(place, self.geometry))
+        if not kv_slice.fits(self.geometry):
+            return self._give_up(f"published {kv_slice}, which is outside the model", died=False)
+        self._rectangles.append(kv_slice)
+        self._todo.extend(cut(kv_slice, self.geometry))
         if not self._bind_asked:
             self._bind_asked = True
             return [Bind(self.generation)]
@@ -181,50 +181,50 @@ class HandoffReceiver:
         self.blocks = blocks
         return [*self._pulls(), *self._finish()]
 
-    def frame_arrived(self, place: Place, epoch: int) -> bool:
+    def frame_arrived(self, kv_slice: KvSlice, epoch: int) -> bool:
         """A frame came in; True if it was asked for and may be written now (``writing`` + 1)."""
-        wanted = epoch == self.epoch and place in self._asked
+        wanted = epoch == self.epoch and kv_slice in self._asked
         if self.state is not ReceiverState.PULLING or not wanted:
             return False
         self.writing += 1
         return True
 
-    def frame_stored(self, place: Place, epoch: int, now_ns: int) -> list[Action]:
+    def frame_stored(self, kv_slice: KvSlice, epoch: int, now_ns: int) -> list[Action]:
         """A verified frame is in its pages (``writing`` - 1)."""
         self.writing -= 1
         current = self.state is ReceiverState.PULLING and epoch == self.epoch
-        if current and place in self._asked:
-            self._asked.discard(place)
+        if current and kv_slice in self._asked:
+            self._asked.discard(kv_slice)
             self.progress_ns = now_ns
-            self.payload_bytes += place.payload_bytes(self.geometry)
+            self.payload_bytes += kv_slice.payload_bytes(self.geometry)
         return [*self._settle(), *self._pulls(), *self._finish()]
 
-    def frame_bad(self, place: Place, epoch: int) -> list[Action]:
+    def frame_bad(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
         """A frame failed its check (``writing`` - 1): ask again, up to a limit."""
         self.writing -= 1
         current = self.state is ReceiverState.PULLING and epoch == self.epoch
-        if not current or place not in self._asked:
+        if not current or kv_slice not in self._asked:
             return self._settle()
-        self._asked.discard(place)
+        self._asked.discard(kv_slice)
         self.repairs += 1
-        self._tries[place] = self._tries.get(place, 0) + 1
-        if self._tries[place] >= MAX_TRIES:
-            reason = f"{MAX_TRIES} times damaged: {place}"
+        self._tries[kv_slice] = self._tries.get(kv_slice, 0) + 1
+        if self._tries[kv_slice] >= MAX_TRIES:
+            reason = f"{MAX_TRIES} times damaged: {kv_slice}"
             return [*self._give_up(reason, died=False), *self._settle()]
-        self._todo.appendleft(place)
+        self._todo.appendleft(kv_slice)
         return self._pulls()
 
-    def frame_gone(self, place: Place, epoch: int) -> list[Action]:
+    def frame_gone(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
         """The peer does not hold this frame any more (``writing`` - 1)."""
         self.writing -= 1
-        gone = self.pull_failed([place], "the blocks are gone at the peer", epoch)
+        gone = self.pull_failed([kv_slice], "the blocks are gone at the peer", epoch)
         return [*self._settle(), *gone]
 
-    def pull_failed(self, places: Sequence[Place], reason: str, epoch: int) -> list[Action]:
+    def pull_failed(self, kv_slices: Sequence[KvSlice], reason: str, epoch: int) -> list[Action]:
         """A pull ended without these frames (call broken, or the peer says they are gone)."""
         if self.state is not ReceiverState.PULLING or epoch != self.epoch:
             return []
-        lost = [place for place in places if place in self._asked]
+        lost = [kv_slice for kv_slice in kv_slices if kv_slice in self._asked]
         if not lost:
             return []
         self._asked.difference_update(lost)
@@ -242,7 +242,7 @@ class HandoffReceiver:
             return []
         ours = (
             len(self._rectangles),
-            sum(place.payload_bytes(self.geometry) for place in self._rectangles),
+            sum(kv_slice.payload_bytes(self.geometry) for kv_slice in self._rectangles),
             self.prompt_tokens,
             manifest_digest(self._rectangles),
         )
@@ -275,7 +275,7 @@ class HandoffReceiver:
         if self.state is not ReceiverState.NO_PEER:
             return []
         if not self.generation:  # revoked meanwhile: wait for a new claim
-            self.state = ReceiverState.CLAIMING
+            self.state = ReceiverState.RESERVING
             return []
         self._restart(now_ns)
         self.state = ReceiverState.OPENING
@@ -297,7 +297,7 @@ class HandoffReceiver:
         if self.state in (ReceiverState.OPENING, ReceiverState.PULLING):
             closing = [CloseStream(release=False)]
         if self.state not in (ReceiverState.NO_PEER, ReceiverState.DONE):
-            self.state = ReceiverState.CLAIMING
+            self.state = ReceiverState.RESERVING
         self.generation, self._drains = 0, generation
         return [*closing, *self._settle()]
 
@@ -324,9 +324,9 @@ class HandoffReceiver:
         if self.state is not ReceiverState.PULLING or not self.blocks:
             return []
         free = self.window_frames - len(self._asked)
-        places = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
-        self._asked.update(places)
-        return [Pull(tuple(places), self.epoch)] if places else []
+        kv_slices = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
+        self._asked.update(kv_slices)
+        return [Pull(tuple(kv_slices), self.epoch)] if kv_slices else []
 
     def _finish(self) -> list[Action]:
         ready = self._committed and self.blocks and not (self._todo or self._asked or self.writing)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from engine.core.events import ALL_LAYERS, PromptDone, Published
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from kvtransfer.chunk import manifest_digest
-from kvtransfer.kv_slice import Place
+from kvtransfer.kv_slice import KvSlice
 
 
 class SenderState(enum.Enum):
@@ -29,7 +29,7 @@ class SenderState(enum.Enum):
 class Announce:
     """Tell decode that this rectangle may be pulled."""
 
-    place: Place
+    kv_slice: KvSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class HandoffSender:
     now_ns: int
     state: SenderState = SenderState.OPEN
     blocks: tuple[int, ...] = ()
-    places: list[Place] = field(default_factory=list)
+    kv_slices: list[KvSlice] = field(default_factory=list)
     done: PromptDone | None = None
     reading: int = 0
     renewed_ns: int = 0
@@ -95,7 +95,7 @@ class HandoffSender:
         if self.state is not SenderState.OPEN:
             return []
         whole = event.layer_count == ALL_LAYERS
-        place = Place(
+        kv_slice = KvSlice(
             event.layer_begin,
             self.geometry.num_layers if whole else event.layer_count,
             0,
@@ -104,10 +104,10 @@ class HandoffSender:
             event.block_count,
             event.valid_tokens,
         )
-        if place in self.places:  # a step that was planned again after a neighbour's failure
+        if kv_slice in self.kv_slices:  # a step that was planned again after a neighbour's failure
             return []
-        self.places.append(place)
-        return [Announce(place)]
+        self.kv_slices.append(kv_slice)
+        return [Announce(kv_slice)]
 
     def prompt_done(self, event: PromptDone) -> list[Action]:
         """Everything is computed and published."""
@@ -117,20 +117,20 @@ class HandoffSender:
         return [AnnounceFirst(event), self._commit()]
 
     def _commit(self) -> AnnounceCommit:
-        total = sum(place.payload_bytes(self.geometry) for place in self.places)
-        digest = manifest_digest(self.places)
-        return AnnounceCommit(len(self.places), total, self.prompt_tokens, digest)
+        total = sum(kv_slice.payload_bytes(self.geometry) for kv_slice in self.kv_slices)
+        digest = manifest_digest(self.kv_slices)
+        return AnnounceCommit(len(self.kv_slices), total, self.prompt_tokens, digest)
 
     def replay(self) -> list[Action]:
         """All that was said so far, for a stream that broke and came back."""
-        said: list[Action] = [Announce(place) for place in self.places]
+        said: list[Action] = [Announce(kv_slice) for kv_slice in self.kv_slices]
         if self.done is not None:
             said += [AnnounceFirst(self.done), self._commit()]
         return said
 
-    def may_read(self, place: Place) -> bool:
-        """Whether ``place`` lies within what was published and is still held."""
-        return self.state is SenderState.OPEN and any(_covers(p, place) for p in self.places)
+    def may_read(self, kv_slice: KvSlice) -> bool:
+        """Whether ``kv_slice`` lies within what was published and is still held."""
+        return self.state is SenderState.OPEN and any(_covers(p, kv_slice) for p in self.kv_slices)
 
     def read_begins(self) -> None:
         """A frame is about to be read from the pages."""
@@ -172,7 +172,7 @@ class HandoffSender:
         return []
 
 
-def _covers(outer: Place, inner: Place) -> bool:
+def _covers(outer: KvSlice, inner: KvSlice) -> bool:
     def within(begin: int, count: int, outer_begin: int, outer_count: int) -> bool:
         return outer_begin <= begin and begin + count <= outer_begin + outer_count
 
@@ -189,24 +189,24 @@ def _covers(outer: Place, inner: Place) -> bool:
     )
 
 
-def _tail(place: Place) -> int:
+def _tail(kv_slice: KvSlice) -> int:
     """Valid tokens in the last block."""
-    return place.valid_tokens - (place.block_count - 1) * BLOCK_TOKENS
+    return kv_slice.valid_tokens - (kv_slice.block_count - 1) * BLOCK_TOKENS
 
 
-def all_covered(places: Sequence[Place], geometry: KvGeometry, tokens: int, skip: int) -> bool:
+def all_covered(kv_slices: Sequence[KvSlice], geometry: KvGeometry, tokens: int, skip: int) -> bool:
     """Whether rectangles tile layers x blocks of a prompt behind ``skip`` blocks exactly once."""
     block_tokens = geometry.block_tokens
     blocks = -(-tokens // block_tokens)
     seen = [[0] * blocks for _ in range(geometry.num_layers)]
-    for place in places:
-        if not place.fits(geometry) or place.block_begin + place.block_count > blocks:
+    for kv_slice in kv_slices:
+        if not kv_slice.fits(geometry) or kv_slice.block_begin + kv_slice.block_count > blocks:
             return False
-        end_token = place.block_begin * block_tokens + place.valid_tokens
-        if end_token != min((place.block_begin + place.block_count) * block_tokens, tokens):
+        end_token = kv_slice.block_begin * block_tokens + kv_slice.valid_tokens
+        if end_token != min((kv_slice.block_begin + kv_slice.block_count) * block_tokens, tokens):
             return False
-        for layer in range(place.layer_begin, place.layer_begin + place.layer_count):
-            for block in range(place.block_begin, place.block_begin + place.block_count):
+        for layer in range(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count):
+            for block in range(kv_slice.block_begin, kv_slice.block_begin + kv_slice.block_count):
                 seen[layer][block] += 1
     return all(
         count == (1 if block >= skip else 0) for layer in seen for block, count in enumerate(layer)

@@ -18,10 +18,10 @@ from batonpb import prefill_pb2 as pb
 from engine.core import events as ev
 from engine.core.errors import BatonError, UnavailableError
 from engine.process import messages as ipc
-from engine.process.handle import EngineHub
+from engine.process.handle import EngineHandle
 from kvtransfer import chunk, sender
 from kvtransfer.fault_injection import FrameTamperer
-from kvtransfer.kv_slice import Place
+from kvtransfer.kv_slice import KvSlice
 from telemetry.metrics import Metrics
 from telemetry.tracing import Tracing, extract
 from wire import codecs as wire
@@ -42,7 +42,7 @@ class Handoff:
         self.start = start
         self.machine = machine
         self.events: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
-        self.harvest = ev.Harvested(engine_id)
+        self.prompt_outputs = ev.PromptOutputsReady(engine_id)
         self.ended = False
 
 
@@ -50,7 +50,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """See the module.
 
     Args:
-        hub: The engine.
+        engine: The engine.
         pool: Its KV pool.
         identity: Who we are.
         capabilities: What we speak.
@@ -61,7 +61,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(
         self,
-        hub: EngineHub,
+        engine: EngineHandle,
         pool: chunk.PoolView,
         identity: common_pb2.WorkerIdentity,
         capabilities: common_pb2.Capabilities,
@@ -69,7 +69,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         tracing: Tracing,
         tamperer: FrameTamperer | None = None,
     ) -> None:
-        self._hub = hub
+        self._engine = engine
         self._pool = pool
         self._identity = identity
         self._capabilities = capabilities
@@ -125,9 +125,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Frames of the places asked for, in that order, while the claim stands."""
         key = (request.request_id, request.attempt, request.generation)
         bound = chunk.binding(*key, self._identity.incarnation)
-        for message in request.places:
-            place = Place.from_wire(message)
-            frame = await self._frame(key, place, bound, request)
+        for message in request.kv_slices:
+            kv_slice = KvSlice.from_wire(message)
+            frame = await self._frame(key, kv_slice, bound, request)
             yield frame
 
     # ---------------------------------------------------------------- hand-offs
@@ -170,7 +170,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             "prefill",
             start.prompt_tokens,
             wire.sampling_from_wire(start.sampling),
-            start.name_seed,
+            start.hash_seed,
             start.priority,
             start.ticket,
             start.skip_blocks,
@@ -178,7 +178,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             wire.adapter_from_wire(start.adapter),
             start.pooling,
         )
-        self._hub.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
+        self._engine.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
         return handoff, False
 
     def _check(self, start: pb.PrefillStart) -> None:
@@ -206,8 +206,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 handoff.machine.admitted(report.blocks)
             case ev.Published():
                 self._perform(handoff, handoff.machine.published(report))
-            case ev.Harvested():
-                handoff.harvest = report
+            case ev.PromptOutputsReady():
+                handoff.prompt_outputs = report
             case ev.PromptDone():
                 self._perform(handoff, handoff.machine.prompt_done(report))
                 span.set_attribute("baton.cached_tokens", report.cached_tokens)
@@ -236,9 +236,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         for action in actions:
             match action:
                 case sender.Announce():
-                    handoff.events.put_nowait(pb.PrefillEvent(published=_published(action.place)))
+                    handoff.events.put_nowait(
+                        pb.PrefillEvent(published=_published(action.kv_slice))
+                    )
                 case sender.AnnounceFirst():
-                    for message in _first_tokens(action.done, handoff.harvest):
+                    for message in _first_tokens(action.done, handoff.prompt_outputs):
                         handoff.events.put_nowait(pb.PrefillEvent(first_tokens=message))
                 case sender.AnnounceCommit():
                     record = pb.CommitRecord(
@@ -250,28 +252,30 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     handoff.events.put_nowait(pb.PrefillEvent(commit=record))
                 case sender.GiveBack():
                     if action.cancel:
-                        self._hub.client.send(ipc.Cancel(handoff.engine_id))
+                        self._engine.client.send(ipc.Cancel(handoff.engine_id))
                     else:
-                        self._hub.client.send(ipc.Release(handoff.engine_id))
+                        self._engine.client.send(ipc.Release(handoff.engine_id))
 
     # ---------------------------------------------------------------- frames
 
-    async def _frame(self, key: Key, place: Place, bound: bytes, request: pb.PullRequest) -> bytes:
+    async def _frame(
+        self, key: Key, kv_slice: KvSlice, bound: bytes, request: pb.PullRequest
+    ) -> bytes:
         header = pb.ChunkHeader(
             request_id=key[0],
             attempt=key[1],
             generation=key[2],
             source_incarnation=self._identity.incarnation,
-            place=place.to_wire(),
+            kv_slice=kv_slice.to_wire(),
         )
         handoff = self._handoffs.get(key)
         same_life = request.source_incarnation == self._identity.incarnation
-        if handoff is None or not same_life or not handoff.machine.may_read(place):
+        if handoff is None or not same_life or not handoff.machine.may_read(kv_slice):
             return self._gone(header, "these blocks are not held here (any more)")
         handoff.machine.read_begins()
         try:
             payload, digests = await asyncio.to_thread(
-                self._read, handoff.machine.blocks, place, bound
+                self._read, handoff.machine.blocks, kv_slice, bound
             )
         finally:
             still_open = handoff.machine.state is sender.SenderState.OPEN
@@ -284,9 +288,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             header, payload = self._tamperer.apply(header, payload)
         return chunk.encode(header, payload)
 
-    def _read(self, blocks: tuple[int, ...], place: Place, bound: bytes) -> tuple[bytes, bytes]:
-        payload = self._pool.read(blocks, place)
-        return payload, chunk.digests(payload, place, self._pool.geometry, bound)
+    def _read(
+        self, blocks: tuple[int, ...], kv_slice: KvSlice, bound: bytes
+    ) -> tuple[bytes, bytes]:
+        payload = self._pool.read(blocks, kv_slice)
+        return payload, chunk.digests(payload, kv_slice, self._pool.geometry, bound)
 
     def _gone(self, header: pb.ChunkHeader, why: str) -> bytes:
         header.error.CopyFrom(common_pb2.Error(code="gone", message=why, retryable=True))
@@ -307,25 +313,31 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     @property
     def open_handoffs(self) -> int:
-        """Claims that are not given back yet."""
+        """Reservations that are not given back yet."""
         return len(self._handoffs)
 
 
-def _published(place: Place) -> pb.Published:
+def _published(kv_slice: KvSlice) -> pb.Published:
     return pb.Published(
-        kv_group=place.kv_group,
-        layer_begin=place.layer_begin,
-        layer_count=place.layer_count,
-        block_begin=place.block_begin,
-        block_count=place.block_count,
-        valid_tokens=place.valid_tokens,
+        kv_group=kv_slice.kv_group,
+        layer_begin=kv_slice.layer_begin,
+        layer_count=kv_slice.layer_count,
+        block_begin=kv_slice.block_begin,
+        block_count=kv_slice.block_count,
+        valid_tokens=kv_slice.valid_tokens,
     )
 
 
-def _first_tokens(done: ev.PromptDone, harvest: ev.Harvested) -> Iterator[pb.FirstTokens]:
+def _first_tokens(
+    done: ev.PromptDone, prompt_outputs: ev.PromptOutputsReady
+) -> Iterator[pb.FirstTokens]:
     """Slices of the prompt's scores, if any; the last message has the first tokens."""
     last = None
-    for part in wire.scores_to_wire(harvest.scores) if harvest.scores is not None else ():
+    for part in (
+        wire.prompt_logprobs_to_wire(prompt_outputs.scores)
+        if prompt_outputs.scores is not None
+        else ()
+    ):
         if last is not None:
             yield pb.FirstTokens(prompt_logprobs=last)
         last = part
@@ -342,5 +354,5 @@ def _first_tokens(done: ev.PromptDone, harvest: ev.Harvested) -> Iterator[pb.Fir
         queue_ns=done.queue_ns,
         prefill_ns=done.prefill_ns,
         prompt_logprobs=last,
-        embedding=harvest.vector,
+        embedding=prompt_outputs.vector,
     )

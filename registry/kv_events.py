@@ -1,6 +1,6 @@
 """KV events, both ends: what a worker publishes, and how a reader notices what it missed.
 
-The two state machines (`NameLedger`, `FeedMachine`) do no I/O. The shells (`KvEventPublisher`,
+The two state machines (`HashLedger`, `FeedMachine`) do no I/O. The shells (`KvEventPublisher`,
 `EventFeed`) talk to Redis, and no error of Redis leaves them.
 """
 
@@ -24,7 +24,7 @@ from registry.types import (
     Forget,
     Heartbeat,
     Snapshot,
-    names_checksum,
+    hashes_checksum,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _STREAM_READ = 256
 FORGET_AFTER_S = 10.0  # an emptied Redis gets this long to be filled again by the workers
 
 
-class NameLedger:
+class HashLedger:
     """Turns a worker's stores and removals into numbered net changes of its set of names.
 
     Args:
@@ -100,7 +100,7 @@ class NameLedger:
         self.sequence += 1
         if self._cleared:
             self.checksum = self.taken_names = 0
-        self.checksum = names_checksum((*removed, *stored), self.checksum)
+        self.checksum = hashes_checksum((*removed, *stored), self.checksum)
         self.taken_names += len(stored) - len(removed)
         batch = EventBatch(
             incarnation=self.incarnation,
@@ -117,7 +117,7 @@ class NameLedger:
         self.lost()
         self.needs_snapshot = False
         self.sequence += 1
-        self.checksum = names_checksum(self.names)
+        self.checksum = hashes_checksum(self.names)
         self.taken_names = len(self.names)
         return Snapshot(
             incarnation=self.incarnation, sequence=self.sequence, names=frozenset(self.names)
@@ -141,7 +141,7 @@ class KvEventPublisher:
 
     def __init__(self, registry: Registry, incarnation: bytes) -> None:
         self._registry = registry
-        self._ledger = NameLedger(incarnation)
+        self._ledger = HashLedger(incarnation)
         self._ledger.needs_snapshot = True  # announces the incarnation, even when it is empty
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -267,14 +267,14 @@ class FeedMachine:
         track.sequence = entry.sequence
         if entry.cleared:
             track.checksum = 0
-        track.checksum = names_checksum((*entry.removed, *entry.stored), track.checksum)
+        track.checksum = hashes_checksum((*entry.removed, *entry.stored), track.checksum)
         return [entry]
 
     def on_snapshot(self, snapshot: Snapshot, checksum: int) -> list[FeedItem]:
         """A snapshot that was wanted. A damaged or outdated one stays wanted."""
         track = self._tracks.get(snapshot.incarnation)
         outdated = track is not None and snapshot.sequence < track.sequence
-        if outdated or names_checksum(snapshot.names) != checksum:
+        if outdated or hashes_checksum(snapshot.names) != checksum:
             return []
         self.wants.discard(snapshot.incarnation)
         self._tracks[snapshot.incarnation] = _Track(snapshot.sequence, checksum)

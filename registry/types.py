@@ -71,7 +71,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
     incarnation: bytes
     sequence: int
-    checksum: int  # see `names_checksum`
+    checksum: int  # see `hashes_checksum`
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True):
 FeedItem = Snapshot | EventBatch | Heartbeat | Forget
 
 
-def names_checksum(names: Iterable[bytes], start: int = 0) -> int:
+def hashes_checksum(names: Iterable[bytes], start: int = 0) -> int:
     """Xor of the first 8 bytes of each name, as a little-endian u64.
 
     Adding and taking away are the same operation, so a set's checksum follows its changes: pass

@@ -46,7 +46,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
         return AdapterRef(self.name, self.digest, self.path)
 
 
-class AdapterShelf(Protocol):
+class AdapterSharedTable(Protocol):
     """Where routers share their table; ``registry.facade.Registry`` is one."""
 
     async def adapters(self) -> Mapping[str, bytes]:
@@ -84,7 +84,7 @@ class AdapterTable:
         self._max_rank = max_rank
         self._fixed = {name: self._read(name, path, 0) for name, path in (load or {}).items()}
         self._shared: dict[str, AdapterEntry] = {}
-        self._shelf: AdapterShelf | None = None
+        self._shelf: AdapterSharedTable | None = None
         self._file: Path | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -135,7 +135,7 @@ class AdapterTable:
 
     # ---------------------------------------------------------------- sharing
 
-    def start(self, shelf: AdapterShelf | None, file: Path | None = None) -> None:
+    def start(self, shelf: AdapterSharedTable | None, file: Path | None = None) -> None:
         """Begin to share. Needs a running event loop.
 
         Args:
@@ -154,7 +154,7 @@ class AdapterTable:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def exchange(self, shelf: AdapterShelf) -> None:
+    async def exchange(self, shelf: AdapterSharedTable) -> None:
         """Take over what is newer there, and write what is newer here.
 
         Raises:
@@ -171,7 +171,7 @@ class AdapterTable:
         if newer:
             await shelf.put_adapters(newer)
 
-    async def _follow(self, shelf: AdapterShelf) -> None:
+    async def _follow(self, shelf: AdapterSharedTable) -> None:
         while True:
             try:
                 await self.exchange(shelf)

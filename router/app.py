@@ -19,7 +19,7 @@ from engine.core.errors import (
     InvalidRequestError,
     PayloadTooLargeError,
 )
-from router.adapter_table import AdapterShelf
+from router.adapter_table import AdapterSharedTable
 from router.api import errors as problems
 from router.api.answer import Answer, AnswerContext
 from router.api.embeddings import EmbeddingAnswer
@@ -43,7 +43,7 @@ from router.api.tools import messages_of, offered
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.metrics import Observer
 from router.placement.index_feed import EventSource, MirrorFeeder
-from router.placement.prefix_index import Mirror
+from router.placement.prefix_index import PrefixIndex
 from router.requests.gateway import Gateway
 from router.requests.readiness import Prober
 from router.served_model import ServedModel
@@ -72,21 +72,23 @@ class Router:
         model: ServedModel,
         directory: WorkerDirectory,
         events: EventSource | None = None,
-        shelf: AdapterShelf | None = None,
+        shelf: AdapterSharedTable | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
         self.metrics = Metrics("router", model=model.names[0])
         self.tracing = Tracing("router")
         self.observer = Observer(self.metrics)
-        self.mirror = Mirror()
-        self.gateway = Gateway(settings, model.tokenizer, directory, self.mirror, self.observer)
+        self.prefix_index = PrefixIndex()
+        self.gateway = Gateway(
+            settings, model.tokenizer, directory, self.prefix_index, self.observer
+        )
         self.preparer = Preparer(model, settings)
         self.grammars = GrammarChecker(model.vocabulary, self.metrics)
         self.prober = Prober(self.gateway, settings)
         self.created = int(time.time())
         self._shelf = shelf
-        self._feeder = MirrorFeeder(self.mirror, events, self.metrics)
+        self._feeder = MirrorFeeder(self.prefix_index, events, self.metrics)
 
     @contextlib.asynccontextmanager
     async def running(self, _: object = None) -> AsyncIterator[None]:
@@ -399,7 +401,7 @@ class Router:
             for state in ("starting", "ready", "draining", "dead"):
                 count = counts.get((role, state), 0)
                 self.metrics.set("baton_workers", count, role=role, state=state)
-        self.metrics.set("baton_mirror_names", self.mirror.total_names)
+        self.metrics.set("baton_mirror_names", self.prefix_index.total_names)
         self.metrics.set("baton_adapters_served", len(self.model.adapters.served()))
 
     def _targets(self, own: str) -> list[dict[str, Any]]:

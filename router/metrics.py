@@ -6,7 +6,7 @@ left of a request's time is the phase ``unattributed``, so that the phases alway
 
 from statistics import median
 
-from router.requests.active_request import Flight
+from router.requests.active_request import ActiveRequest
 from router.requests.record import RequestRecord
 from telemetry.metrics import Metrics
 
@@ -34,13 +34,13 @@ class Observer:
         """A request was refused before it began."""
         self.metrics.inc("baton_rejections", code=code, tenant=tenant)
 
-    def placed(self, flight: Flight) -> None:
+    def placed(self, active: ActiveRequest) -> None:
         """A request was given to workers."""
-        if flight.request.probe or flight.chosen is None:
+        if active.request.probe or active.chosen is None:
             return
-        mode = flight.chosen.mode
+        mode = active.chosen.mode
         self.metrics.inc("baton_routes", mode=mode)
-        predicted_s = flight.chosen.terms.first_token_s
+        predicted_s = active.chosen.terms.first_token_s
         self.metrics.observe("baton_predicted_seconds", predicted_s, mode=mode)
 
     def retried(self, reason: str) -> None:
@@ -59,29 +59,29 @@ class Observer:
         """A stream to a worker broke."""
         self.metrics.inc("baton_stream_errors", kind=kind)
 
-    def cancelled(self, flight: Flight) -> None:
+    def cancelled(self, active: ActiveRequest) -> None:
         """The client went away."""
-        if not flight.request.probe:
-            self.metrics.inc("baton_cancellations", phase=_phase(flight))
+        if not active.request.probe:
+            self.metrics.inc("baton_cancellations", phase=_phase(active))
 
-    def timed_out(self, flight: Flight) -> None:
+    def timed_out(self, active: ActiveRequest) -> None:
         """The deadline passed."""
-        if not flight.request.probe:
-            self.metrics.inc("baton_timeouts", phase=_phase(flight))
+        if not active.request.probe:
+            self.metrics.inc("baton_timeouts", phase=_phase(active))
 
     def released(self, took_ns: int) -> None:
         """The worker confirmed the end of a request that was cancelled."""
         self.metrics.observe("baton_release_seconds", took_ns / 1e9)
 
-    def tokens(self, flight: Flight, before_ns: int, now_ns: int, fresh: int) -> None:
+    def tokens(self, active: ActiveRequest, before_ns: int, now_ns: int, fresh: int) -> None:
         """Tokens came, the last ones before at ``before_ns`` (0: these are the first)."""
-        if flight.request.probe:
+        if active.request.probe:
             return
-        record = flight.record
+        record = active.record
         if not before_ns:
-            if flight.chosen is not None:
-                actual_s, mode = (now_ns - flight.placed_ns) / 1e9, flight.chosen.mode
-                error_s = abs(actual_s - flight.chosen.terms.first_token_s)
+            if active.chosen is not None:
+                actual_s, mode = (now_ns - active.placed_ns) / 1e9, active.chosen.mode
+                error_s = abs(actual_s - active.chosen.terms.first_token_s)
                 self.metrics.observe("baton_actual_seconds", actual_s, mode=mode)
                 self.metrics.observe("baton_prediction_error_seconds", error_s, mode=mode)
             return
@@ -91,36 +91,36 @@ class Observer:
         gap_s = (now_ns - before_ns) / 1e9 / fresh
         for _ in range(fresh):
             self.metrics.observe("baton_inter_token_seconds", gap_s)
-        if fresh == 1 and flight.prefill_id is not None:
-            flight.gaps_s.append(gap_s)
+        if fresh == 1 and active.prefill_id is not None:
+            active.gaps_s.append(gap_s)
 
-    def first_byte(self, flight: Flight, now_ns: int) -> None:
+    def first_byte(self, active: ActiveRequest, now_ns: int) -> None:
         """The first content byte of an answer went out."""
-        if not flight.request.probe and not flight.request.pooling:
+        if not active.request.probe and not active.request.pooling:
             self.metrics.observe(
                 "baton_time_to_first_token_seconds",
-                (now_ns - flight.request.arrived_ns) / 1e9,
-                tenant=flight.request.tenant,
+                (now_ns - active.request.arrived_ns) / 1e9,
+                tenant=active.request.tenant,
             )
 
-    def over(self, flight: Flight) -> None:
+    def over(self, active: ActiveRequest) -> None:
         """A request is over for client and worker: count it once."""
-        if flight.observed or flight.request.probe:
+        if active.observed or active.request.probe:
             return
-        flight.observed = True
-        gaps_s, flight.gaps_s = flight.gaps_s, []
-        record, tenant = flight.record, flight.request.tenant
+        active.observed = True
+        gaps_s, active.gaps_s = active.gaps_s, []
+        record, tenant = active.record, active.request.tenant
         inc, observe = self.metrics.inc, self.metrics.observe
         observe(
             "baton_e2e_seconds",
-            _between_s(record.request.arrived_ns, flight.delivered_ns),
+            _between_s(record.request.arrived_ns, active.delivered_ns),
             tenant=tenant,
         )
         exposed_s = 0.0
         if len(gaps_s) >= 3:
             exposed_s = max(gaps_s[0] - median(gaps_s[1:]), 0.0)
             observe("baton_transfer_exposed_seconds", exposed_s)
-        for phase, took_s in phases(flight, exposed_s).items():
+        for phase, took_s in phases(active, exposed_s).items():
             observe("baton_phase_seconds", took_s, phase=phase)
         if not record.begun:
             return
@@ -129,9 +129,9 @@ class Observer:
         inc("baton_prefix_tokens", record.cached_tokens, source="local")
         computed = record.prompt_tokens - record.cached_tokens
         inc("baton_prefix_tokens", computed, source="computed")
-        if flight.request.adapter is not None:
-            self._answered_by(flight.request.adapter.name, record)
-        tokens = record.completion_tokens / flight.request.sampling.n
+        if active.request.adapter is not None:
+            self._answered_by(active.request.adapter.name, record)
+        tokens = record.completion_tokens / active.request.sampling.n
         if tokens > 1:
             per_token_s = _between_s(record.first_token_ns, record.last_token_ns) / (tokens - 1)
             observe("baton_time_per_output_token_seconds", per_token_s, tenant=tenant)
@@ -139,8 +139,8 @@ class Observer:
             reason = choice.finish_reason or (record.error.code if record.error else "unknown")
             inc("baton_finished_choices", reason=reason, tenant=tenant)
             # Only the model's end token says that a grammar was satisfied.
-            sampling = flight.request.sampling
-            own_stop = (*flight.request.stops, *sampling.stop_token_ids)
+            sampling = active.request.sampling
+            own_stop = (*active.request.stops, *sampling.stop_token_ids)
             whole = reason in ("stop", "tool_calls") and choice.stop_reason not in own_stop
             if sampling.grammar and not whole:
                 inc("baton_grammar_incomplete", reason=reason)
@@ -152,24 +152,24 @@ class Observer:
         inc("baton_adapter_generation_tokens", record.completion_tokens, adapter=adapter)
 
 
-def phases(flight: Flight, exposed_s: float = 0.0) -> dict[str, float]:
+def phases(active: ActiveRequest, exposed_s: float = 0.0) -> dict[str, float]:
     """A request's time in parts (seconds) that add up to arrival until the last byte out.
 
     Args:
-        flight: Over.
+        active: Over.
         exposed_s: How much of the time between first and second token was the hand-off.
     """
-    record, times = flight.record, flight.record.times
-    arrived_ns, end_ns = record.request.arrived_ns, flight.delivered_ns
-    placed_ns = flight.placed_ns or end_ns
+    record, times = active.record, active.record.times
+    arrived_ns, end_ns = record.request.arrived_ns, active.delivered_ns
+    placed_ns = active.placed_ns or end_ns
     # The worker's clock may round otherwise than ours: its parts cannot exceed what we saw.
-    window_s = _between_s(flight.placed_ns, record.first_token_ns)
+    window_s = _between_s(active.placed_ns, record.first_token_ns)
     worker_queue_s = min(times.queue_ns / 1e9, window_s) if times is not None else 0.0
     prefill_s = min(times.prefill_ns / 1e9, window_s - worker_queue_s) if times is not None else 0.0
     decode_s = _between_s(record.first_token_ns, record.last_token_ns) - exposed_s
     parts = {
-        "tokenize": _between_s(arrived_ns, flight.submitted_ns),
-        "queue": _between_s(flight.submitted_ns, placed_ns) + worker_queue_s,
+        "tokenize": _between_s(arrived_ns, active.submitted_ns),
+        "queue": _between_s(active.submitted_ns, placed_ns) + worker_queue_s,
         "prefill": prefill_s,
         "transfer": exposed_s,
         "decode": max(decode_s, 0.0),
@@ -184,7 +184,7 @@ def _between_s(begin_ns: int, end_ns: int) -> float:
     return max(end_ns - begin_ns, 0) / 1e9 if begin_ns else 0.0
 
 
-def _phase(flight: Flight) -> str:
-    if flight.decode_id is None:
+def _phase(active: ActiveRequest) -> str:
+    if active.decode_id is None:
         return "queue"
-    return "decode" if flight.record.begun else "prefill"
+    return "decode" if active.record.begun else "prefill"

@@ -6,7 +6,7 @@ from batonpb import common_pb2 as pb
 
 from engine.core.errors import BatonError, from_code
 from engine.core.params import AdapterRef, SampledToken, SamplingParams
-from engine.core.prompt_outputs import PromptScores
+from engine.core.prompt_outputs import PromptLogprobs
 from wire.tokens import pack_tokens, unpack_tokens
 
 SCORES_BYTES = 256 * 1024  # of one slice
@@ -91,7 +91,7 @@ def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:
     )
 
 
-def scores_to_wire(scores: PromptScores) -> Iterator[pb.PromptLogprobs]:
+def prompt_logprobs_to_wire(scores: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
     """A prompt's scores in slices that fit into any message."""
     for begin, part in scores.slices(SCORES_BYTES):
         yield pb.PromptLogprobs(
@@ -104,9 +104,9 @@ def scores_to_wire(scores: PromptScores) -> Iterator[pb.PromptLogprobs]:
         )
 
 
-def scores_from_wire(message: pb.PromptLogprobs) -> PromptScores:
+def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> PromptLogprobs:
     """One slice; ``message.begin`` says where it belongs."""
-    return PromptScores(
+    return PromptLogprobs(
         message.alternatives,
         message.logprobs,
         message.ranks,

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
 from engine.core.geometry import BLOCK_TOKENS
-from engine.core.reservations import Claim, Claims, ClaimState
+from engine.core.reservations import Reservation, Reservations, ReservationState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import SpareBlocks
 
 
-class Residents:
+class BatchState:
     """The sequences and claims of one engine and their blocks; ``Scheduler`` decides over them.
 
     Args:
@@ -25,11 +25,11 @@ class Residents:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.claims = Claims(pool)
-        self.spare = SpareBlocks(pool, self.claims)
-        self.events = self.claims.events
+        self.reservations = Reservations(pool)
+        self.spare = SpareBlocks(pool, self.reservations)
+        self.events = self.reservations.events
         self.preemptions = 0
-        self._queue: list[TokenSequence | Claim] = []
+        self._queue: list[TokenSequence | Reservation] = []
         self._running: list[TokenSequence] = []
         self._held: dict[str, TokenSequence] = {}  # PREFILL done, waiting for release
         self._next_sequence_id = 0
@@ -61,7 +61,11 @@ class Residents:
     def load(self) -> tuple[int, int, int]:
         """(running requests, waiting requests, prompt tokens still to be computed)."""
         running = {s.request.request_id for s in self._running} | self._held.keys()
-        running |= {c.request.request_id for c in self.claims if c.state is not ClaimState.WANTED}
+        running |= {
+            c.request.request_id
+            for c in self.reservations
+            if c.state is not ReservationState.WANTED
+        }
         waiting = {item.request.request_id for item in self._queue} - running
         todo = sum(
             len(item.tokens) - item.computed
@@ -78,8 +82,8 @@ class Residents:
         """
         holders: list[Sequence[int]] = [s.blocks for s in self._running]
         holders += [s.blocks for s in self._held.values()]
-        holders += [claim.blocks for claim in self.claims]
-        self.pool.check_integrity(holders, self.claims.draining())
+        holders += [reservation.blocks for reservation in self.reservations]
+        self.pool.check_integrity(holders, self.reservations.draining())
         for item in self._queue:
             if isinstance(item, TokenSequence) and item.blocks:
                 raise RuntimeError(f"waiting sequence {item.sequence_id} holds blocks")
@@ -94,10 +98,10 @@ class Residents:
 
     def _new_prompt(self, request: EngineRequest) -> TokenSequence:
         sequence = self._new_sequence(request, 0, list(request.prompt))
-        sequence.harvest = request.new_harvest()
+        sequence.prompt_outputs = request.new_prompt_outputs()
         return sequence
 
-    def _enqueue(self, item: TokenSequence | Claim) -> None:
+    def _enqueue(self, item: TokenSequence | Reservation) -> None:
         bisect.insort(self._queue, item, key=lambda waiting: waiting.request.order)
 
     def _decodes(self, sequence: TokenSequence) -> bool:
@@ -126,13 +130,13 @@ class Residents:
 
     def _make_room(self, sequence: TokenSequence) -> bool:
         """Preempt lower tickets until one block is available, in the end the asker itself."""
-        while self.pool.available() - self.claims.reserved_blocks < 1:
-            victims: list[TokenSequence | Claim] = [
+        while self.pool.available() - self.reservations.reserved_blocks < 1:
+            victims: list[TokenSequence | Reservation] = [
                 s for s in self._running if s.request.kind is not Kind.PREFILL
             ]
-            victims += [c for c in self.claims if c.state is ClaimState.RESERVED]
+            victims += [c for c in self.reservations if c.state is ReservationState.RESERVED]
             victim = max(victims, key=lambda v: (v.request.order, isinstance(v, TokenSequence)))
-            if isinstance(victim, Claim):
+            if isinstance(victim, Reservation):
                 self._revoke(victim)
                 continue
             if victim is sequence or victim.request.order <= sequence.request.order:
@@ -143,10 +147,10 @@ class Residents:
         return True
 
     def _revoke_lowest_bound(self, sequence: TokenSequence) -> None:
-        bound = [c for c in self.claims if c.state is ClaimState.BOUND]
+        bound = [c for c in self.reservations if c.state is ReservationState.BOUND]
         lower = [c for c in bound if c.request.order > sequence.request.order]
         if lower:
-            self._revoke(max(lower, key=lambda claim: claim.request.order))
+            self._revoke(max(lower, key=lambda reservation: reservation.request.order))
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preemptions += 1
@@ -155,21 +159,21 @@ class Residents:
         self._vacate(sequence)
         self._enqueue(sequence)
 
-    def _revoke(self, claim: Claim) -> None:
-        self.claims.revoke(claim)
+    def _revoke(self, reservation: Reservation) -> None:
+        self.reservations.revoke(reservation)
         self.preemptions += 1
-        self._enqueue(self.claims.new(claim.request))
+        self._enqueue(self.reservations.new(reservation.request))
 
-    def _drop(self, claim: Claim) -> None:
-        if claim in self._queue:
-            self._queue.remove(claim)
-        self.claims.drop(claim)
+    def _drop(self, reservation: Reservation) -> None:
+        if reservation in self._queue:
+            self._queue.remove(reservation)
+        self.reservations.drop(reservation)
 
     def _vacate(self, sequence: TokenSequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.computed, sequence.named = [], 0, 0
-        if sequence.harvest is not None:
-            sequence.harvest = sequence.request.new_harvest()
+        if sequence.prompt_outputs is not None:
+            sequence.prompt_outputs = sequence.request.new_prompt_outputs()
         sequence.running = False
 
     def _fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
@@ -185,7 +189,7 @@ class Residents:
             return
         full = sequence.computed // BLOCK_TOKENS
         if full > sequence.named:
-            names = sequence.full_names(sequence.computed)
+            names = sequence.full_hashes(sequence.computed)
             for index in range(sequence.named, full):
                 self.pool.name(sequence.blocks[index], names[index])
             sequence.named = full

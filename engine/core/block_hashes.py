@@ -17,7 +17,7 @@ NAME_BYTES = 16
 _KEY = b"baton block name v1"
 
 
-def name_seed(
+def hash_seed(
     weights_digest: bytes,
     kv_format: str,
     numerics_id: str,
@@ -44,13 +44,13 @@ def name_seed(
     return digest.digest()
 
 
-def block_name(parent: bytes, tokens: Sequence[int]) -> bytes:
+def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Name of the block that holds ``tokens`` behind ``parent`` (a name, or the seed)."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
     return blake2b(parent + packed, key=_KEY, digest_size=NAME_BYTES).digest()
 
 
-def block_names(
+def block_hashes(
     seed: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS
 ) -> list[bytes]:
     """Names of all full blocks of ``tokens``, in order; a partial tail has no name."""

@@ -3,7 +3,7 @@
 import msgspec
 
 from engine.core.params import SampledToken
-from engine.core.prompt_outputs import PromptScores
+from engine.core.prompt_outputs import PromptLogprobs
 
 ALL_LAYERS = -1
 
@@ -19,11 +19,11 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     stop_token: int | None = None  # the token that stopped it (it is not among `tokens`)
 
 
-class Harvested(msgspec.Struct, frozen=True, tag=True):
+class PromptOutputsReady(msgspec.Struct, frozen=True, tag=True):
     """What was wanted of the prompt's rows; comes once, before the first token."""
 
     request_id: str
-    scores: PromptScores | None = None
+    scores: PromptLogprobs | None = None
     vector: bytes = b""  # float32, little-endian, not normalised
 
 
@@ -141,7 +141,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
 Event = (
     Tokens
-    | Harvested
+    | PromptOutputsReady
     | Admitted
     | Published
     | PromptDone

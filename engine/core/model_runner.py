@@ -43,8 +43,8 @@ class ModelRunner(Protocol):
     """Executes plans over one KV pool."""
 
     @property
-    def harvests(self) -> bool:
-        """Whether rows may have a ``harvest``."""
+    def takes_prompt_outputs(self) -> bool:
+        """Whether rows may have a ``prompt_outputs``."""
 
     @property
     def adapters(self) -> AdapterStore:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.params import SamplingParams
-from engine.core.prompt_outputs import Harvest
+from engine.core.prompt_outputs import PromptOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PlanRow:
 
     ``block_ids`` covers positions 0 to ``start + len(tokens) - 1``; the KV of positions below
     ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished, and else
-    holds one entry per choice, all drawn from the last row. A ``harvest`` takes these rows' part
+    holds one entry per choice, all drawn from the last row. A ``prompt_outputs`` takes these rows' part
     when the step has succeeded, and not before.
 
     The last ``guesses`` tokens may be guesses (speculation). Then ``samples`` has one entry for
@@ -42,13 +42,13 @@ class PlanRow:
     block_ids: Sequence[int]
     samples: tuple[SampleSpec, ...] = ()
     adapter: str = ""  # digest of the LoRA adapter that shapes this row
-    harvest: Harvest | None = None
+    prompt_outputs: PromptOutputs | None = None
     guesses: int = 0
 
     @property
     def cost_tokens(self) -> int:
         """The row's share of a step's token budget."""
-        return len(self.tokens) * (self.harvest.token_cost if self.harvest else 1)
+        return len(self.tokens) * (self.prompt_outputs.token_cost if self.prompt_outputs else 1)
 
     @property
     def decodes(self) -> bool:

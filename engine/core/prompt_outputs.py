@@ -1,6 +1,6 @@
 """What a request wants of its prompt's rows beside their KV: scores of its tokens, or one vector.
 
-    plan row ──rows of the prompt──▶ Harvest (of the sequence) ──prompt done──▶ event Harvested
+    plan row ──rows of the prompt──▶ PromptOutputs (of the sequence) ──prompt done──▶ event PromptOutputsReady
 
 A harvest grows with the prompt's chunks and is thrown away when its sequence is preempted, so each
 row is in it once and in order. Every row's part depends on that row alone, and sums run row by row
@@ -23,7 +23,7 @@ Scores = tuple[Floats, Ids, Ids, Floats]
 """Of some tokens: log-probability ``[T]``, rank ``[T]``, alternatives ``[T, k]`` and theirs."""
 
 
-class PromptScores(msgspec.Struct, frozen=True):
+class PromptLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of prompt tokens, packed little-endian; row 0 is the second token.
 
     The first token follows nothing and has none.
@@ -40,11 +40,11 @@ class PromptScores(msgspec.Struct, frozen=True):
         """Tokens that have a score."""
         return len(self.logprobs) // 4
 
-    def cut(self, begin: int, end: int) -> "PromptScores":
+    def cut(self, begin: int, end: int) -> "PromptLogprobs":
         """Rows ``begin`` to ``end``."""
         one, many = slice(4 * begin, 4 * end), 4 * self.alternatives
         wide = slice(many * begin, many * end)
-        return PromptScores(
+        return PromptLogprobs(
             self.alternatives,
             self.logprobs[one],
             self.ranks[one],
@@ -52,7 +52,7 @@ class PromptScores(msgspec.Struct, frozen=True):
             self.top_logprobs[wide],
         )
 
-    def slices(self, max_bytes: int) -> Iterator[tuple[int, "PromptScores"]]:
+    def slices(self, max_bytes: int) -> Iterator[tuple[int, "PromptLogprobs"]]:
         """(first row, part), each part about ``max_bytes`` at most: a message is never too large.
 
         Without any row there is one empty part, so that the end can be told from "not yet".
@@ -67,7 +67,7 @@ def bytes_per_row(alternatives: int) -> int:
     return 8 + 8 * alternatives
 
 
-class ScoresIntake:
+class PromptLogprobsIntake:
     """Puts the slices of one prompt's scores together; slices that come again change nothing.
 
     Args:
@@ -76,10 +76,10 @@ class ScoresIntake:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._parts: list[PromptScores] = []
+        self._parts: list[PromptLogprobs] = []
         self._filled = 0
 
-    def put(self, begin: int, part: PromptScores) -> bool:
+    def put(self, begin: int, part: PromptLogprobs) -> bool:
         """Take a slice. False: rows before it are missing."""
         if begin > self._filled:
             return False
@@ -89,7 +89,7 @@ class ScoresIntake:
         return True
 
     @property
-    def complete(self) -> PromptScores | None:
+    def complete(self) -> PromptLogprobs | None:
         """All of them, once they are here."""
         if not self._parts or self._filled < self._rows:
             return None
@@ -98,11 +98,11 @@ class ScoresIntake:
                 b"".join(getattr(part, name) for part in self._parts)
                 for name in ("logprobs", "ranks", "top_ids", "top_logprobs")
             )
-            self._parts = [PromptScores(self._parts[0].alternatives, *joined)]
+            self._parts = [PromptLogprobs(self._parts[0].alternatives, *joined)]
         return self._parts[0]
 
 
-class Harvest:
+class PromptOutputs:
     """What was gathered so far from one sequence's prompt.
 
     Args:
@@ -143,13 +143,13 @@ class Harvest:
         self._sum = np.add.reduce(np.concatenate([total[None], rows], dtype=np.float64), axis=0)
         self._pooled += len(rows)
 
-    def scores(self) -> PromptScores | None:
+    def scores(self) -> PromptLogprobs | None:
         """The scores of the whole prompt, or None if they are not wanted."""
         if self.alternatives is None:
             return None
         columns = zip(*self._scored, strict=True) if self._scored else [()] * 4
         packed = (b"".join(part.tobytes() for part in column) for column in columns)
-        return PromptScores(self.alternatives, *packed)
+        return PromptLogprobs(self.alternatives, *packed)
 
     def vector(self) -> bytes:
         """The pooled vector as float32, not normalised; empty if it is not wanted."""

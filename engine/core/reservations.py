@@ -17,7 +17,7 @@ from engine.core.blocks import BlockPool
 from engine.core.sequence import EngineRequest, TokenSequence, blocks_for
 
 
-class ClaimState(enum.Enum):
+class ReservationState(enum.Enum):
     """Where a claim stands."""
 
     WANTED = "wanted"
@@ -26,12 +26,12 @@ class ClaimState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
+class Reservation:
     """One REMOTE request's hold on the pool."""
 
     request: EngineRequest
     generation: int
-    state: ClaimState = ClaimState.WANTED
+    state: ReservationState = ReservationState.WANTED
     pinned: list[int] = field(default_factory=list)  # own cached prefix: will not travel
     need_blocks: int = 0  # counted, not yet taken (RESERVED)
     pages: list[int] = field(default_factory=list)  # taken for what arrives (BOUND)
@@ -42,7 +42,7 @@ class Claim:
         return self.pinned + self.pages
 
 
-class Claims:
+class Reservations:
     """All claims of one engine, and the pages of revoked ones that still drain.
 
     Args:
@@ -52,83 +52,99 @@ class Claims:
     def __init__(self, pool: BlockPool) -> None:
         self.events: list[ev.Event] = []
         self._pool = pool
-        self._by_request: dict[str, Claim] = {}
+        self._by_request: dict[str, Reservation] = {}
         self._draining: dict[tuple[str, int], list[int]] = {}
         self._next_generation = 1
 
-    def __iter__(self) -> Iterator[Claim]:
+    def __iter__(self) -> Iterator[Reservation]:
         return iter(self._by_request.values())
 
-    def new(self, request: EngineRequest) -> Claim:
+    def new(self, request: EngineRequest) -> Reservation:
         """A claim under a fresh generation; it replaces the request's former one."""
-        claim = Claim(request, self._next_generation)
+        reservation = Reservation(request, self._next_generation)
         self._next_generation += 1
-        self._by_request[request.request_id] = claim
-        return claim
+        self._by_request[request.request_id] = reservation
+        return reservation
 
-    def of(self, request_id: str) -> Claim | None:
+    def of(self, request_id: str) -> Reservation | None:
         """The request's claim."""
         return self._by_request.get(request_id)
 
-    def find(self, request_id: str, generation: int, state: ClaimState) -> Claim | None:
+    def find(self, request_id: str, generation: int, state: ReservationState) -> Reservation | None:
         """The request's claim if it is the one meant; a stale generation finds nothing."""
-        claim = self._by_request.get(request_id)
-        if claim is None or claim.generation != generation or claim.state is not state:
+        reservation = self._by_request.get(request_id)
+        if (
+            reservation is None
+            or reservation.generation != generation
+            or reservation.state is not state
+        ):
             return None
-        return claim
+        return reservation
 
-    def take(self, request_id: str) -> Claim | None:
+    def take(self, request_id: str) -> Reservation | None:
         """Remove the request's claim; what it holds is the caller's."""
         return self._by_request.pop(request_id, None)
 
     @property
     def granted(self) -> int:
-        """Claims that have capacity: each is a request that will run."""
-        return sum(claim.state is not ClaimState.WANTED for claim in self)
+        """Reservations that have capacity: each is a request that will run."""
+        return sum(reservation.state is not ReservationState.WANTED for reservation in self)
 
     @property
     def reserved_blocks(self) -> int:
         """Blocks that are promised and not yet taken."""
-        return sum(c.need_blocks for c in self if c.state is ClaimState.RESERVED)
+        return sum(c.need_blocks for c in self if c.state is ReservationState.RESERVED)
 
-    def grant(self, claim: Claim) -> bool:
+    def grant(self, reservation: Reservation) -> bool:
         """Count capacity for a claim and pin its cached prefix; False when it does not fit."""
-        request = claim.request
-        pinned = self._pool.match(_prompt_names(request)) if request.cacheable else []
+        request = reservation.request
+        pinned = self._pool.match(_prompt_hashes(request)) if request.cacheable else []
         self._pool.pin(pinned)
         need = blocks_for(len(request.prompt) + 1) - len(pinned)
         if need > self._pool.available() - self.reserved_blocks:
             self._pool.release(pinned)
             return False
-        claim.pinned, claim.need_blocks, claim.state = pinned, need, ClaimState.RESERVED
-        self.events.append(ev.Reserved(request.request_id, claim.generation, len(pinned)))
+        reservation.pinned, reservation.need_blocks, reservation.state = (
+            pinned,
+            need,
+            ReservationState.RESERVED,
+        )
+        self.events.append(ev.Reserved(request.request_id, reservation.generation, len(pinned)))
         return True
 
-    def bind(self, claim: Claim) -> bool:
+    def bind(self, reservation: Reservation) -> bool:
         """Take the pages that were counted; False when growth has taken them meanwhile."""
-        after = claim.pinned[-1] if claim.pinned else None
-        pages = self._pool.allocate(claim.need_blocks, after)
+        after = reservation.pinned[-1] if reservation.pinned else None
+        pages = self._pool.allocate(reservation.need_blocks, after)
         if pages is None:
             return False
-        claim.pages, claim.need_blocks, claim.state = pages, 0, ClaimState.BOUND
-        bound = ev.Bound(claim.request.request_id, claim.generation, tuple(claim.blocks))
+        reservation.pages, reservation.need_blocks, reservation.state = (
+            pages,
+            0,
+            ReservationState.BOUND,
+        )
+        bound = ev.Bound(
+            reservation.request.request_id, reservation.generation, tuple(reservation.blocks)
+        )
         self.events.append(bound)
         return True
 
-    def revoke(self, claim: Claim) -> None:
+    def revoke(self, reservation: Reservation) -> None:
         """Take a claim's capacity away; pages someone may be writing into go to quarantine."""
-        self.events.append(ev.Revoked(claim.request.request_id, claim.generation))
-        if claim.pages:
-            self._pool.quarantine(claim.pages)
-            self._draining[claim.request.request_id, claim.generation] = claim.pages
-            claim.pages = []
-        self.drop(claim)
-        claim.request.preemptions += 1
+        self.events.append(ev.Revoked(reservation.request.request_id, reservation.generation))
+        if reservation.pages:
+            self._pool.quarantine(reservation.pages)
+            self._draining[reservation.request.request_id, reservation.generation] = (
+                reservation.pages
+            )
+            reservation.pages = []
+        self.drop(reservation)
+        reservation.request.preemptions += 1
 
-    def drop(self, claim: Claim) -> None:
+    def drop(self, reservation: Reservation) -> None:
         """Give back what a claim holds; its pages are known not to be written any more."""
-        self._pool.release(claim.blocks)
-        claim.pinned, claim.pages, claim.need_blocks = [], [], 0
+        self._pool.release(reservation.blocks)
+        reservation.pinned, reservation.pages, reservation.need_blocks = [], [], 0
 
     def drained(self, request_id: str, generation: int) -> None:
         """Nobody writes into the revoked pages of ``generation`` any more."""
@@ -140,15 +156,15 @@ class Claims:
 
     def writable(self, request_id: str) -> set[int]:
         """Pages that the request's intake may be writing into at present."""
-        claim = self._by_request.get(request_id)
-        pages = set(claim.pages) if claim else set()
+        reservation = self._by_request.get(request_id)
+        pages = set(reservation.pages) if reservation else set()
         for (name, _), draining in self._draining.items():
             if name == request_id:
                 pages.update(draining)
         return pages
 
 
-def _prompt_names(request: EngineRequest) -> list[bytes]:
+def _prompt_hashes(request: EngineRequest) -> list[bytes]:
     """Names of all full blocks of the prompt; kept with the request, because claims come again."""
     sequence = TokenSequence(0, request, 0, request.prompt, names=request.names)
-    return sequence.full_names(len(request.prompt))
+    return sequence.full_hashes(len(request.prompt))

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core import events as ev
-from engine.core.batch_state import Residents
+from engine.core.batch_state import BatchState
 from engine.core.blocks import BlockPool
 from engine.core.errors import BatonError, CancelledError_, InvalidRequestError
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import Harvest
-from engine.core.reservations import Claim, ClaimState
+from engine.core.prompt_outputs import PromptOutputs
+from engine.core.reservations import Reservation, ReservationState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence, blocks_for
 from engine.core.speculative.acceptance import accepted_run
 
@@ -33,7 +33,7 @@ class SchedulerConfig:
     max_step_tokens: int = 512
 
 
-class Scheduler(Residents):
+class Scheduler(BatchState):
     """Owns all requests of one engine and their blocks."""
 
     def __init__(
@@ -67,15 +67,15 @@ class Scheduler(Residents):
         request.live_choices = set(range(request.params.n))
         self._requests[request.request_id] = request
         if request.kind is Kind.REMOTE:
-            self._enqueue(self.claims.new(request))
+            self._enqueue(self.reservations.new(request))
         else:
             self._enqueue(self._new_prompt(request))
 
     def bind(self, request_id: str, generation: int) -> None:
         """Turn a reserved claim into pages (``Bound`` follows); stale generations are ignored."""
-        claim = self.claims.find(request_id, generation, ClaimState.RESERVED)
-        if claim is not None and not self.claims.bind(claim):
-            self._revoke(claim)  # give it a new turn
+        reservation = self.reservations.find(request_id, generation, ReservationState.RESERVED)
+        if reservation is not None and not self.reservations.bind(reservation):
+            self._revoke(reservation)  # give it a new turn
 
     def commit(
         self, request_id: str, generation: int, first: Sequence[int | None], now_ns: int
@@ -91,13 +91,13 @@ class Scheduler(Residents):
         Returns:
             Whether the claim was there to be committed.
         """
-        claim = self.claims.find(request_id, generation, ClaimState.BOUND)
-        if claim is None:
+        reservation = self.reservations.find(request_id, generation, ReservationState.BOUND)
+        if reservation is None:
             return False
-        request = claim.request
-        self.claims.take(request_id)
+        request = reservation.request
+        self.reservations.take(request_id)
         request.prompt_done_ns = now_ns
-        blocks = claim.blocks
+        blocks = reservation.blocks
         source = self._new_sequence(request, 0, list(request.prompt))
         source.blocks, source.computed = blocks, len(request.prompt)
         self._name_blocks(source)
@@ -118,11 +118,11 @@ class Scheduler(Residents):
         ``first`` holds first tokens that the client may have seen already: facts, never drawn
         again. The caller has stopped writing into the request's pages.
         """
-        claim = self.claims.take(request_id)
-        if claim is None:
+        reservation = self.reservations.take(request_id)
+        if reservation is None:
             return
-        self._drop(claim)
-        request = claim.request
+        self._drop(reservation)
+        request = reservation.request
         request.kind = Kind.FULL
         if first is None:
             self._enqueue(self._new_prompt(request))
@@ -137,7 +137,7 @@ class Scheduler(Residents):
 
     def drained(self, request_id: str, generation: int) -> None:
         """Nobody writes into the revoked pages of ``generation`` any more."""
-        self.claims.drained(request_id, generation)
+        self.reservations.drained(request_id, generation)
 
     def release(self, request_id: str) -> None:
         """The taker holds the KV of a PREFILL request: give its blocks back to the cache."""
@@ -196,8 +196,8 @@ class Scheduler(Residents):
                 continue
             sequence.computed = row.start + len(row.tokens)
             self._name_blocks(sequence)
-            if row.harvest is not None and sequence.computed == len(sequence.tokens):
-                self._reap(sequence, row.harvest, now_ns)
+            if row.prompt_outputs is not None and sequence.computed == len(sequence.tokens):
+                self._collect(sequence, row.prompt_outputs, now_ns)
             if not row.samples:
                 continue
             request = sequence.request
@@ -222,9 +222,13 @@ class Scheduler(Residents):
 
     def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
         """The next chunk of a sequence; chunks that do not reach the end stop at a block border."""
-        start, end, harvest = sequence.computed, len(sequence.tokens), sequence.harvest
-        if harvest is not None:
-            budget //= harvest.token_cost
+        start, end, prompt_outputs = (
+            sequence.computed,
+            len(sequence.tokens),
+            sequence.prompt_outputs,
+        )
+        if prompt_outputs is not None:
+            budget //= prompt_outputs.token_cost
         if end - start > budget:
             end = (start + budget) // BLOCK_TOKENS * BLOCK_TOKENS
             end = max(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
@@ -235,7 +239,7 @@ class Scheduler(Residents):
         tokens = sequence.tokens[start:end]
         table = sequence.blocks[: blocks_for(end)]
         adapter = sequence.request.adapter
-        return PlanRow(sequence.sequence_id, tokens, start, table, samples, adapter, harvest)
+        return PlanRow(sequence.sequence_id, tokens, start, table, samples, adapter, prompt_outputs)
 
     def _samples(self, sequence: TokenSequence) -> tuple[SampleSpec, ...]:
         request, first = sequence.request, sequence.generated == 0
@@ -252,18 +256,18 @@ class Scheduler(Residents):
     def _admit(self, now_ns: int) -> TokenSequence | None:
         """Take waiting items that fit, in order; stop behind the first sequence taken."""
         while self._queue:
-            if len(self._running) + self.claims.granted >= self.config.max_batch_requests:
+            if len(self._running) + self.reservations.granted >= self.config.max_batch_requests:
                 return None
             item = self._queue[0]
             taken = (
-                self.claims.grant(item)
-                if isinstance(item, Claim)
+                self.reservations.grant(item)
+                if isinstance(item, Reservation)
                 else self._admit_sequence(item, now_ns)
             )
             if not taken:
                 return None
             self._queue.pop(0)
-            if isinstance(item, Claim):
+            if isinstance(item, Reservation):
                 self._note_admission(item.request, len(item.pinned), now_ns)
             else:
                 return item
@@ -272,13 +276,13 @@ class Scheduler(Residents):
     def _admit_sequence(self, sequence: TokenSequence, now_ns: int) -> bool:
         request = sequence.request
         matched: list[int] = []
-        if request.cacheable and sequence.harvest is None:
+        if request.cacheable and sequence.prompt_outputs is None:
             # the last token is always computed: its logits are wanted
-            matched = self.pool.match(sequence.full_names(len(sequence.tokens) - 1))
+            matched = self.pool.match(sequence.full_hashes(len(sequence.tokens) - 1))
         self.pool.pin(matched)
         need = blocks_for(len(sequence.tokens)) - len(matched)
         pages: list[int] | None = None
-        room = self.pool.available() - self.claims.reserved_blocks
+        room = self.pool.available() - self.reservations.reserved_blocks
         if need <= room and not self._pins_too_much(request, need):
             pages = self.pool.allocate(need, matched[-1] if matched else None)
         if pages is None:
@@ -321,11 +325,11 @@ class Scheduler(Residents):
         table = tuple(blocks) if request.kind is Kind.PREFILL else ()
         self.events.append(ev.Admitted(request.request_id, request.cached_tokens, queue_ns, table))
 
-    def _reap(self, sequence: TokenSequence, harvest: Harvest, now_ns: int) -> None:
+    def _collect(self, sequence: TokenSequence, prompt_outputs: PromptOutputs, now_ns: int) -> None:
         """The prompt is computed: tell what was gathered of it. A vector is an answer by itself."""
-        request, sequence.harvest = sequence.request, None
-        scores, vector = harvest.scores(), harvest.vector()
-        self.events.append(ev.Harvested(request.request_id, scores, vector))
+        request, sequence.prompt_outputs = sequence.request, None
+        scores, vector = prompt_outputs.scores(), prompt_outputs.vector()
+        self.events.append(ev.PromptOutputsReady(request.request_id, scores, vector))
         if not request.pooling:
             return
         request.prompt_done_ns = now_ns
@@ -381,9 +385,9 @@ class Scheduler(Residents):
             return
         for sequence in self._sequences_of(request_id):
             self._remove(sequence)
-        claim = self.claims.take(request_id)
-        if claim is not None:
-            self._drop(claim)
+        reservation = self.reservations.take(request_id)
+        if reservation is not None:
+            self._drop(reservation)
         done_ns, admitted_ns = request.prompt_done_ns, request.admitted_ns
         self.events.append(
             ev.Ended(

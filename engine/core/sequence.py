@@ -3,10 +3,10 @@
 import enum
 from dataclasses import dataclass, field
 
-from engine.core.block_hashes import block_name
+from engine.core.block_hashes import block_hash
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SamplingParams
-from engine.core.prompt_outputs import Harvest
+from engine.core.prompt_outputs import PromptOutputs
 
 
 class Kind(enum.Enum):
@@ -25,7 +25,7 @@ class EngineRequest:
     kind: Kind
     prompt: list[int]
     params: SamplingParams
-    name_seed: bytes
+    hash_seed: bytes
     priority: int = 0
     ticket: int = 0
     skip_blocks: int = 0  # PREFILL: leading blocks that the taker has already
@@ -45,11 +45,11 @@ class EngineRequest:
         """Smaller runs first and is preempted last."""
         return (self.priority, self.ticket)
 
-    def new_harvest(self) -> Harvest | None:
+    def new_prompt_outputs(self) -> PromptOutputs | None:
         """Where a sequence that computes the prompt gathers what is wanted of its rows."""
         if not self.pooling and self.params.prompt_logprobs is None:
             return None
-        return Harvest(self.prompt, self.params.prompt_logprobs, self.pooling)
+        return PromptOutputs(self.prompt, self.params.prompt_logprobs, self.pooling)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,20 +71,22 @@ class TokenSequence:
     names: list[bytes] = field(default_factory=list)  # one per full block of `tokens`, as needed
     named: int = 0  # leading blocks whose names were offered to the pool
     running: bool = False
-    harvest: Harvest | None = None  # wants every row of the prompt: no cached prefix will do
+    prompt_outputs: PromptOutputs | None = (
+        None  # wants every row of the prompt: no cached prefix will do
+    )
 
     @property
     def generated(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - len(self.request.prompt)
 
-    def full_names(self, upto_tokens: int) -> list[bytes]:
+    def full_hashes(self, upto_tokens: int) -> list[bytes]:
         """Names of the full blocks within the first ``upto_tokens`` tokens."""
         count = upto_tokens // BLOCK_TOKENS
         while len(self.names) < count:
             begin = len(self.names) * BLOCK_TOKENS
-            parent = self.names[-1] if self.names else self.request.name_seed
-            self.names.append(block_name(parent, self.tokens[begin : begin + BLOCK_TOKENS]))
+            parent = self.names[-1] if self.names else self.request.hash_seed
+            self.names.append(block_hash(parent, self.tokens[begin : begin + BLOCK_TOKENS]))
         return self.names[:count]
 
 

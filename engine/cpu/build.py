@@ -1,4 +1,4 @@
-"""From a model on disk to a proven ``TorchRunner``: load, choose how attention is cut, prove, name.
+"""From a model on disk to a proven ``CpuRunner``: load, choose how attention is cut, prove, name.
 
 ``exact`` is proved on the loaded model before anybody is served, and the numerics id is a digest of
 computed bits, so two workers that say the same id can hand over to each other.
@@ -16,12 +16,12 @@ from engine.cpu import selftest
 from engine.cpu.attention import Layout
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
-from engine.cpu.lora import AdapterSet
+from engine.cpu.lora import LoadedAdapters
 from engine.cpu.native.library import load
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.cpu.parallel.selftest import prepare_ranks
 from engine.cpu.parallel.shard import lead
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 from engine.loading.memory import give_back_memory, kv_geometry, pool_geometry
 from engine.models.rope import ROPE_ORDER
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, digest, same_bits
@@ -80,7 +80,7 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "")
         num_blocks=24,
         dtype=kv_dtype or dtype,
     )
-    runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     length = 5 * BLOCK_TOKENS + 3
     tokens = [(7919 * i + 13) % c.vocab_size for i in range(length)]
     tables = [list(range(6)), [6 + (5 * i) % 6 for i in range(6)], list(range(12, 18))]
@@ -123,7 +123,7 @@ def numerics_id(
         num_blocks=24,
         dtype=kv_dtype or dtype,
     )
-    runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
     blocks = list(range(19))
     hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
@@ -197,12 +197,12 @@ def open_runner(
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
         verify_exact(model, layout, settings.dtype, settings.kv_dtype)
-    adapters = AdapterSet(
+    adapters = LoadedAdapters(
         artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
     )
     identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
     stops = artifact.config.eos_token_ids
-    runner = TorchRunner(
+    runner = CpuRunner(
         model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
     )
     give_back_memory()

@@ -10,10 +10,10 @@ from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import Speculation
 from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.load import load_model
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 from engine.numerics import Numerics
 from engine.settings import EngineSettings
-from engine.text.same_vocabulary import check_same_tokens
+from engine.text.same_vocabulary import check_same_vocabulary
 
 
 def open_draft(
@@ -30,14 +30,14 @@ def open_draft(
     """
     progress(f"looking for the draft model {settings.speculation.draft}")
     draft, main = resolve_model(settings.speculation.draft), resolve_model(settings.model)
-    check_same_tokens(main, draft)
+    check_same_vocabulary(main, draft)
     numerics: Numerics = "fast" if settings.numerics == "fast" else "exact"
     with torch.inference_mode():
         model = load_model(draft, settings.dtype, numerics)
         layout = attention_layout(draft, settings.dtype, numerics)
     geometry = geometry_of(draft, settings.dtype, main_runner.geometry.num_blocks)
     pool = bytearray(geometry.pool_bytes)
-    grammars = main_runner.grammars if isinstance(main_runner, TorchRunner) else None
+    grammars = main_runner.grammars if isinstance(main_runner, CpuRunner) else None
     stops = main.config.eos_token_ids
-    runner = TorchRunner(model, pool, geometry, layout, stops, grammars=grammars)
+    runner = CpuRunner(model, pool, geometry, layout, stops, grammars=grammars)
     return Speculation(DraftProposer(runner), settings.speculation.tokens)

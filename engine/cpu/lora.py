@@ -97,7 +97,7 @@ def _rows(numbers: Sequence[int]) -> slice | torch.Tensor:
     return torch.tensor(numbers)
 
 
-class AdapterSet:
+class LoadedAdapters:
     """The adapters of one model; an ``engine.core.plan.AdapterStore``.
 
     Args:

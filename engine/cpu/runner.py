@@ -21,11 +21,11 @@ from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import Floats, Harvest, Scores
+from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
 from engine.cpu.attention import Attention, Layout, PagedAttention, Span, slots_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import kv_codec
-from engine.cpu.lora import AdapterSet, StepDeltas
+from engine.cpu.lora import LoadedAdapters, StepDeltas
 from engine.cpu.native.attention import NativeAttention, native_library
 from engine.cpu.native.rows import finite_rows
 from engine.numerics import DTYPES
@@ -48,7 +48,7 @@ class _Batch:
     rows: Sequence[PlanRow]
 
 
-class TorchRunner:
+class CpuRunner:
     """``engine.core.plan.ModelRunner`` over torch, on the CPU.
 
     Args:
@@ -69,17 +69,17 @@ class TorchRunner:
         geometry: KvGeometry,
         layout: Layout,
         eos_token_ids: tuple[int, ...] = (),
-        adapters: AdapterSet | None = None,
+        adapters: LoadedAdapters | None = None,
         grammars: Grammars | None = None,
         *,
         shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
-        self.harvests = True
+        self.takes_prompt_outputs = True
         self._refused: dict[int, GrammarError] = {}
         self._mask_ns = 0
         self._model = model
-        self.adapters = adapters or AdapterSet(model.config, model.dtype)
+        self.adapters = adapters or LoadedAdapters(model.config, model.dtype)
         self._shard = model.shard
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
@@ -159,12 +159,12 @@ class TorchRunner:
             logits = self._model.logits(hidden_TE[[flat for _, flat in wanted]])
             pairs = zip(wanted, logits.finite(), strict=True)
             broken |= {index for (index, _), ok in pairs if not ok}
-        reaped, unscored = self._reap(plan, batch, hidden_TE, broken)
+        collected, unscored = self._collect(plan, batch, hidden_TE, broken)
         broken |= unscored
         if broken:
             self._fail(plan, broken)
-        for harvest, scores, rows_TE in reaped:
-            harvest.take(scores, rows_TE)
+        for prompt_outputs, scores, rows_TE in collected:
+            prompt_outputs.take(scores, rows_TE)
         if not wanted:
             return [[] for _ in plan.rows]
         eos = self._eos_token_ids
@@ -268,23 +268,23 @@ class TorchRunner:
         own = slots_of(row.start, len(row.tokens), row.block_ids, self._geometry.block_tokens)
         return torch.from_numpy(own)
 
-    def _reap(
+    def _collect(
         self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
-    ) -> tuple[list[tuple[Harvest, list[Scores], Floats]], set[int]]:
+    ) -> tuple[list[tuple[PromptOutputs, list[Scores], Floats]], set[int]]:
         """What harvests want of this step's rows, and the rows whose logits are not finite."""
-        reaped, unscored = [], set()
+        collected, unscored = [], set()
         for index, row in enumerate(plan.rows):
-            if row.harvest is None or index in broken:
+            if row.prompt_outputs is None or index in broken:
                 continue
             last = batch.last_rows[index]
             rows_TE = hidden_TE[last + 1 - len(row.tokens) : last + 1]
             try:
-                part = scoring.reap(self._model, row.harvest, row.start, rows_TE)
+                part = scoring.collect(self._model, row.prompt_outputs, row.start, rows_TE)
             except scoring.NotFiniteError:
                 unscored.add(index)
             else:
-                reaped.append((row.harvest, *part))
-        return reaped, unscored
+                collected.append((row.prompt_outputs, *part))
+        return collected, unscored
 
     def _broken_rows(self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
         """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""

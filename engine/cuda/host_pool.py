@@ -22,7 +22,7 @@ class _Known:
     end: int
 
 
-class PoolMirror:
+class HostPoolSync:
     """Keeps both pools equal where it matters.
 
     Args:

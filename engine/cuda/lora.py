@@ -12,7 +12,7 @@ import torch
 
 from engine.artifacts.artifact import ModelConfig
 from engine.core.params import AdapterRef
-from engine.cpu.lora import Adapter, AdapterSet, Product
+from engine.cpu.lora import Adapter, LoadedAdapters, Product
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.kernels.products import Products
 
@@ -33,7 +33,7 @@ class DeviceProduct:
         self._weight_NK = self._weight_NK.to(device)
 
 
-class CudaAdapters(AdapterSet):
+class CudaAdapters(LoadedAdapters):
     """The adapters of one model on the device; an ``engine.core.plan.AdapterStore``.
 
     Args:

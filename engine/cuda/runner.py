@@ -19,10 +19,10 @@ from engine.core.errors import BatonError, InternalError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import Floats, Harvest, Scores
+from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
 from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
 from engine.cuda.decoder import CudaDecoder
-from engine.cuda.host_pool import PoolMirror
+from engine.cuda.host_pool import HostPoolSync
 from engine.cuda.kernels.attention import Span
 from engine.cuda.lora import CudaAdapters, DeviceDeltas
 from engine.cuda.sampler import Draws, Specs, is_filtered, on_device, unknown_fields
@@ -102,13 +102,13 @@ class CudaRunner:
         self._eos_token_ids = eos_token_ids
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
-        self._mirror = PoolMirror(flat.view(geometry.shape), decoder.pool)
+        self._mirror = HostPoolSync(flat.view(geometry.shape), decoder.pool)
         self._draws = Draws(eos_token_ids, grammars)
         longest = -(-decoder.shape.max_context_tokens // geometry.block_tokens)
         self.steps = DecodeSteps(decoder, longest)
         self.adapters = adapters
         self.grammars = grammars
-        self.harvests = True
+        self.takes_prompt_outputs = True
         self.refused_rows: Mapping[int, BatonError] = {}
 
     @property
@@ -152,15 +152,15 @@ class CudaRunner:
             return []
         captured = all(_decodes_plainly(row) for row in plan.rows)
         done = self._step(plan.rows) if captured else self._launch(plan.rows)
-        reaped, unscored = self._reap(plan.rows, done)
+        collected, unscored = self._collect(plan.rows, done)
         if broken := done.broken | unscored:
             self._fail(plan.rows, broken)
         self._mirror.after(plan.rows)
         if on_layers_done is not None:
             for layers in range(1, self._geometry.num_layers + 1):
                 on_layers_done(layers)
-        for harvest, scores, rows_TE in reaped:
-            harvest.take(scores, rows_TE)
+        for prompt_outputs, scores, rows_TE in collected:
+            prompt_outputs.take(scores, rows_TE)
         results, self.refused_rows = self._draws.finish(plan.rows, done.drawn, done.host)
         return results
 
@@ -239,22 +239,22 @@ class CudaRunner:
         found = [(flat, self.adapters[name]) for name, flat in groups.items()]
         return DeviceDeltas(found, self._decoder.device)
 
-    def _reap(
+    def _collect(
         self, rows: Sequence[PlanRow], done: _Computed
-    ) -> tuple[list[tuple[Harvest, list[Scores], Floats]], set[int]]:
+    ) -> tuple[list[tuple[PromptOutputs, list[Scores], Floats]], set[int]]:
         """What harvests want of this step's rows, and the rows whose logits are not finite."""
-        reaped, unscored = [], set()
+        collected, unscored = [], set()
         for index, (row, end) in enumerate(zip(rows, done.ends, strict=True)):
-            if row.harvest is None or index in done.broken:
+            if row.prompt_outputs is None or index in done.broken:
                 continue
             rows_TE = done.hidden_TE[end - len(row.tokens) : end]
             try:
-                part = scoring.reap(self._head, row.harvest, row.start, rows_TE)
+                part = scoring.collect(self._head, row.prompt_outputs, row.start, rows_TE)
             except scoring.NotFiniteError:
                 unscored.add(index)
             else:
-                reaped.append((row.harvest, *part))
-        return reaped, unscored
+                collected.append((row.prompt_outputs, *part))
+        return collected, unscored
 
     def _fail(self, plan_rows: Sequence[PlanRow], broken: set[int]) -> None:
         rows = tuple(sorted(broken))
@@ -269,7 +269,7 @@ class CudaRunner:
 
 def _decodes_plainly(row: PlanRow) -> bool:
     """Whether a captured step computes it: one token, and something to draw."""
-    plain = row.harvest is None and not row.adapter
+    plain = row.prompt_outputs is None and not row.adapter
     return len(row.tokens) == 1 and bool(row.samples) and plain
 
 

@@ -16,7 +16,7 @@ from engine.core.params import AdapterRef
 T = TypeVar("T")
 
 
-class AdapterRoom(Generic[T]):
+class AdapterCache(Generic[T]):
     """See the module. ``T`` is what waits: usually the command that submits a request.
 
     Args:

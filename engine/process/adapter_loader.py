@@ -13,11 +13,11 @@ from engine.core.errors import AdapterLoadError, BatonError, CancelledError_
 from engine.core.model_runner import AdapterStore
 from engine.core.params import AdapterRef
 from engine.process import messages as ipc
-from engine.process.adapter_cache import AdapterRoom
+from engine.process.adapter_cache import AdapterCache
 
 
-class AdapterDesk:
-    """Moves ``AdapterRoom``'s actions to the runner and to a thread that reads files.
+class AdapterLoader:
+    """Moves ``AdapterCache``'s actions to the runner and to a thread that reads files.
 
     ``select`` wakes when a load has ended. All methods are for the step loop's thread.
 
@@ -26,7 +26,7 @@ class AdapterDesk:
     """
 
     def __init__(self, max_loaded: int) -> None:
-        self._room: AdapterRoom[ipc.Submit] = AdapterRoom(max_loaded)
+        self._room: AdapterCache[ipc.Submit] = AdapterCache(max_loaded)
         self._events: list[ipc.Report] = []
         self._orders: queue.SimpleQueue[AdapterRef] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[AdapterRef, Any, BatonError | None, float]] = (

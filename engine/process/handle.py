@@ -17,7 +17,7 @@ _PRIOR_PREFILL_TOKENS_PER_S = 500.0
 _PRIOR_DECODE_STEP_S = 0.03
 
 
-class EngineHub:
+class EngineHandle:
     """One engine, shared by the two services of a worker.
 
     Args:

@@ -4,18 +4,14 @@ The shell sends commands, the engine sends reports; each frame is a 4-byte littl
 a msgpack list of messages. KV never passes here: both processes map the same pool.
 """
 
-import struct
 from collections.abc import Sequence
-from typing import Generic, TypeVar
 
 import msgspec
 
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from engine.core.params import AdapterRef, SamplingParams
-
-LENGTH = struct.Struct("<I")
-M = TypeVar("M")
+from engine.ipc import LENGTH, FrameReader
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -25,7 +21,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     kind: str
     prompt: bytes  # packed little-endian uint32
     params: SamplingParams
-    name_seed: bytes
+    hash_seed: bytes
     priority: int
     ticket: int
     skip_blocks: int = 0
@@ -119,7 +115,7 @@ class Sick(msgspec.Struct, frozen=True, tag=True):
 
 RequestReport = (
     ev.Tokens
-    | ev.Harvested
+    | ev.PromptOutputsReady
     | ev.Admitted
     | ev.Published
     | ev.PromptDone
@@ -149,31 +145,6 @@ def frame(messages: Sequence[Report | Command]) -> bytes:
     """One frame that holds ``messages``."""
     body = _encoder.encode(messages)
     return LENGTH.pack(len(body)) + body
-
-
-class FrameReader(Generic[M]):
-    """Cuts a byte stream into messages; feed it whatever arrived.
-
-    Args:
-        decoder: For a list of messages.
-    """
-
-    def __init__(self, decoder: "msgspec.msgpack.Decoder[list[M]]") -> None:
-        self._decoder = decoder
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[M]:
-        """Complete messages, in order."""
-        self._buffer += data
-        found: list[M] = []
-        while len(self._buffer) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._buffer)
-            if len(self._buffer) < LENGTH.size + length:
-                break
-            body = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
-            del self._buffer[: LENGTH.size + length]
-            found += self._decoder.decode(body)
-        return found
 
 
 def command_reader() -> FrameReader[Command]:

@@ -7,8 +7,6 @@ file that becomes the KV pool; the shell maps the same file. The process ends wh
 when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
 """
 
-import ctypes
-import mmap
 import os
 import select
 import signal
@@ -36,25 +34,14 @@ from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import NgramProposer, Speculation
 from engine.cpu.parallel.rank_processes import RankProcesses
+from engine.ipc import die_with_parent, map_pool
 from engine.process import messages as ipc
-from engine.process.adapter_loader import AdapterDesk
-from engine.sampling.grammars import CompileDesk
+from engine.process.adapter_loader import AdapterLoader
+from engine.sampling.grammars import GrammarCompileQueue
 
 EMULATED = "emulated"
-_PR_SET_PDEATHSIG = 1
 _IDLE_S = 1.0
 _COMPILING_S = 0.002  # while a grammar is being compiled and there is nothing else to do
-
-
-def die_with_parent() -> None:
-    """Ask Linux for SIGKILL when the parent dies, so that no step loop is ever left behind."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def map_pool(pool_fd: int, geometry: KvGeometry) -> memoryview:
-    """Size the memory file for ``geometry`` and map it, writable and shared."""
-    os.ftruncate(pool_fd, geometry.pool_bytes)
-    return memoryview(mmap.mmap(pool_fd, geometry.pool_bytes))
 
 
 class EngineProcess:
@@ -73,8 +60,8 @@ class EngineProcess:
         self._reader = ipc.command_reader()
         self._ranks: RankProcesses | None = None
         self._stopping = False
-        self._adapters = AdapterDesk(settings.max_adapters)
-        self._desk: CompileDesk[ipc.Submit] | None = None
+        self._adapters = AdapterLoader(settings.max_adapters)
+        self._desk: GrammarCompileQueue[ipc.Submit] | None = None
         # Requests that wait for a grammar or an adapter, and what was said of them since.
         self._waiting: dict[str, list[ipc.Command]] = {}
 
@@ -130,7 +117,7 @@ class EngineProcess:
         )
         grammars = getattr(runner, "grammars", None)
         if grammars is not None:
-            self._desk = CompileDesk(grammars)
+            self._desk = GrammarCompileQueue(grammars)
         return runner, info
 
     def _speculation(self, main: ModelRunner) -> Speculation | None:
@@ -251,7 +238,7 @@ class EngineProcess:
             Kind(command.kind),
             prompt,
             command.params,
-            command.name_seed,
+            command.hash_seed,
             command.priority,
             command.ticket,
             command.skip_blocks,
@@ -259,9 +246,9 @@ class EngineProcess:
             adapter=command.adapter.digest if command.adapter else "",
             pooling=command.pooling,
         )
-        wants_harvest = bool(command.pooling) or command.params.prompt_logprobs is not None
+        wants_prompt_outputs = bool(command.pooling) or command.params.prompt_logprobs is not None
         try:
-            if wants_harvest and not self._core.runner.harvests:
+            if wants_prompt_outputs and not self._core.runner.takes_prompt_outputs:
                 raise InvalidRequestError(
                     "prompt_logprobs and embeddings are not served by this engine"
                 )

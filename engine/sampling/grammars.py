@@ -209,7 +209,7 @@ def _common(left: list[int], right: list[int]) -> int:
     return next(i for i in range(size) if left[i] != right[i])
 
 
-class CompileDesk(Generic[_T]):
+class GrammarCompileQueue(Generic[_T]):
     """Requests that wait for their grammar to be compiled, off the step loop.
 
     From ``add`` until ``ended`` the grammar stays compiled.

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.core.prompt_outputs import Floats, Harvest, Scores
+from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
 from engine.sampling.sample import Logits
 
 SLICE_ROWS = 32
@@ -32,14 +32,14 @@ class Head(Protocol):
         """``[S, E]`` fp32: the rows behind the final norm."""
 
 
-def reap(
-    model: Head, harvest: Harvest, start: int, hidden_TE: torch.Tensor
+def collect(
+    model: Head, prompt_outputs: PromptOutputs, start: int, hidden_TE: torch.Tensor
 ) -> tuple[list[Scores], Floats]:
     """What a harvest wants of the rows at positions ``start ...``; it takes that in itself.
 
     Args:
         model: For its logits and its final norm.
-        harvest: Says what is wanted.
+        prompt_outputs: Says what is wanted.
         start: Position of the first row.
         hidden_TE: The model's rows.
 
@@ -50,15 +50,15 @@ def reap(
         NotFiniteError: The logits hold NaN or Inf.
     """
     found: list[Scores] = []
-    if harvest.alternatives is not None:
-        targets = harvest.targets(start, len(hidden_TE))
+    if prompt_outputs.alternatives is not None:
+        targets = prompt_outputs.targets(start, len(hidden_TE))
         for begin in range(0, len(targets), SLICE_ROWS):
             wanted = targets[begin : begin + SLICE_ROWS]
             logits = model.logits(hidden_TE[begin : begin + len(wanted)])
             if not all(logits.finite()):
                 raise NotFiniteError
-            found.append(_score(logits, wanted, harvest.alternatives))
-    rows_TE = model.normed(hidden_TE) if harvest.pooling else hidden_TE[:0]
+            found.append(_score(logits, wanted, prompt_outputs.alternatives))
+    rows_TE = model.normed(hidden_TE) if prompt_outputs.pooling else hidden_TE[:0]
     return found, rows_TE.cpu().numpy()
 
 

@@ -4,7 +4,7 @@ from engine.artifacts.artifact import ModelArtifact, ModelError
 from engine.text.tokenizer import load_tokenizer
 
 
-def check_same_tokens(main: ModelArtifact, draft: ModelArtifact) -> None:
+def check_same_vocabulary(main: ModelArtifact, draft: ModelArtifact) -> None:
     """A guess is a token id, so every id must mean the same to both models.
 
     Raises:

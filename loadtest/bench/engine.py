@@ -29,7 +29,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.load import load_model
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 from engine.llm import DEFAULT_MODEL
 from engine.loading.open import load_weights
 from engine.numerics import Numerics
@@ -64,7 +64,7 @@ class EngineUnderTest:
             model = load_model(artifact, dtype, numerics)
             layout = attention_layout(artifact, dtype, numerics)
         geometry = geometry_of(artifact, dtype, blocks)
-        runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
         self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=max(BATCHES)))
         self._vocab = artifact.config.vocab_size
         self._count = 0

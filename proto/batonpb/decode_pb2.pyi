@@ -52,7 +52,7 @@ class PrefillTarget(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "name_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling")
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -60,7 +60,7 @@ class Submission(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    NAME_SEED_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_REMAINING_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
@@ -76,7 +76,7 @@ class Submission(_message.Message):
     prompt_tokens: bytes
     sampling: _common_pb2.SamplingParams
     tenant: str
-    name_seed: bytes
+    hash_seed: bytes
     deadline_remaining_ns: int
     prefill: PrefillTarget
     traceparent: str
@@ -85,7 +85,7 @@ class Submission(_message.Message):
     probe: bool
     adapter: _common_pb2.Adapter
     pooling: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., name_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class SubmitAck(_message.Message):
     __slots__ = ()

@@ -30,7 +30,7 @@ class PrefillControl(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., cancel: _Optional[_Union[PrefillCancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "name_seed", "deadline_remaining_ns", "traceparent", "lease_ms", "skip_blocks", "expected_incarnation", "decode_incarnation", "decode_worker_id", "generation", "probe", "router_id", "adapter", "pooling")
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "traceparent", "lease_ms", "skip_blocks", "expected_incarnation", "decode_incarnation", "decode_worker_id", "generation", "probe", "router_id", "adapter", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -38,7 +38,7 @@ class PrefillStart(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    NAME_SEED_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_REMAINING_NS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -58,7 +58,7 @@ class PrefillStart(_message.Message):
     prompt_tokens: bytes
     sampling: _common_pb2.SamplingParams
     tenant: str
-    name_seed: bytes
+    hash_seed: bytes
     deadline_remaining_ns: int
     traceparent: str
     lease_ms: int
@@ -71,7 +71,7 @@ class PrefillStart(_message.Message):
     router_id: str
     adapter: _common_pb2.Adapter
     pooling: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., name_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., traceparent: _Optional[str] = ..., lease_ms: _Optional[int] = ..., skip_blocks: _Optional[int] = ..., expected_incarnation: _Optional[bytes] = ..., decode_incarnation: _Optional[bytes] = ..., decode_worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., probe: _Optional[bool] = ..., router_id: _Optional[str] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., traceparent: _Optional[str] = ..., lease_ms: _Optional[int] = ..., skip_blocks: _Optional[int] = ..., expected_incarnation: _Optional[bytes] = ..., decode_incarnation: _Optional[bytes] = ..., decode_worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., probe: _Optional[bool] = ..., router_id: _Optional[str] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("sequence",)
@@ -168,20 +168,20 @@ class CommitRecord(_message.Message):
     def __init__(self, rectangles: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., manifest_digest: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "places")
+    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slices")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    PLACES_FIELD_NUMBER: _ClassVar[int]
+    KV_SLICES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     generation: int
     source_incarnation: bytes
-    places: _containers.RepeatedCompositeFieldContainer[Place]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
+    kv_slices: _containers.RepeatedCompositeFieldContainer[KvSlice]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slices: _Optional[_Iterable[_Union[KvSlice, _Mapping]]] = ...) -> None: ...
 
-class Place(_message.Message):
+class KvSlice(_message.Message):
     __slots__ = ("kv_group", "layer_begin", "layer_count", "head_begin", "head_count", "block_begin", "block_count", "valid_tokens")
     KV_GROUP_FIELD_NUMBER: _ClassVar[int]
     LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -202,12 +202,12 @@ class Place(_message.Message):
     def __init__(self, kv_group: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_count: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_count: _Optional[int] = ..., block_begin: _Optional[int] = ..., block_count: _Optional[int] = ..., valid_tokens: _Optional[int] = ...) -> None: ...
 
 class ChunkHeader(_message.Message):
-    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "place", "payload_bytes", "digests", "error")
+    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slice", "payload_bytes", "digests", "error")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    KV_SLICE_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -215,8 +215,8 @@ class ChunkHeader(_message.Message):
     attempt: int
     generation: int
     source_incarnation: bytes
-    place: Place
+    kv_slice: KvSlice
     payload_bytes: int
     digests: bytes
     error: _common_pb2.Error
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slice: _Optional[_Union[KvSlice, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...

@@ -25,7 +25,7 @@ from router.api.errors import problem_response
 from router.api.prepare import off_loop
 from router.api.responses import AnswerFormat, usage
 from router.metrics import Observer
-from router.requests.active_request import Flight
+from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
 from router.requests.request import GenerationRequest
 
@@ -57,9 +57,9 @@ class Exchange(Response):
         super().__init__()
         self._context = context
         self._requests = requests
-        self._bell = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._gone = False
-        self._flights: list[Flight] = []
+        self._active: list[ActiveRequest] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests to their ends and write the answer."""
@@ -74,16 +74,16 @@ class Exchange(Response):
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
-            for flight in self._flights:
-                self._context.gateway.cancel(flight)
-                self._context.gateway.delivered(flight)
+            for active in self._active:
+                self._context.gateway.cancel(active)
+                self._context.gateway.delivered(active)
             self._report(status)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._gone = True
-        self._bell.set()
+        self._wakeup.set()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
         gateway = self._context.gateway
@@ -102,18 +102,18 @@ class Exchange(Response):
     async def _submit_all(self, gateway: Gateway) -> bool:
         """Begin all requests and wait until the answer may start; False if the client left."""
         for request in self._requests:
-            self._flights.append(gateway.submit(request, self._bell))
+            self._active.append(gateway.submit(request, self._wakeup))
         return await self._wait(self._may_start)
 
     async def _wait(self, ready: Callable[[], bool], idle: Callable[[], Any] | None = None) -> bool:
         """Wait until ``ready()``. Returns False when the client went away instead."""
         while not self._gone:
-            self._bell.clear()
+            self._wakeup.clear()
             if ready():
                 return True
             try:
                 async with asyncio.timeout(self._context.keep_alive_s if idle else None):
-                    await self._bell.wait()
+                    await self._wakeup.wait()
             except TimeoutError:
                 if idle is not None:
                     await idle()
@@ -121,8 +121,8 @@ class Exchange(Response):
 
     def _may_start(self) -> bool:
         """Whether the response can begin: with an error, or with everything."""
-        failed = any(flight.record.error is not None for flight in self._flights)
-        return failed or all(flight.record.ended for flight in self._flights)
+        failed = any(active.record.error is not None for active in self._active)
+        return failed or all(active.record.ended for active in self._active)
 
     async def _respond(self, send: Send) -> int:
         """Write the response; returns its status."""
@@ -133,12 +133,12 @@ class Exchange(Response):
         raise NotImplementedError
 
     def _raise_early_error(self) -> None:
-        for flight in self._flights:
-            if flight.record.error is not None:
-                raise flight.record.error
+        for active in self._active:
+            if active.record.error is not None:
+                raise active.record.error
 
     def _start_headers(self, kind: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        begun = [flight for flight in self._flights if flight.record.begun] or self._flights
+        begun = [active for active in self._active if active.record.begun] or self._active
         begun[0].record.sent = True  # its route stands in the headers: it cannot move any more
         return [
             (b"content-type", kind),
@@ -148,27 +148,27 @@ class Exchange(Response):
         ]
 
     async def _write_whole(self, send: Send) -> int:
-        for flight in self._flights:
-            flight.record.sent = True
-        size = sum(map(_bulk_bytes, self._flights))
+        for active in self._active:
+            active.record.sent = True
+        size = sum(map(_bulk_bytes, self._active))
         body = await off_loop(size, lambda: orjson.dumps(self._whole()))
         length = (b"content-length", str(len(body)).encode())
         headers = self._start_headers(b"application/json", length)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-        for flight in self._flights:
-            self._context.observer.first_byte(flight, monotonic_ns())
+        for active in self._active:
+            self._context.observer.first_byte(active, monotonic_ns())
         return 200
 
     def _report(self, status: int) -> None:
         context = self._context
         context.observer.answered(context.endpoint, status, self._requests[0].tenant)
         span = context.span
-        counted = usage(self._flights)
+        counted = usage(self._active)
         reasons = [
             choice.finish_reason or "error"
-            for flight in self._flights
-            for choice in flight.record.choices
+            for active in self._active
+            for choice in active.record.choices
         ]
         span.set_attribute("gen_ai.response.id", context.request_id)
         span.set_attribute("gen_ai.response.finish_reasons", reasons)
@@ -177,13 +177,13 @@ class Exchange(Response):
         cached = counted["prompt_tokens_details"]["cached_tokens"]
         span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
         span.set_attribute("http.response.status_code", status)
-        for flight in self._flights:
-            if flight.record.first_token_ns:
-                waited_ns = flight.record.first_token_ns - flight.request.arrived_ns
+        for active in self._active:
+            if active.record.first_token_ns:
+                waited_ns = active.record.first_token_ns - active.request.arrived_ns
                 span.set_attribute("gen_ai.response.time_to_first_chunk", waited_ns / 1e9)
-                span.set_attribute("baton.route", flight.route_header())
-            if flight.record.error is not None:
-                span.set_attribute("error.type", flight.record.error.code)
+                span.set_attribute("baton.route", active.route_header())
+            if active.record.error is not None:
+                span.set_attribute("error.type", active.record.error.code)
         span.end()
 
 
@@ -215,14 +215,14 @@ class Answer(Exchange):
 
     def _may_start(self) -> bool:
         """A stream begins with the first token of any of its prompts."""
-        begun = self._stream and any(flight.record.begun for flight in self._flights)
+        begun = self._stream and any(active.record.begun for active in self._active)
         return begun or super()._may_start()
 
     async def _respond(self, send: Send) -> int:
         return await (self._write_stream(send) if self._stream else self._write_whole(send))
 
     def _whole(self) -> dict[str, Any]:
-        return self._layout.whole(self._flights)
+        return self._layout.whole(self._active)
 
     async def _write_stream(self, send: Send) -> int:
         headers = self._start_headers(
@@ -238,48 +238,48 @@ class Answer(Exchange):
             news = self._collect(shown)
             if news:
                 await self._write(send, news)
-            failed = next((f.record.error for f in self._flights if f.record.error), None)
+            failed = next((f.record.error for f in self._active if f.record.error), None)
             if failed is not None:
                 await self._end(send, _event(failed.body()))
                 return 200
-            if all(flight.record.ended for flight in self._flights) and not self._has_news():
+            if all(active.record.ended for active in self._active) and not self._has_news():
                 break
             if not await self._wait(self._has_news, lambda: self._write(send, _KEEP_ALIVE)):
                 return 499
         last = b""
         if self._include_usage:
-            last = _event(self._layout.usage_chunk(self._flights))
+            last = _event(self._layout.usage_chunk(self._active))
         await self._end(send, last + _DONE)
         return 200
 
     def _has_news(self) -> bool:
-        return any(flight.record.has_news for flight in self._flights)
+        return any(active.record.has_news for active in self._active)
 
     async def _write_scores(self, send: Send) -> None:
         """Scores of prompts that have come since: ahead of all that follows these prompts."""
-        for prompt, flight in enumerate(self._flights):
-            if flight.record.scores is None or flight.id in self._scored:
+        for prompt, active in enumerate(self._active):
+            if active.record.scores is None or active.id in self._scored:
                 continue
-            flight.record.sent = True  # while they are written it must not be moved
-            work = partial(self._written_scores, prompt, flight)
-            chunks = await off_loop(_bulk_bytes(flight), work)
-            self._scored.add(flight.id)
+            active.record.sent = True  # while they are written it must not be moved
+            work = partial(self._written_scores, prompt, active)
+            chunks = await off_loop(_bulk_bytes(active), work)
+            self._scored.add(active.id)
             await self._write(send, chunks)
 
-    def _written_scores(self, prompt: int, flight: Flight) -> bytes:
-        return b"".join(map(_event, self._layout.scored(prompt, flight)))
+    def _written_scores(self, prompt: int, active: ActiveRequest) -> bytes:
+        return b"".join(map(_event, self._layout.scored(prompt, active)))
 
     def _collect(self, shown: set[str]) -> bytes:
         """All that is new, as one piece: one write, however far the client is behind."""
         pieces = []
-        for prompt, flight in enumerate(self._flights):
-            if flight.request.scored and flight.id not in self._scored:
+        for prompt, active in enumerate(self._active):
+            if active.request.scored and active.id not in self._scored:
                 continue  # they come first
-            for delta in flight.record.take():
-                flight.record.sent = True  # not before: a prompt that still waits may be moved
-                if (delta.text or delta.calls) and flight.id not in shown:
-                    shown.add(flight.id)
-                    self._context.observer.first_byte(flight, monotonic_ns())
+            for delta in active.record.take():
+                active.record.sent = True  # not before: a prompt that still waits may be moved
+                if (delta.text or delta.calls) and active.id not in shown:
+                    shown.add(active.id)
+                    self._context.observer.first_byte(active, monotonic_ns())
                 pieces.append(_event(self._layout.chunk(prompt, delta)))
         return b"".join(pieces)
 
@@ -292,9 +292,9 @@ class Answer(Exchange):
             await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def _bulk_bytes(flight: Flight) -> int:
+def _bulk_bytes(active: ActiveRequest) -> int:
     """Roughly what of an answer takes time to write; see ``off_loop``."""
-    scores, vector = flight.record.scores, len(flight.record.embedding)
+    scores, vector = active.record.scores, len(active.record.embedding)
     return vector if scores is None else len(scores.logprobs) * (2 + 2 * scores.alternatives)
 
 

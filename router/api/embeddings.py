@@ -10,7 +10,7 @@ from engine.core.errors import QueueFullError
 from router.api.answer import AnswerContext, Exchange
 from router.api.responses import usage
 from router.api.schema import EmbeddingBody
-from router.requests.active_request import Flight
+from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
 from router.requests.request import GenerationRequest
 
@@ -45,38 +45,38 @@ class EmbeddingAnswer(Exchange):
             if self._failed:
                 return True
             try:
-                self._flights.append(gateway.submit(request, self._bell))
+                self._active.append(gateway.submit(request, self._wakeup))
             except QueueFullError:
                 if not self._open:
                     raise
                 # Others wait as well: come back when all that this call has there is done.
                 if not await self._wait(lambda: not self._open):
                     return False
-                self._flights.append(gateway.submit(request, self._bell))
+                self._active.append(gateway.submit(request, self._wakeup))
         return await self._wait(self._may_start)
 
     @property
     def _failed(self) -> bool:
-        return any(flight.record.error is not None for flight in self._flights)
+        return any(active.record.error is not None for active in self._active)
 
     @property
     def _open(self) -> int:
-        return sum(not flight.record.ended for flight in self._flights)
+        return sum(not active.record.ended for active in self._active)
 
     def _whole(self) -> dict[str, Any]:
         data = [
             {
                 "object": "embedding",
                 "index": index,
-                "embedding": written(flight.record.embedding, self._body),
+                "embedding": written(active.record.embedding, self._body),
             }
-            for index, flight in enumerate(self._flights)
+            for index, active in enumerate(self._active)
         ]
         return {
             "object": "list",
             "data": data,
             "model": self._body.model,
-            "usage": _usage(self._flights),
+            "usage": _usage(self._active),
         }
 
 
@@ -96,6 +96,6 @@ def written(embedding: bytes, body: EmbeddingBody) -> list[float] | str:
     return numbers
 
 
-def _usage(flights: Sequence[Flight]) -> dict[str, int]:
-    tokens = usage(flights)["prompt_tokens"]
+def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, int]:
+    tokens = usage(active_requests)["prompt_tokens"]
     return {"prompt_tokens": tokens, "total_tokens": tokens}

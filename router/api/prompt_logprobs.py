@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.prompt_outputs import PromptScores
+from engine.core.prompt_outputs import PromptLogprobs
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
-from router.requests.active_request import Flight
+from router.requests.active_request import ActiveRequest
 
 
 class PromptView:
@@ -20,7 +20,7 @@ class PromptView:
     """
 
     def __init__(
-        self, prompt: tuple[int, ...], scores: PromptScores, tokenizer: TextTokenizer
+        self, prompt: tuple[int, ...], scores: PromptLogprobs, tokenizer: TextTokenizer
     ) -> None:
         self._prompt = prompt
         self._spell = tokenizer.token_text
@@ -35,10 +35,10 @@ class PromptView:
         ]
 
     @classmethod
-    def of(cls, flight: Flight, tokenizer: TextTokenizer) -> "PromptView | None":
+    def of(cls, active: ActiveRequest, tokenizer: TextTokenizer) -> "PromptView | None":
         """The view of a flight's prompt; None where no scores were asked for."""
-        scores = flight.record.scores
-        return cls(flight.request.prompt, scores, tokenizer) if scores is not None else None
+        scores = active.record.scores
+        return cls(active.request.prompt, scores, tokenizer) if scores is not None else None
 
     def openai(self, alternatives: int) -> dict[str, list[Any]]:
         """The ``logprobs`` of an echoed prompt; the first token has null in place of numbers.

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta
 from router.api.prompt_logprobs import PromptView
-from router.requests.active_request import Flight
+from router.requests.active_request import ActiveRequest
 from router.requests.record import Delta, ShownLogprob
 
 
@@ -16,26 +16,26 @@ class AnswerFormat(Protocol):
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first delta."""
 
-    def scored(self, prompt: int, flight: Flight) -> list[dict[str, Any]]:
+    def scored(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """Chunks with the scores of a prompt that asked for them; ahead of its first delta."""
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """One delta of one choice."""
 
-    def usage_chunk(self, flights: Sequence[Flight]) -> dict[str, Any]:
+    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """The last chunk, when the client asked for usage."""
 
-    def whole(self, flights: Sequence[Flight]) -> dict[str, Any]:
+    def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """The answer in one piece."""
 
 
-def usage(flights: Iterable[Flight]) -> dict[str, Any]:
+def usage(active_requests: Iterable[ActiveRequest]) -> dict[str, Any]:
     """Tokens read and written. Cached ones are prompt tokens that were not computed for this."""
     prompt = completion = cached = 0
-    for flight in flights:
-        prompt += flight.record.prompt_tokens
-        completion += flight.record.completion_tokens
-        cached += flight.record.cached_tokens
+    for active in active_requests:
+        prompt += active.record.prompt_tokens
+        completion += active.record.completion_tokens
+        cached += active.record.cached_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -90,11 +90,11 @@ class _Format:
             chunk["choices"][0]["stop_reason"] = delta.stop_reason
         return chunk
 
-    def _vllm(self, flight: Flight) -> dict[str, Any]:
+    def _vllm(self, active: ActiveRequest) -> dict[str, Any]:
         """The field ``prompt_logprobs``, as in vLLM, where it was asked for."""
         if self._prompt_logprobs is None:
             return {}
-        view = PromptView.of(flight, self._tokenizer)
+        view = PromptView.of(active, self._tokenizer)
         return {"prompt_logprobs": view.vllm(self._prompt_logprobs) if view else None}
 
 
@@ -110,9 +110,9 @@ class ChatFormat(_Format):
         delta = {"role": "assistant", "content": ""}
         return [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
 
-    def scored(self, prompt: int, flight: Flight) -> list[dict[str, Any]]:
+    def scored(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """A chunk without choices."""
-        return [{**self._chunk("chat.completion.chunk", []), **self._vllm(flight)}]
+        return [{**self._chunk("chat.completion.chunk", []), **self._vllm(active)}]
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """A piece of content; the last one of a choice has its finish reason."""
@@ -139,13 +139,13 @@ class ChatFormat(_Format):
         }
         return self._chunk("chat.completion.chunk", [choice])
 
-    def usage_chunk(self, flights: Sequence[Flight]) -> dict[str, Any]:
+    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """No choices, only usage."""
-        return {**self._chunk("chat.completion.chunk", []), "usage": usage(flights)}
+        return {**self._chunk("chat.completion.chunk", []), "usage": usage(active_requests)}
 
-    def whole(self, flights: Sequence[Flight]) -> dict[str, Any]:
+    def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """All choices with their messages."""
-        record = flights[0].record
+        record = active_requests[0].record
         wanted = record.request.sampling.logprobs is not None
         choices = [
             {
@@ -157,8 +157,8 @@ class ChatFormat(_Format):
             }
             for delta in record.take()
         ]
-        head = {**self._head, "object": "chat.completion", **self._vllm(flights[0])}
-        return {**head, "choices": choices, "usage": usage(flights)}
+        head = {**self._head, "object": "chat.completion", **self._vllm(active_requests[0])}
+        return {**head, "choices": choices, "usage": usage(active_requests)}
 
     def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
         return {
@@ -225,21 +225,21 @@ class CompletionFormat(_Format):
         self._echoes = echoes
         self._echo_logprobs = echo_logprobs if echoes is not None else None
 
-    def scored(self, prompt: int, flight: Flight) -> list[dict[str, Any]]:
+    def scored(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """For each choice its echo with scores, and vLLM's field."""
-        logprobs = self._prompt_scores(flight)
+        logprobs = self._prompt_scores(active)
         text = self._echo(prompt) if logprobs is not None else ""
         chunks = []
         for choice in range(self._n):
             chunk = self._choice_chunk(prompt * self._n + choice, text, logprobs, None)
-            chunk["choices"][0].update(self._vllm(flight))
+            chunk["choices"][0].update(self._vllm(active))
             chunks.append(chunk)
         return chunks
 
-    def _prompt_scores(self, flight: Flight) -> dict[str, list[Any]] | None:
+    def _prompt_scores(self, active: ActiveRequest) -> dict[str, list[Any]] | None:
         if self._echo_logprobs is None:
             return None
-        view = PromptView.of(flight, self._tokenizer)
+        view = PromptView.of(active, self._tokenizer)
         return view.openai(self._echo_logprobs) if view is not None else None
 
     def _echo(self, prompt: int) -> str:
@@ -274,20 +274,20 @@ class CompletionFormat(_Format):
         }
         return self._chunk("text_completion", [choice])
 
-    def usage_chunk(self, flights: Sequence[Flight]) -> dict[str, Any]:
+    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """No choices, only usage."""
-        return {**self._chunk("text_completion", []), "usage": usage(flights)}
+        return {**self._chunk("text_completion", []), "usage": usage(active_requests)}
 
-    def whole(self, flights: Sequence[Flight]) -> dict[str, Any]:
+    def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """All choices of all prompts."""
         choices = []
-        for prompt, flight in enumerate(flights):
+        for prompt, active in enumerate(active_requests):
             echo, echoed, extra = (
                 self._echo(prompt),
-                self._prompt_scores(flight),
-                self._vllm(flight),
+                self._prompt_scores(active),
+                self._vllm(active),
             )
-            wanted = flight.request.sampling.logprobs is not None
+            wanted = active.request.sampling.logprobs is not None
             choices += [
                 {
                     "index": prompt * self._n + delta.choice,
@@ -297,10 +297,10 @@ class CompletionFormat(_Format):
                     "stop_reason": delta.stop_reason,
                     **extra,
                 }
-                for delta in flight.record.take()
+                for delta in active.record.take()
             ]
         head = {**self._head, "object": "text_completion"}
-        return {**head, "choices": choices, "usage": usage(flights)}
+        return {**head, "choices": choices, "usage": usage(active_requests)}
 
     def _logprobs(
         self,

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from registry.types import FeedItem, Snapshot
-from router.placement.prefix_index import Applied, Mirror
+from router.placement.prefix_index import Applied, PrefixIndex
 from telemetry.metrics import Metrics
 
 
@@ -23,13 +23,15 @@ class MirrorFeeder:
     """A task that applies what comes.
 
     Args:
-        mirror: Where to.
+        prefix_index: Where to.
         events: Where from; None: there is no index, and routing goes by load alone.
         metrics: Of the router.
     """
 
-    def __init__(self, mirror: Mirror, events: EventSource | None, metrics: Metrics) -> None:
-        self._mirror = mirror
+    def __init__(
+        self, prefix_index: PrefixIndex, events: EventSource | None, metrics: Metrics
+    ) -> None:
+        self._prefix_index = prefix_index
         self._events = events
         self._metrics = metrics
         self._task: asyncio.Task[None] | None = None
@@ -50,7 +52,7 @@ class MirrorFeeder:
         async for item in events:
             # The source heals its own gaps. This one is ours: a worker that was thought dead, and
             # forgotten, lives on.
-            if self._mirror.apply(item) is Applied.SNAPSHOT_NEEDED:
+            if self._prefix_index.apply(item) is Applied.SNAPSHOT_NEEDED:
                 events.want(item.incarnation)
                 self._metrics.inc("baton_mirror_sequence_gaps")
             if isinstance(item, Snapshot):

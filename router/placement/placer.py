@@ -10,10 +10,10 @@ from engine.core.errors import BatonError, UnavailableError
 from router.metrics import Observer
 from router.placement.booked_load import LoadBook
 from router.placement.cost import candidates, choose
-from router.placement.prefix_index import Mirror
-from router.placement.prompt_hashes import NameCache, prefill_target
+from router.placement.prefix_index import PrefixIndex
+from router.placement.prompt_hashes import BlockHashCache, prefill_target
 from router.placement.worker_load import loads_of
-from router.requests.active_request import EXPLAINED_CANDIDATES, Flight
+from router.requests.active_request import EXPLAINED_CANDIDATES, ActiveRequest
 from router.requests.fair_queue import Waiting
 from router.requests.request import GenerationRequest
 from router.settings import RouterSettings
@@ -32,7 +32,7 @@ class Placer:
     Args:
         settings: Ties, leases, and when a prompt is long.
         workers: Who is there.
-        mirror: Who holds which blocks.
+        prefix_index: Who holds which blocks.
         book: Load that reports do not show yet.
         observer: Metrics.
         router_id: Stands on every submission.
@@ -42,18 +42,18 @@ class Placer:
         self,
         settings: RouterSettings,
         workers: WorkerTable,
-        mirror: Mirror,
+        prefix_index: PrefixIndex,
         book: LoadBook,
         observer: Observer,
         router_id: str,
     ) -> None:
         self._settings = settings
         self._workers = workers
-        self._mirror = mirror
+        self._prefix_index = prefix_index
         self._book = book
         self._observer = observer
         self._router_id = router_id
-        self._names = NameCache()
+        self._names = BlockHashCache()
         self._random = random.Random()
         self._answer_tokens = _FIRST_GUESS_TOKENS  # running mean of the answers' lengths
 
@@ -97,11 +97,11 @@ class Placer:
     def _expected_tokens(self, request: GenerationRequest) -> int:
         return min(request.sampling.max_tokens, round(self._answer_tokens))
 
-    def learn(self, flight: Flight) -> None:
+    def learn(self, active: ActiveRequest) -> None:
         """An answer is complete: its length is news."""
-        if flight.request.pooling or flight.request.score_only:
+        if active.request.pooling or active.request.score_only:
             return
-        tokens = flight.record.completion_tokens / flight.request.sampling.n
+        tokens = active.record.completion_tokens / active.request.sampling.n
         self._answer_tokens += _LEARNING_RATE * (tokens - self._answer_tokens)
 
     def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[Slot]:
@@ -112,20 +112,22 @@ class Placer:
         wanted = (request.pinned.prefill, request.pinned.decode)
         return [slot for slot in usable if slot.worker_id in wanted]
 
-    def place(self, flight: Flight, avoid: bytes = b"") -> BatonError | None:
+    def place(self, active: ActiveRequest, avoid: bytes = b"") -> BatonError | None:
         """Begin an attempt: choose, book, send.
 
         Returns:
             Why the request cannot be placed, or None.
         """
-        request, now_ns = flight.request, monotonic_ns()
+        request, now_ns = active.request, monotonic_ns()
         usable = self.eligible(request, avoid)
         if not usable:
             return UnavailableError("no worker is ready")
         names = self._names.of(request, usable)
         reusable = [] if request.whole_prompt else names
         found = candidates(
-            loads_of(usable, reusable, self._mirror, self._book, now_ns, request.adapter_digest),
+            loads_of(
+                usable, reusable, self._prefix_index, self._book, now_ns, request.adapter_digest
+            ),
             mode=request.mode,
             prompt_tokens=len(request.prompt),
             expected_tokens=self._expected_tokens(request),
@@ -137,48 +139,48 @@ class Placer:
                 f"x-baton-mode {request.mode} cannot be met by the workers that are ready"
             )
         chosen = choose(found, tie_s=self._settings.tie_s, pick=self._random.choice)
-        flight.candidates = found[:EXPLAINED_CANDIDATES]
-        flight.chosen, flight.placed_ns = chosen, now_ns
-        flight.decode_id = chosen.decode.worker_id
-        flight.prefill_id = chosen.prefill.worker_id if chosen.prefill else None
-        flight.wants_prefill = False
-        attempt = flight.record.next_attempt()
-        where = f"placed on {chosen.computes.worker_id} → {flight.decode_id}"
-        flight.record.note(where, now_ns)
-        self._book_load(flight, now_ns)
+        active.candidates = found[:EXPLAINED_CANDIDATES]
+        active.chosen, active.placed_ns = chosen, now_ns
+        active.decode_id = chosen.decode.worker_id
+        active.prefill_id = chosen.prefill.worker_id if chosen.prefill else None
+        active.wants_prefill = False
+        attempt = active.record.next_attempt()
+        where = f"placed on {chosen.computes.worker_id} → {active.decode_id}"
+        active.record.note(where, now_ns)
+        self._book_load(active, now_ns)
         if not request.probe:
             for incarnation in {chosen.computes.incarnation, chosen.decode.incarnation}:
-                self._mirror.expect(incarnation, names, now_ns)
-        self._observer.placed(flight)
-        return self._send(flight, attempt, now_ns)
+                self._prefix_index.expect(incarnation, names, now_ns)
+        self._observer.placed(active)
+        return self._send(active, attempt, now_ns)
 
-    def _book_load(self, flight: Flight, now_ns: int) -> None:
-        chosen, n = flight.chosen, flight.request.sampling.n
+    def _book_load(self, active: ActiveRequest, now_ns: int) -> None:
+        chosen, n = active.chosen, active.request.sampling.n
         if chosen is None:
             return
         computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id
         tokens = chosen.uncached_tokens
-        book = partial(self._book.book, now_ns=now_ns, adapter=flight.request.adapter_digest)
+        book = partial(self._book.book, now_ns=now_ns, adapter=active.request.adapter_digest)
         if computes != decodes:
-            book(computes, flight.id, tokens=tokens, streams=0)
+            book(computes, active.id, tokens=tokens, streams=0)
             tokens = 0
-        book(decodes, flight.id, tokens=tokens, streams=n)
+        book(decodes, active.id, tokens=tokens, streams=n)
 
-    def _send(self, flight: Flight, attempt: int, now_ns: int) -> BatonError | None:
-        request = flight.request
-        link, prefill = self._workers.link(flight.decode_id), self._workers.link(flight.prefill_id)
+    def _send(self, active: ActiveRequest, attempt: int, now_ns: int) -> BatonError | None:
+        request = active.request
+        link, prefill = self._workers.link(active.decode_id), self._workers.link(active.prefill_id)
         if link is None:
             return UnavailableError("the worker that was chosen is gone")
         packed = pack_tokens(request.prompt)
         submission = Submission(
-            request_id=flight.id,
+            request_id=active.id,
             attempt=attempt,
-            ticket=flight.record.ticket,
+            ticket=active.record.ticket,
             priority=request.priority,
             prompt_tokens=packed,
             sampling=sampling_to_wire(request.sampling),
             tenant=request.tenant,
-            name_seed=self._names.seed(request, link.capabilities),
+            hash_seed=self._names.seed(request, link.capabilities),
             deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
             prefill=prefill_target(prefill) if prefill is not None else None,
             traceparent=request.traceparent,

@@ -17,7 +17,7 @@ from registry.types import (
     Forget,
     Heartbeat,
     Snapshot,
-    names_checksum,
+    hashes_checksum,
 )
 
 _MAX_KEPT_BATCHES = 1024
@@ -51,15 +51,15 @@ class _Held:
         for name in batch.removed:
             if name in self.names:
                 self.names.discard(name)
-                self.checksum = names_checksum((name,), self.checksum)
+                self.checksum = hashes_checksum((name,), self.checksum)
         for name in batch.stored:
             if name not in self.names:
                 self.names.add(name)
-                self.checksum = names_checksum((name,), self.checksum)
+                self.checksum = hashes_checksum((name,), self.checksum)
         self.sequence = batch.sequence
 
 
-class Mirror:
+class PrefixIndex:
     """Sets of block names by incarnation.
 
     Args:
@@ -129,7 +129,7 @@ class Mirror:
         later = [batch for batch in entry.kept if batch.sequence > snapshot.sequence]
         fresh = _Held()
         fresh.names = set(snapshot.names)
-        fresh.checksum = names_checksum(fresh.names)
+        fresh.checksum = hashes_checksum(fresh.names)
         fresh.sequence = snapshot.sequence
         self._held[snapshot.incarnation] = fresh
         result = self._bounded(fresh)
@@ -173,7 +173,7 @@ class Mirror:
     def _bounded(self, entry: _Held) -> Applied:
         while len(entry.names) > self._max_names:
             name = entry.names.pop()
-            entry.checksum = names_checksum((name,), entry.checksum)
+            entry.checksum = hashes_checksum((name,), entry.checksum)
         return Applied.DONE
 
     def prefix_blocks(

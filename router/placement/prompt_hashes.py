@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from batonpb.common_pb2 import Capabilities
 from batonpb.decode_pb2 import PrefillTarget
 
-from engine.core.block_hashes import block_names, name_seed
+from engine.core.block_hashes import block_hashes, hash_seed
 from router.requests.request import GenerationRequest
 from router.workers.link import WorkerLink
 from router.workers.table import Slot
@@ -21,7 +21,7 @@ def prefill_target(link: WorkerLink) -> PrefillTarget:
     )
 
 
-class NameCache:
+class BlockHashCache:
     """Seeds of block names by KV format, adapter and scope: a tenant with a salt (bounded)."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class NameCache:
         if known is None:
             if len(self._seeds) >= _KEPT_SEEDS:
                 self._seeds.clear()
-            known = self._seeds[key] = name_seed(
+            known = self._seeds[key] = hash_seed(
                 capabilities.weights_digest,
                 kv_format(capabilities),
                 capabilities.numerics_id,
@@ -53,4 +53,4 @@ class NameCache:
         link = slots[0].link
         if link is None:
             return []
-        return block_names(self.seed(request, link.capabilities), request.prompt)
+        return block_hashes(self.seed(request, link.capabilities), request.prompt)

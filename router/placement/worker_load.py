@@ -14,7 +14,7 @@ from router.placement.cost import (
     Edge,
     WorkerLoad,
 )
-from router.placement.prefix_index import Mirror
+from router.placement.prefix_index import PrefixIndex
 from router.workers.table import Slot
 from wire.compatibility import format_id
 
@@ -22,7 +22,7 @@ from wire.compatibility import format_id
 def loads_of(
     slots: Sequence[Slot],
     names: Sequence[bytes],
-    mirror: Mirror,
+    prefix_index: PrefixIndex,
     book: LoadBook,
     now_ns: int,
     adapter: str = "",
@@ -32,13 +32,15 @@ def loads_of(
     Args:
         slots: Usable ones.
         names: Of the prompt's full blocks.
-        mirror: Who holds which of them.
+        prefix_index: Who holds which of them.
         book: What was placed.
         now_ns: Monotonic clock.
         adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
     """
     return [
-        load_of(slot, mirror.prefix_blocks(slot.link.incarnation, names, now_ns), book, adapter)
+        load_of(
+            slot, prefix_index.prefix_blocks(slot.link.incarnation, names, now_ns), book, adapter
+        )
         for slot in slots
         if slot.link is not None
     ]

@@ -10,17 +10,17 @@ from router.requests.request import GenerationRequest
 EXPLAINED_CANDIDATES = 32
 
 
-class Flight:
+class ActiveRequest:
     """One request from admission to its end.
 
     Args:
         record: What is known of it.
-        bell: Set whenever there is news; flights of one HTTP request share it.
+        wakeup: Set whenever there is news; flights of one HTTP request share it.
     """
 
-    def __init__(self, record: RequestRecord, bell: asyncio.Event) -> None:
+    def __init__(self, record: RequestRecord, wakeup: asyncio.Event) -> None:
         self.record = record
-        self.bell = bell
+        self.wakeup = wakeup
         self.decode_id: str | None = None  # the worker that holds it, once placed
         self.prefill_id: str | None = None
         self.admitted = False
@@ -46,9 +46,9 @@ class Flight:
         """The request id."""
         return self.record.request.request_id
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Tell the handler that there is news."""
-        self.bell.set()
+        self.wakeup.set()
 
     def stop_timers(self) -> None:
         """No deadline and no repair limit any more."""

@@ -37,8 +37,8 @@ from engine.text.tokenizer import TextTokenizer
 from router.metrics import Observer
 from router.placement.booked_load import LoadBook
 from router.placement.placer import Placer
-from router.placement.prefix_index import Mirror
-from router.requests.active_request import Flight
+from router.placement.prefix_index import PrefixIndex
+from router.requests.active_request import ActiveRequest
 from router.requests.admission import Admission
 from router.requests.history import KeptRecords
 from router.requests.prefill_recovery import HandoffRepairs
@@ -64,7 +64,7 @@ class Gateway:
         settings: Limits and timeouts.
         tokenizer: For the text of answers.
         directory: Which workers there are.
-        mirror: Who holds which blocks; fed from outside.
+        prefix_index: Who holds which blocks; fed from outside.
         observer: Metrics.
     """
 
@@ -73,11 +73,11 @@ class Gateway:
         settings: RouterSettings,
         tokenizer: TextTokenizer,
         directory: WorkerDirectory,
-        mirror: Mirror,
+        prefix_index: PrefixIndex,
         observer: Observer,
     ) -> None:
         self.settings = settings
-        self.mirror = mirror
+        self.prefix_index = prefix_index
         self.router_id = f"router-{secrets.token_hex(4)}"
         hello = Hello(
             router_id=self.router_id, router_incarnation=secrets.token_bytes(16), wire=own_wire()
@@ -87,9 +87,11 @@ class Gateway:
         self._tokenizer = tokenizer
         self._observer = observer
         self._book = LoadBook()
-        self._placer = Placer(settings, self.workers, mirror, self._book, observer, self.router_id)
+        self._placer = Placer(
+            settings, self.workers, prefix_index, self._book, observer, self.router_id
+        )
         self._repairs = HandoffRepairs(settings, self.workers, self._book, observer, self._fail_at)
-        self._flights: dict[str, Flight] = {}
+        self._active: dict[str, ActiveRequest] = {}
         self._kept = KeptRecords(settings.kept_records)
         self._pumping = False
         self._closing = False
@@ -107,17 +109,17 @@ class Gateway:
     def end_all(self) -> None:
         """End every request: the router is shutting down."""
         self._closing = True
-        for flight in list(self._flights.values()):
-            self._finish(flight, UnavailableError("the router is shutting down"))
+        for active in list(self._active.values()):
+            self._finish(active, UnavailableError("the router is shutting down"))
 
     # --- requests -------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, bell: asyncio.Event) -> Flight:
+    def submit(self, request: GenerationRequest, wakeup: asyncio.Event) -> ActiveRequest:
         """Take a request in.
 
         Args:
             request: What to do.
-            bell: Set whenever there is news of it.
+            wakeup: Set whenever there is news of it.
 
         Raises:
             QueueFullError: Too many wait already.
@@ -126,40 +128,40 @@ class Gateway:
         if self._closing:
             raise UnavailableError("the router is shutting down")
         self._placer.check_served(request)
-        flight = Flight(RequestRecord(request, self._tokenizer), bell)
-        flight.submitted_ns = now_ns = monotonic_ns()
+        active = ActiveRequest(RequestRecord(request, self._tokenizer), wakeup)
+        active.submitted_ns = now_ns = monotonic_ns()
         loser = None
         if not request.probe:
             entry = self._placer.waiting(request)
             loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
-            self._kept.keep(flight)
-        self._flights[flight.id] = flight
+            self._kept.keep(active)
+        self._active[active.id] = active
         loop = asyncio.get_running_loop()
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
-        flight.timer = loop.call_later(delay_s, self._expire, flight)
+        active.timer = loop.call_later(delay_s, self._expire, active)
         if request.probe:
-            self._draw_ticket(flight)
-            self._place(flight)
+            self._draw_ticket(active)
+            self._place(active)
         else:
             if loser is not None:
-                self._push_out(self._flights[loser.request_id])
+                self._push_out(self._active[loser.request_id])
             self._pump()
-        return flight
+        return active
 
-    def _push_out(self, flight: Flight) -> None:
+    def _push_out(self, active: ActiveRequest) -> None:
         """Another tenant, that has fewer requests in the full queue, takes its place."""
-        request, now_ns = flight.request, monotonic_ns()
+        request, now_ns = active.request, monotonic_ns()
         error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
-        self._finish(flight, error)
+        self._finish(active, error)
 
-    def _draw_ticket(self, flight: Flight) -> None:
-        flight.record.ticket = self.admission.draw_ticket(time_ns() // 1000)
+    def _draw_ticket(self, active: ActiveRequest) -> None:
+        active.record.ticket = self.admission.draw_ticket(time_ns() // 1000)
 
-    def cancel(self, flight: Flight) -> None:
+    def cancel(self, active: ActiveRequest) -> None:
         """The client went away."""
-        if not flight.record.ended:
-            self._observer.cancelled(flight)
-        self._finish(flight, CancelledError_("the client went away"))
+        if not active.record.ended:
+            self._observer.cancelled(active)
+        self._finish(active, CancelledError_("the client went away"))
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """What was decided for a request and why; None when it is not known (any more)."""
@@ -168,7 +170,7 @@ class Gateway:
     @property
     def in_flight(self) -> int:
         """Requests that have not ended, and those whose worker has not confirmed the end."""
-        return len(self._flights)
+        return len(self._active)
 
     def _window(self) -> int:
         return len(self.workers.usable) * self.settings.window_requests
@@ -180,13 +182,13 @@ class Gateway:
         self._pumping = True
         try:
             while (entry := self.admission.pop(self._window())) is not None:
-                flight = self._flights[entry.request_id]  # who leaves the queue is taken out of it
-                flight.admitted = True
-                self._draw_ticket(flight)
-                self._place(flight)
-                if flight.chosen is not None:  # by now it is known what is cached
-                    uncached_tokens = flight.chosen.uncached_tokens
-                    cost_tokens = self._placer.cost_tokens(flight.request, uncached_tokens)
+                active = self._active[entry.request_id]  # who leaves the queue is taken out of it
+                active.admitted = True
+                self._draw_ticket(active)
+                self._place(active)
+                if active.chosen is not None:  # by now it is known what is cached
+                    uncached_tokens = active.chosen.uncached_tokens
+                    cost_tokens = self._placer.cost_tokens(active.request, uncached_tokens)
                     self.admission.charge(entry, cost_tokens)
         finally:
             self._pumping = False
@@ -194,73 +196,73 @@ class Gateway:
 
     # --- placement ------------------------------------------------------------------------------
 
-    def _place(self, flight: Flight, avoid: bytes = b"") -> None:
+    def _place(self, active: ActiveRequest, avoid: bytes = b"") -> None:
         """Choose workers and send. ``avoid`` is an incarnation that just failed."""
         try:
-            error = self._placer.place(flight, avoid)
+            error = self._placer.place(active, avoid)
         except Exception as fault:  # noqa: BLE001 - logged there; only this request ends
-            error = _fault(flight, fault)
+            error = _fault(active, fault)
         if error is not None:
-            flight.decode_id = None
-            self._fail_placed(flight, error)
+            active.decode_id = None
+            self._fail_placed(active, error)
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _expire(self, flight: Flight) -> None:
-        waited_s = (flight.request.deadline_ns - flight.request.arrived_ns) / 1e9
-        self._observer.timed_out(flight)
-        self._finish(flight, DeadlineError(f"the request did not end within {waited_s:g} s"))
+    def _expire(self, active: ActiveRequest) -> None:
+        waited_s = (active.request.deadline_ns - active.request.arrived_ns) / 1e9
+        self._observer.timed_out(active)
+        self._finish(active, DeadlineError(f"the request did not end within {waited_s:g} s"))
 
-    def _finish(self, flight: Flight, error: BatonError) -> None:
+    def _finish(self, active: ActiveRequest, error: BatonError) -> None:
         """End with an error; the worker is told to stop."""
-        if not flight.record.fail(error, monotonic_ns()):
+        if not active.record.fail(error, monotonic_ns()):
             return
-        self._tell_cancelled(flight)
-        self._after_end(flight)
+        self._tell_cancelled(active)
+        self._after_end(active)
 
-    def _tell_cancelled(self, flight: Flight, choices: tuple[int, ...] = ()) -> None:
+    def _tell_cancelled(self, active: ActiveRequest, choices: tuple[int, ...] = ()) -> None:
         if not choices:
-            flight.cancelled_ns = monotonic_ns()
-        self._send_cancel(flight, choices)
+            active.cancelled_ns = monotonic_ns()
+        self._send_cancel(active, choices)
 
-    def _send_cancel(self, flight: Flight, choices: tuple[int, ...] = ()) -> None:
-        link = self.workers.link(flight.decode_id)
-        if link is None or flight.record.attempt == 0:
+    def _send_cancel(self, active: ActiveRequest, choices: tuple[int, ...] = ()) -> None:
+        link = self.workers.link(active.decode_id)
+        if link is None or active.record.attempt == 0:
             return
-        cancel = Cancel(request_id=flight.id, attempt=flight.record.attempt, choices=choices)
+        cancel = Cancel(request_id=active.id, attempt=active.record.attempt, choices=choices)
         link.send(RouterFrame(cancel=cancel))
 
-    def _after_end(self, flight: Flight) -> None:
+    def _after_end(self, active: ActiveRequest) -> None:
         """The client's view has ended: free its place, keep it until the worker confirms."""
         now_ns = monotonic_ns()
-        flight.stop_timers()
-        flight.wants_prefill = False
-        self._book.release(flight.id)
-        if flight.admitted:
-            self.admission.release(flight.request.sampling.n, now_ns)
-            flight.admitted = False
-        elif flight.decode_id is None and not flight.request.probe:
-            self.admission.leave(flight.id)
-        if flight.decode_id is None:
-            self._flights.pop(flight.id, None)
+        active.stop_timers()
+        active.wants_prefill = False
+        self._book.release(active.id)
+        if active.admitted:
+            self.admission.release(active.request.sampling.n, now_ns)
+            active.admitted = False
+        elif active.decode_id is None and not active.request.probe:
+            self.admission.leave(active.id)
+        if active.decode_id is None:
+            self._active.pop(active.id, None)
         else:
             loop = asyncio.get_running_loop()
-            loop.call_later(_LINGER_S, self._linger_over, flight)
-        if flight.record.error is None:
-            self._placer.learn(flight)
-        flight.ring()
+            loop.call_later(_LINGER_S, self._linger_over, active)
+        if active.record.error is None:
+            self._placer.learn(active)
+        active.notify()
         self._pump()
 
-    def delivered(self, flight: Flight) -> None:
+    def delivered(self, active: ActiveRequest) -> None:
         """The handler has written the last byte (or has nobody to write to)."""
-        flight.delivered_ns = monotonic_ns()
-        if flight.id not in self._flights or flight.record.times is not None:
-            self._observer.over(flight)
-        flight.record.shed()
+        active.delivered_ns = monotonic_ns()
+        if active.id not in self._active or active.record.times is not None:
+            self._observer.over(active)
+        active.record.release_payload()
 
-    def _linger_over(self, flight: Flight) -> None:
-        if self._flights.pop(flight.id, None) is not None and flight.delivered_ns:
-            self._observer.over(flight)
+    def _linger_over(self, active: ActiveRequest) -> None:
+        if self._active.pop(active.id, None) is not None and active.delivered_ns:
+            self._observer.over(active)
 
     # --- what workers say -----------------------------------------------------------------------
 
@@ -268,16 +270,16 @@ class Gateway:
         """A worker answers: resume what it holds, or give work to the newcomer."""
         self.workers.note_live(link)
         if same_life:
-            for flight in self._held_by(link.worker_id):
-                if not flight.record.ended:
-                    self._resume(link, flight)
-        self._repairs.on_live(list(self._flights.values()))
+            for active in self._held_by(link.worker_id):
+                if not active.record.ended:
+                    self._resume(link, active)
+        self._repairs.on_live(list(self._active.values()))
         self._pump()
 
-    def _resume(self, link: WorkerLink, flight: Flight) -> None:
-        record = flight.record
+    def _resume(self, link: WorkerLink, active: ActiveRequest) -> None:
+        record = active.record
         resume = Resume(
-            request_id=flight.id, attempt=record.attempt, next_index=record.next_indices
+            request_id=active.id, attempt=record.attempt, next_index=record.next_indices
         )
         record.note("resumed", monotonic_ns())
         link.send(RouterFrame(resume=resume))
@@ -291,59 +293,59 @@ class Gateway:
         _LOG.warning("%s is dead to this router: %s", link.worker_id, reason)
         self._observer.stream_error("dead")
         self.workers.note_dead(link)
-        self.mirror.forget(incarnation)
+        self.prefix_index.forget(incarnation)
         self._book.forget(link.worker_id)
-        for flight in self._held_by(link.worker_id):
-            if flight.record.ended:
-                self._linger_over(flight)
+        for active in self._held_by(link.worker_id):
+            if active.record.ended:
+                self._linger_over(active)
             else:
-                self._move(flight, incarnation, f"{link.worker_id}: {reason}")
+                self._move(active, incarnation, f"{link.worker_id}: {reason}")
 
-    def _held_by(self, worker_id: str) -> list[Flight]:
-        return [flight for flight in self._flights.values() if flight.decode_id == worker_id]
+    def _held_by(self, worker_id: str) -> list[ActiveRequest]:
+        return [active for active in self._active.values() if active.decode_id == worker_id]
 
-    def _move(self, flight: Flight, dead: bytes, reason: str) -> None:
-        flight.record.note(f"worker lost: {reason}", monotonic_ns())
-        error = after_worker_death(flight.record, dead=dead, reason=reason)
+    def _move(self, active: ActiveRequest, dead: bytes, reason: str) -> None:
+        active.record.note(f"worker lost: {reason}", monotonic_ns())
+        error = after_worker_death(active.record, dead=dead, reason=reason)
         if error is not None:
             if error.code == "poison_request":
                 self._observer.poison()
-            flight.decode_id = None
-            self._fail_placed(flight, error)
+            active.decode_id = None
+            self._fail_placed(active, error)
             return
-        self._retry(flight, dead, "worker lost", WorkerLostError(f"the worker was lost: {reason}"))
+        self._retry(active, dead, "worker lost", WorkerLostError(f"the worker was lost: {reason}"))
 
-    def _retry(self, flight: Flight, avoid: bytes, why: str, otherwise: BatonError) -> None:
-        if not self._placer.eligible(flight.request, avoid):
-            flight.decode_id = None
-            self._fail_placed(flight, otherwise)
+    def _retry(self, active: ActiveRequest, avoid: bytes, why: str, otherwise: BatonError) -> None:
+        if not self._placer.eligible(active.request, avoid):
+            active.decode_id = None
+            self._fail_placed(active, otherwise)
             return
         self._observer.retried(why)
-        self._book.release(flight.id)
-        self._place(flight, avoid)
+        self._book.release(active.id)
+        self._place(active, avoid)
 
-    def _fail_placed(self, flight: Flight, error: BatonError) -> None:
+    def _fail_placed(self, active: ActiveRequest, error: BatonError) -> None:
         """End a request that no worker holds any more."""
-        self._flights.pop(flight.id, None)
-        if flight.record.fail(error, monotonic_ns()):
-            self._after_end(flight)
+        self._active.pop(active.id, None)
+        if active.record.fail(error, monotonic_ns()):
+            self._after_end(active)
 
-    def _fail_at(self, flight: Flight, error: BatonError) -> None:
+    def _fail_at(self, active: ActiveRequest, error: BatonError) -> None:
         """End a request whose worker was told already."""
-        if flight.record.fail(error, monotonic_ns()):
-            self._after_end(flight)
+        if active.record.fail(error, monotonic_ns()):
+            self._after_end(active)
 
     def on_submit_failed(self, link: WorkerLink, submission: Submission, reason: str) -> None:
         """A long prompt did not arrive."""
-        flight = self._flights.get(submission.request_id)
-        if flight is None or flight.record.ended or flight.record.attempt != submission.attempt:
+        active = self._active.get(submission.request_id)
+        if active is None or active.record.ended or active.record.attempt != submission.attempt:
             return
         error = UnavailableError(f"{link.worker_id} did not take the request: {reason}")
-        self._send_cancel(flight)  # only the answer may have been lost, and the request be there
-        if flight.record.attempt >= MAX_ATTEMPTS:
-            self._fail_placed(flight, error)
+        self._send_cancel(active)  # only the answer may have been lost, and the request be there
+        if active.record.attempt >= MAX_ATTEMPTS:
+            self._fail_placed(active, error)
         else:
-            self._retry(flight, link.incarnation, "submit failed", error)
+            self._retry(active, link.incarnation, "submit failed", error)
 
     def on_frame(self, link: WorkerLink, frame: WorkerFrame) -> None:
         """Everything that a worker did in one step. A fault in one request ends only that one."""
@@ -353,82 +355,84 @@ class Gateway:
             self._book.reported(link.worker_id, now_ns)
         if frame.HasField("transfers"):
             self.workers.note_transfers(link, frame.transfers)
-        flights = self._flights
+        active_requests = self._active
         for route in frame.routes:
-            flight = flights.get(route.request_id)
-            if flight is not None:
-                flight.record.on_route(route, now_ns)
+            active = active_requests.get(route.request_id)
+            if active is not None:
+                active.record.on_route(route, now_ns)
         for run in frame.tokens:
-            flight = flights.get(run.request_id)
-            if flight is not None:
+            active = active_requests.get(run.request_id)
+            if active is not None:
                 try:
-                    self._on_run(link, flight, run, now_ns)
+                    self._on_run(link, active, run, now_ns)
                 except Exception as fault:  # noqa: BLE001 - logged there
-                    self._finish(flight, _fault(flight, fault))
+                    self._finish(active, _fault(active, fault))
         for needed in frame.prefill_needed:
-            flight = flights.get(needed.request_id)
-            if flight is not None:
-                self._repairs.on_needed(flight, needed)
+            active = active_requests.get(needed.request_id)
+            if active is not None:
+                self._repairs.on_needed(active, needed)
         for end in frame.ends:
-            flight = flights.get(end.request_id)
-            if flight is not None:
-                self._on_end(link, flight, end, now_ns)
+            active = active_requests.get(end.request_id)
+            if active is not None:
+                self._on_end(link, active, end, now_ns)
 
-    def _on_run(self, link: WorkerLink, flight: Flight, run: TokenRun, now_ns: int) -> None:
-        record = flight.record
+    def _on_run(self, link: WorkerLink, active: ActiveRequest, run: TokenRun, now_ns: int) -> None:
+        record = active.record
         if record.ended or run.attempt != record.attempt:
             return
         before_ns = record.last_token_ns
         result = record.on_run(run, now_ns)
         if result.gap:
-            self._resume(link, flight)
+            self._resume(link, active)
             return
         if result.fresh_tokens:
             if not before_ns:
-                self._book.computed(flight.id)
-            self._observer.tokens(flight, before_ns, now_ns, result.fresh_tokens)
+                self._book.computed(active.id)
+            self._observer.tokens(active, before_ns, now_ns, result.fresh_tokens)
         if record.ended:
             if result.stopped:
-                self._tell_cancelled(flight)
-            self._after_end(flight)
+                self._tell_cancelled(active)
+            self._after_end(active)
         else:
             if result.stopped:
-                self._tell_cancelled(flight, (run.choice,))
-            flight.ring()
+                self._tell_cancelled(active, (run.choice,))
+            active.notify()
 
-    def _on_end(self, link: WorkerLink, flight: Flight, end: RequestEnd, now_ns: int) -> None:
-        record = flight.record
+    def _on_end(
+        self, link: WorkerLink, active: ActiveRequest, end: RequestEnd, now_ns: int
+    ) -> None:
+        record = active.record
         if end.attempt != record.attempt:
             return
         record.times = end.times
-        if flight.cancelled_ns:
-            self._observer.released(now_ns - flight.cancelled_ns)
+        if active.cancelled_ns:
+            self._observer.released(now_ns - active.cancelled_ns)
         if record.ended:  # the worker confirms what the client knows already
-            self._flights.pop(flight.id, None)
-            if flight.delivered_ns:
-                self._observer.over(flight)
+            self._active.pop(active.id, None)
+            if active.delivered_ns:
+                self._observer.over(active)
             return
         if not end.HasField("error"):
             error: BatonError = InternalError("the worker ended the request before its answer")
-            self._fail_placed(flight, error)
+            self._fail_placed(active, error)
             return
         error = error_from_wire(end.error)
         if isinstance(error, WorkerLostError):  # its shell still speaks, its engine is dead
-            self._move(flight, link.incarnation, f"{link.worker_id}: {error.message}")
+            self._move(active, link.incarnation, f"{link.worker_id}: {error.message}")
             return
         movable = end.error.retryable and not record.sent and record.attempt < MAX_ATTEMPTS
         if movable and not isinstance(error, DeadlineError):
             # Better elsewhere, but a worker that forgot the request may take it again.
-            alone = not self._placer.eligible(flight.request, link.incarnation)
+            alone = not self._placer.eligible(active.request, link.incarnation)
             avoid = b"" if alone else link.incarnation
-            self._retry(flight, avoid, end.error.code, error)
+            self._retry(active, avoid, end.error.code, error)
         else:
-            self._fail_placed(flight, error)
+            self._fail_placed(active, error)
 
 
-def _fault(flight: Flight, fault: Exception) -> BatonError:
-    """What the client of ``flight`` hears of ``fault``; the log has the rest."""
+def _fault(active: ActiveRequest, fault: Exception) -> BatonError:
+    """What the client of ``active`` hears of ``fault``; the log has the rest."""
     if isinstance(fault, BatonError):
         return fault
-    _LOG.error("request %s failed inside the router", flight.id, exc_info=fault)
+    _LOG.error("request %s failed inside the router", active.id, exc_info=fault)
     return InternalError("the router failed; see its log")

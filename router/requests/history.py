@@ -4,7 +4,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.requests.active_request import Flight
+from router.requests.active_request import ActiveRequest
 
 PARTS_OF_A_CALL = 64
 """A call with thousands of inputs shall not press out all that others asked for."""
@@ -27,24 +27,24 @@ class KeptRecords:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._flights: OrderedDict[str, Flight] = OrderedDict()
+        self._active: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._calls: dict[str, _Call] = {}  # those that have anything here
 
-    def keep(self, flight: Flight) -> None:
+    def keep(self, active: ActiveRequest) -> None:
         """A request was taken in."""
-        if flight.request.part_of:
-            call = self._calls.setdefault(flight.request.part_of, _Call())
+        if active.request.part_of:
+            call = self._calls.setdefault(active.request.part_of, _Call())
             call.requests += 1
-            call.kept.append(flight.id)
+            call.kept.append(active.id)
             if len(call.kept) > PARTS_OF_A_CALL:
-                del self._flights[call.kept.popleft()]
-        self._flights[flight.id] = flight
-        while len(self._flights) > self._limit:
+                del self._active[call.kept.popleft()]
+        self._active[active.id] = active
+        while len(self._active) > self._limit:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        _, flight = self._flights.popitem(last=False)
-        name = flight.request.part_of
+        _, active = self._active.popitem(last=False)
+        name = active.request.part_of
         if name:
             call = self._calls[name]
             call.kept.popleft()  # the parts of a call are kept in their order
@@ -56,11 +56,11 @@ class KeptRecords:
 
         Of a call with several prompts or inputs all parts are listed that are still here.
         """
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            return flight.explain()
+        active = self._active.get(request_id)
+        if active is not None:
+            return active.explain()
         call = self._calls.get(request_id)
         if call is None:
             return None
-        parts = [self._flights[name].explain() for name in call.kept]
+        parts = [self._active[name].explain() for name in call.kept]
         return {"id": request_id, "requests": call.requests, "parts": parts}

@@ -15,7 +15,7 @@ from router.metrics import Observer
 from router.placement.booked_load import LoadBook
 from router.placement.prompt_hashes import prefill_target
 from router.placement.worker_load import load_of
-from router.requests.active_request import Flight
+from router.requests.active_request import ActiveRequest
 from router.requests.recovery_policy import after_prefill_failure
 from router.settings import RouterSettings
 from router.workers.table import Slot, WorkerTable
@@ -39,7 +39,7 @@ class HandoffRepairs:
         workers: WorkerTable,
         book: LoadBook,
         observer: Observer,
-        end: Callable[[Flight, BatonError], None],
+        end: Callable[[ActiveRequest, BatonError], None],
     ) -> None:
         self._settings = settings
         self._workers = workers
@@ -47,9 +47,9 @@ class HandoffRepairs:
         self._observer = observer
         self._end = end
 
-    def on_needed(self, flight: Flight, needed: PrefillNeeded) -> None:
+    def on_needed(self, active: ActiveRequest, needed: PrefillNeeded) -> None:
         """The decode worker asks."""
-        record = flight.record
+        record = active.record
         if record.ended or needed.attempt != record.attempt:
             return
         now_ns = monotonic_ns()
@@ -58,79 +58,79 @@ class HandoffRepairs:
             record,
             failed=needed.failed.incarnation,
             peer_died=needed.peer_died,
-            others=[slot.incarnation for slot in self._prefills(flight)],
+            others=[slot.incarnation for slot in self._prefills(active)],
             may_wait=now_ns < record.request.deadline_ns,
         )
         match repair.action:
             case "replace":
-                self._try_replacement(flight)
+                self._try_replacement(active)
             case "local":
                 self._observer.fallback("local prefill")
-                flight.prefill_id = None
-                self._answer(flight, PrefillReplacement(compute_locally=True))
+                active.prefill_id = None
+                self._answer(active, PrefillReplacement(compute_locally=True))
             case "wait":
-                self._wait(flight)
+                self._wait(active)
             case "refuse":
-                self._refuse(flight, repair.refusal or TransferError("the hand-off failed"))
+                self._refuse(active, repair.refusal or TransferError("the hand-off failed"))
 
-    def on_live(self, flights: Iterable[Flight]) -> None:
-        """A worker came up: it may be what some of ``flights`` wait for."""
-        for flight in flights:
-            if flight.wants_prefill and not flight.record.ended:
-                self._try_replacement(flight)
+    def on_live(self, active_requests: Iterable[ActiveRequest]) -> None:
+        """A worker came up: it may be what some of ``active_requests`` wait for."""
+        for active in active_requests:
+            if active.wants_prefill and not active.record.ended:
+                self._try_replacement(active)
 
-    def _prefills(self, flight: Flight) -> list[Slot]:
+    def _prefills(self, active: ActiveRequest) -> list[Slot]:
         return [
             slot
             for slot in self._workers.usable
-            if slot.role == "prefill" and slot.worker_id != flight.decode_id
+            if slot.role == "prefill" and slot.worker_id != active.decode_id
         ]
 
-    def _try_replacement(self, flight: Flight) -> None:
+    def _try_replacement(self, active: ActiveRequest) -> None:
         """The least loaded prefill worker that has not failed this request, if there is one."""
-        tried = flight.record.failed_prefills
-        fit = [slot for slot in self._prefills(flight) if slot.incarnation not in tried]
+        tried = active.record.failed_prefills
+        fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
         link = None
         if fit:
             best = min(fit, key=lambda slot: load_of(slot, 0, self._book).queued_tokens)
             link = best.link
         if link is None:
-            self._wait(flight)
+            self._wait(active)
             return
         now_ns = monotonic_ns()
-        flight.wants_prefill = False
-        if flight.repair_timer is not None:
-            flight.repair_timer.cancel()
-            flight.repair_timer = None
-        flight.prefill_id = link.worker_id
-        flight.record.note(f"prefill replaced by {link.worker_id}", now_ns)
-        tokens = len(flight.request.prompt)
-        self._book.book(link.worker_id, flight.id, tokens=tokens, streams=0, now_ns=now_ns)
+        active.wants_prefill = False
+        if active.repair_timer is not None:
+            active.repair_timer.cancel()
+            active.repair_timer = None
+        active.prefill_id = link.worker_id
+        active.record.note(f"prefill replaced by {link.worker_id}", now_ns)
+        tokens = len(active.request.prompt)
+        self._book.book(link.worker_id, active.id, tokens=tokens, streams=0, now_ns=now_ns)
         self._observer.retried("prefill replaced")
-        self._answer(flight, PrefillReplacement(prefill=prefill_target(link)))
+        self._answer(active, PrefillReplacement(prefill=prefill_target(link)))
 
-    def _wait(self, flight: Flight) -> None:
-        if flight.wants_prefill:
+    def _wait(self, active: ActiveRequest) -> None:
+        if active.wants_prefill:
             return
-        flight.wants_prefill = True
-        flight.record.note("waits for another prefill worker", monotonic_ns())
+        active.wants_prefill = True
+        active.record.note("waits for another prefill worker", monotonic_ns())
         limit_s = self._settings.repair_wait_s
         loop = asyncio.get_running_loop()
-        flight.repair_timer = loop.call_later(limit_s, self._give_up, flight, limit_s)
+        active.repair_timer = loop.call_later(limit_s, self._give_up, active, limit_s)
 
-    def _give_up(self, flight: Flight, limit_s: float) -> None:
+    def _give_up(self, active: ActiveRequest, limit_s: float) -> None:
         error = f"the prefill worker was lost and no other one came within {limit_s:g} s"
-        self._refuse(flight, TransferError(error))
+        self._refuse(active, TransferError(error))
 
-    def _refuse(self, flight: Flight, error: BatonError) -> None:
+    def _refuse(self, active: ActiveRequest, error: BatonError) -> None:
         if error.code == "poison_request":
             self._observer.poison()
-        self._answer(flight, PrefillReplacement(refuse=error_to_wire(error)))
-        self._end(flight, error)
+        self._answer(active, PrefillReplacement(refuse=error_to_wire(error)))
+        self._end(active, error)
 
-    def _answer(self, flight: Flight, replacement: PrefillReplacement) -> None:
-        link = self._workers.link(flight.decode_id)
+    def _answer(self, active: ActiveRequest, replacement: PrefillReplacement) -> None:
+        link = self._workers.link(active.decode_id)
         if link is not None:
-            replacement.request_id = flight.id
-            replacement.attempt = flight.record.attempt
+            replacement.request_id = active.id
+            replacement.attempt = active.record.attempt
             link.send(RouterFrame(replacement=replacement))

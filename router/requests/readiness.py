@@ -80,7 +80,7 @@ class Prober:
     async def _probe(self, pair: Pinned, gate: asyncio.Semaphore) -> dict[str, Any]:
         async with gate:
             began_ns, steps = monotonic_ns(), self._steps(pair)
-            bell = asyncio.Event()
+            wakeup = asyncio.Event()
             request = GenerationRequest(
                 request_id=f"probe-{secrets.token_hex(16)}",
                 prompt=_PROMPT,
@@ -94,11 +94,11 @@ class Prober:
             )
             error: BatonError | None = None
             try:
-                flight = self._gateway.submit(request, bell)
-                while not flight.record.ended:
-                    bell.clear()
-                    await bell.wait()
-                error = flight.record.error
+                active = self._gateway.submit(request, wakeup)
+                while not active.record.ended:
+                    wakeup.clear()
+                    await wakeup.wait()
+                error = active.record.error
             except BatonError as refused:
                 error = refused
             busy = isinstance(error, DeadlineError) and self._stepped(pair, steps)

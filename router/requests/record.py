@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
-from batonpb.common_pb2 import PromptLogprobs, TokenLogprob
+from batonpb import common_pb2
+from batonpb.common_pb2 import TokenLogprob
 from batonpb.decode_pb2 import RequestRoute, RequestTimes, TokenRun
 
 from engine.core.errors import BatonError, InternalError
-from engine.core.prompt_outputs import PromptScores, ScoresIntake
+from engine.core.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
@@ -139,7 +140,7 @@ class ChoiceRecord:
         pending, self._pending = self._pending, Delta(self.index)
         return pending
 
-    def shed(self) -> None:
+    def release_payload(self) -> None:
         """Let go of what only a running request needs."""
         self.token_ids, self._pending = [], Delta(self.index)
 
@@ -160,9 +161,9 @@ class RequestRecord:
         self.error: BatonError | None = None
         self.route: RequestRoute | None = None
         self.times: RequestTimes | None = None
-        self.scores: PromptScores | None = None
+        self.scores: PromptLogprobs | None = None
         self.embedding = b""
-        self._scores = ScoresIntake(self.prompt_tokens - 1)
+        self._scores = PromptLogprobsIntake(self.prompt_tokens - 1)
         self.sent = False  # something of the answer has left for the client
         self.ended = False
         self.died_holding: set[bytes] = set()  # incarnations that died with this request
@@ -199,7 +200,7 @@ class RequestRecord:
         self.route = None
         self.first_token_ns = self.second_token_ns = self.last_token_ns = 0
         self.choices = self._fresh_choices()
-        self.scores, self._scores = None, ScoresIntake(self.prompt_tokens - 1)
+        self.scores, self._scores = None, PromptLogprobsIntake(self.prompt_tokens - 1)
         return self.attempt
 
     @property
@@ -256,10 +257,10 @@ class RequestRecord:
             self.note("finished", now_ns)
         return result
 
-    def _take_scores(self, part: PromptLogprobs) -> bool:
+    def _take_scores(self, part: common_pb2.PromptLogprobs) -> bool:
         """A slice of the prompt's scores came; False if one before it is missing."""
         columns = (part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
-        taken = self._scores.put(part.begin, PromptScores(part.alternatives, *columns))
+        taken = self._scores.put(part.begin, PromptLogprobs(part.alternatives, *columns))
         self.scores = self._scores.complete
         return taken
 
@@ -281,12 +282,12 @@ class RequestRecord:
         """Everything that the client has not got yet."""
         return [delta for choice in self.choices if (delta := choice.take()) is not None]
 
-    def shed(self) -> None:
+    def release_payload(self) -> None:
         """The answer is out: keep its figures for later questions, not its tokens."""
         sampling = self.request.sampling
         grammar = sampling.grammar[:1]  # whether there was one
         sampling = msgspec.structs.replace(sampling, grammar=grammar, logit_bias=())
         self.request = replace(self.request, prompt=(), sampling=sampling)
-        self.scores, self._scores, self.embedding = None, ScoresIntake(0), b""
+        self.scores, self._scores, self.embedding = None, PromptLogprobsIntake(0), b""
         for choice in self.choices:
-            choice.shed()
+            choice.release_payload()

@@ -125,7 +125,7 @@ class WorkerTable:
         """Follow the directory."""
         self._tasks = [
             asyncio.create_task(self._follow(), name="directory"),
-            asyncio.create_task(self._bury(), name="bury"),
+            asyncio.create_task(self._drop_dead_workers(), name="bury"),
         ]
 
     async def close(self) -> None:
@@ -145,7 +145,7 @@ class WorkerTable:
             else:
                 self._gone(change.worker_id)
 
-    async def _bury(self) -> None:
+    async def _drop_dead_workers(self) -> None:
         """The dead leave the list after a while."""
         while True:
             await asyncio.sleep(1.0)

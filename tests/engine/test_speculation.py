@@ -26,7 +26,7 @@ from engine.core.speculative.proposers import (
 from engine.cpu.build import attention_layout, geometry_of, open_grammars
 from engine.cpu.build_draft import open_draft
 from engine.cpu.decoder import Decoder
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 from engine.settings import EngineSettings
 from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
@@ -90,11 +90,11 @@ class Bench:
         self.grammars = open_grammars(artifact)
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
 
-    def runner(self, blocks: int = 96) -> TorchRunner:
+    def runner(self, blocks: int = 96) -> CpuRunner:
         geometry = geometry_of(self.artifact, "bf16", blocks)
         pool = bytearray(geometry.pool_bytes)
         eos = self.artifact.config.eos_token_ids
-        return TorchRunner(self.model, pool, geometry, self.layout, eos, grammars=self.grammars)
+        return CpuRunner(self.model, pool, geometry, self.layout, eos, grammars=self.grammars)
 
     def core(self, proposer: Proposer | Speculation | None, blocks: int = 96) -> EngineCore:
         speculation = proposer if isinstance(proposer, Speculation) else None

@@ -19,7 +19,7 @@ from engine.core import events as ev
 from engine.core.params import SamplingParams
 from engine.loading.memory import automatic_blocks, footprint, pool_geometry
 from engine.process import messages as ipc
-from engine.process.handle import EngineHub
+from engine.process.handle import EngineHandle
 from fleet.capacity import Capacity, plan_capacity
 from fleet.cli.main import app
 from fleet.pools.resources import worker_settings
@@ -206,17 +206,17 @@ async def test_a_full_engine_takes_what_was_said(
         tensor_parallel=ranks,
         speculation=speculation or ipc.SpeculationSettings(),
     )
-    hub = EngineHub(settings)
-    await hub.start()
+    engine = EngineHandle(settings)
+    await engine.start()
     try:
-        await asyncio.gather(*(_fill(hub, number, context) for number in range(concurrency)))
-        leader = psutil.Process(hub.client.pid)
+        await asyncio.gather(*(_fill(engine, number, context) for number in range(concurrency)))
+        leader = psutil.Process(engine.client.pid)
         pids = [leader.pid, *(rank.pid for rank in leader.children())]
         measured = sum(map(_private_bytes, pids)) + _shared_bytes(leader.pid)
     finally:
-        await hub.client.stop()
+        await engine.client.stop()
     assert len(pids) == ranks
-    assert hub.load.free < 0.1 * said.kv_blocks, "the pool was filled"
+    assert engine.load.free < 0.1 * said.kv_blocks, "the pool was filled"
     assert math.isclose(measured, said.total, rel_tol=0.05), (
         f"measured {measured / 2**20:.0f} MiB, said {said.total / 2**20:.0f}"
     )
@@ -237,7 +237,7 @@ def _shared_bytes(pid: int) -> int:
     return _resident(pid, "RssShmem")
 
 
-async def _fill(hub: EngineHub, number: int, context: int) -> None:
+async def _fill(engine: EngineHandle, number: int, context: int) -> None:
     ended = asyncio.get_running_loop().create_future()
 
     def on_report(report: object) -> None:
@@ -247,6 +247,6 @@ async def _fill(hub: EngineHub, number: int, context: int) -> None:
     prompt = [number + 5, *((7 * i) % 40_000 for i in range(context - 17))]
     params = SamplingParams(max_tokens=16, temperature=0.7, ignore_eos=True, seed=number)
     packed = wire.pack_tokens(prompt)
-    hub.submit(ipc.Submit(f"r{number}", "full", packed, params, bytes(16), 0, number), on_report)
+    engine.submit(ipc.Submit(f"r{number}", "full", packed, params, bytes(16), 0, number), on_report)
     async with asyncio.timeout(300):
         assert not await ended

@@ -12,7 +12,7 @@ from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import Speculation
 from engine.emulated import EmulatedRunner
 from kvtransfer import chunk, receiver, sender
-from kvtransfer.kv_slice import Place
+from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender, SenderState
 
@@ -178,7 +178,7 @@ class Duo:
             case "ended":
                 self.act(handover, handover.intake.stream_lost(peer_gone=False, reason="ended"))
             case sender.Announce():
-                self.act(handover, handover.intake.published(action.place, self.now_ns))
+                self.act(handover, handover.intake.published(action.kv_slice, self.now_ns))
             case sender.AnnounceFirst():
                 if handover.first is None:
                     handover.first = action.done.first[0].token
@@ -198,36 +198,36 @@ class Duo:
         """Prefill reads one wanted frame and it arrives, perhaps damaged or as a repeat."""
         if not handover.wanted:
             return
-        generation, life, place, epoch = handover.wanted.popleft()
+        generation, life, kv_slice, epoch = handover.wanted.popleft()
         out = handover.out
-        gone = life != self.life or out is None or not out.may_read(place)
+        gone = life != self.life or out is None or not out.may_read(kv_slice)
         if gone or damage == "lost":
-            self.act(handover, handover.intake.pull_failed([place], "gone", epoch))
+            self.act(handover, handover.intake.pull_failed([kv_slice], "gone", epoch))
             return
         out.read_begins()
-        payload = self.prefill.view.read(out.blocks, place)
+        payload = self.prefill.view.read(out.blocks, kv_slice)
         self.give(handover, out.read_ended())
         bound = chunk.binding(handover.name, 1, generation, bytes([life]) * 16)
-        digests = chunk.digests(payload, place, self.prefill.view.geometry, bound)
+        digests = chunk.digests(payload, kv_slice, self.prefill.view.geometry, bound)
         if damage == "flip":
             payload = bytes([payload[0] ^ 1]) + payload[1:]
         for _ in range(2 if damage == "twice" else 1):
-            if handover.intake.frame_arrived(place, epoch):
+            if handover.intake.frame_arrived(kv_slice, epoch):
                 handover.arrived.append(
-                    (handover.intake.blocks, place, payload, digests, bound, epoch)
+                    (handover.intake.blocks, kv_slice, payload, digests, bound, epoch)
                 )
 
     def store(self, handover: Handover) -> None:
         """A frame that arrived is checked and written, in a thread of its own as it were."""
         if not handover.arrived:
             return
-        table, place, payload, digests, bound, epoch = handover.arrived.popleft()
-        if chunk.digests(payload, place, self.decode.view.geometry, bound) != digests:
-            self.act(handover, handover.intake.frame_bad(place, epoch))
+        table, kv_slice, payload, digests, bound, epoch = handover.arrived.popleft()
+        if chunk.digests(payload, kv_slice, self.decode.view.geometry, bound) != digests:
+            self.act(handover, handover.intake.frame_bad(kv_slice, epoch))
         else:
-            self.assert_ours(handover, table, place)
-            self.decode.view.write(table, place, payload)
-            self.act(handover, handover.intake.frame_stored(place, epoch, self.now_ns))
+            self.assert_ours(handover, table, kv_slice)
+            self.decode.view.write(table, kv_slice, payload)
+            self.act(handover, handover.intake.frame_stored(kv_slice, epoch, self.now_ns))
         self.finish_cancel(handover)
 
     def lose_stream(self, handover: Handover) -> None:
@@ -279,8 +279,8 @@ class Duo:
                     self.tell(scheduler.bind, handover.name, action.generation)
                 case receiver.Pull():
                     handover.wanted.extend(
-                        (handover.intake.generation, handover.life, place, action.epoch)
-                        for place in action.places
+                        (handover.intake.generation, handover.life, kv_slice, action.epoch)
+                        for kv_slice in action.kv_slices
                     )
                 case receiver.Commit():
                     assert handover.first is not None
@@ -353,10 +353,10 @@ class Duo:
         if handover.cancelled and not handover.intake.writing:
             self.tell(self.decode.core.scheduler.cancel, handover.name)
 
-    def assert_ours(self, handover: Handover, table: tuple[int, ...], place: Place) -> None:
+    def assert_ours(self, handover: Handover, table: tuple[int, ...], kv_slice: KvSlice) -> None:
         """A page is written only while its claim, or its quarantine, stands."""
-        mine = self.decode.core.scheduler.claims.writable(handover.name)
-        pages = set(table[place.block_begin : place.block_begin + place.block_count])
+        mine = self.decode.core.scheduler.reservations.writable(handover.name)
+        pages = set(table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count])
         assert pages <= mine, "a write after the pages were given back"
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.core.geometry import KvGeometry
 from engine.core.split import owned_heads
 from kvtransfer import chunk
-from kvtransfer.kv_slice import Place, cut
+from kvtransfer.kv_slice import KvSlice, cut
 from kvtransfer.resharding import edges
 from wire.compatibility import disagreement, kv_group
 
@@ -24,28 +24,28 @@ def pool(fill: bool) -> chunk.PoolView:
     return chunk.PoolView(data, GEOMETRY)
 
 
-def whole(tokens: int, skip: int = 0) -> Place:
+def whole(tokens: int, skip: int = 0) -> KvSlice:
     blocks = -(-tokens // 16)
-    return Place(0, 5, 0, 3, skip, blocks - skip, tokens - skip * 16)
+    return KvSlice(0, 5, 0, 3, skip, blocks - skip, tokens - skip * 16)
 
 
-def frame(view: chunk.PoolView, table, place: Place, bound: bytes = BOUND):
-    payload = view.read(table, place)
+def frame(view: chunk.PoolView, table, kv_slice: KvSlice, bound: bytes = BOUND):
+    payload = view.read(table, kv_slice)
     request_id, attempt, generation, incarnation = bound.split(b"|")
     header = pb.ChunkHeader(
         request_id=request_id.decode(),
         attempt=int(attempt),
         generation=int(generation),
         source_incarnation=incarnation,
-        place=place.to_wire(),
+        kv_slice=kv_slice.to_wire(),
         payload_bytes=len(payload),
-        digests=chunk.digests(payload, place, GEOMETRY, bound),
+        digests=chunk.digests(payload, kv_slice, GEOMETRY, bound),
     )
     return header, payload
 
 
-places = st.builds(
-    lambda tokens, skip, layer, head: Place(
+kv_slices = st.builds(
+    lambda tokens, skip, layer, head: KvSlice(
         layer, 5 - layer, head, 3 - head, skip, -(-tokens // 16), tokens
     ),
     st.integers(1, 100),
@@ -55,43 +55,43 @@ places = st.builds(
 )
 
 
-@given(places, st.booleans())
-def test_what_is_written_is_what_was_read(place, scattered):
+@given(kv_slices, st.booleans())
+def test_what_is_written_is_what_was_read(kv_slice, scattered):
     source, target = pool(fill=True), pool(fill=False)
     table = list(range(12))
     if scattered:
         table.reverse()
-    for piece in cut(place, GEOMETRY, frame_bytes=66_000):
+    for piece in cut(kv_slice, GEOMETRY, frame_bytes=66_000):
         header, payload = frame(source, table, piece)
         header, view = chunk.decode(chunk.encode(header, payload))
         chunk.verify(header, view, piece, GEOMETRY, BOUND)
         target.write(list(range(12, 24)), piece, view)
-    assert target.read(list(range(12, 24)), place) == source.read(table, place)
+    assert target.read(list(range(12, 24)), kv_slice) == source.read(table, kv_slice)
 
 
-@given(places)
-def test_frames_stay_below_their_limit_and_tile_the_place(place):
-    pieces = list(cut(place, GEOMETRY, frame_bytes=67_000))
+@given(kv_slices)
+def test_frames_stay_below_their_limit_and_tile_the_place(kv_slice):
+    pieces = list(cut(kv_slice, GEOMETRY, frame_bytes=67_000))
     assert all(
         piece.payload_bytes(GEOMETRY) <= 67_000 - 65_536 or piece.block_count == 1
         for piece in pieces
     )
-    assert sum(p.payload_bytes(GEOMETRY) for p in pieces) == place.payload_bytes(GEOMETRY)
+    assert sum(p.payload_bytes(GEOMETRY) for p in pieces) == kv_slice.payload_bytes(GEOMETRY)
     cells = [
         (layer, block)
         for p in pieces
         for layer in range(p.layer_begin, p.layer_begin + p.layer_count)
         for block in range(p.block_begin, p.block_begin + p.block_count)
     ]
-    assert len(cells) == len(set(cells)) == place.layer_count * place.block_count
+    assert len(cells) == len(set(cells)) == kv_slice.layer_count * kv_slice.block_count
 
 
 def test_bytes_behind_the_last_valid_token_are_never_sent():
     view = pool(fill=True)
-    assert len(view.read([3], Place(0, 5, 0, 3, 0, 1, 5))) == 5 * 5 * 2 * 3 * 8 * 2
-    before = view.read([4], Place(0, 5, 0, 3, 0, 1, 16))
-    view.write([4], Place(0, 5, 0, 3, 0, 1, 5), view.read([3], Place(0, 5, 0, 3, 0, 1, 5)))
-    after = np.frombuffer(view.read([4], Place(0, 5, 0, 3, 0, 1, 16)), np.uint8)
+    assert len(view.read([3], KvSlice(0, 5, 0, 3, 0, 1, 5))) == 5 * 5 * 2 * 3 * 8 * 2
+    before = view.read([4], KvSlice(0, 5, 0, 3, 0, 1, 16))
+    view.write([4], KvSlice(0, 5, 0, 3, 0, 1, 5), view.read([3], KvSlice(0, 5, 0, 3, 0, 1, 5)))
+    after = np.frombuffer(view.read([4], KvSlice(0, 5, 0, 3, 0, 1, 16)), np.uint8)
     old = np.frombuffer(before, np.uint8)
     shape = (1, 3, 5, 2, 16, 16)
     assert (after.reshape(shape)[..., 5:, :] == old.reshape(shape)[..., 5:, :]).all()
@@ -100,20 +100,20 @@ def test_bytes_behind_the_last_valid_token_are_never_sent():
 @pytest.mark.parametrize("damage", ["flip", "swap", "torn", "place", "claim", "life", "request"])
 def test_damage_is_refused(damage):
     view, table = pool(fill=True), list(range(12))
-    place, other = whole(40), Place(0, 5, 0, 3, 1, 3, 40)
+    kv_slice, other = whole(40), KvSlice(0, 5, 0, 3, 1, 3, 40)
     bound = {
         "claim": chunk.binding("request", 1, 6, b"i" * 16),
         "life": chunk.binding("request", 1, 7, b"j" * 16),
         "request": chunk.binding("other", 1, 7, b"i" * 16),
     }.get(damage, BOUND)
-    header, payload = frame(view, table, place, bound)
+    header, payload = frame(view, table, kv_slice, bound)
     if damage == "flip":
         payload = payload[:100] + bytes([payload[100] ^ 64]) + payload[101:]
     if damage == "swap":
         payload = view.read(table, other)
     if damage == "torn":
         payload = payload[:-16]
-    expected = other if damage == "place" else place
+    expected = other if damage == "place" else kv_slice
     with pytest.raises(chunk.ChunkError):
         chunk.verify(header, payload, expected, GEOMETRY, BOUND)
 
@@ -131,7 +131,7 @@ def test_digests_do_not_depend_on_the_split_over_ranks():
     together = chunk.digests(payload, whole(48), GEOMETRY, BOUND)
     leaf_bytes = len(payload) // 9
     for head in range(3):
-        mine_only = Place(0, 5, head, 1, 0, 3, 48)
+        mine_only = KvSlice(0, 5, head, 1, 0, 3, 48)
         alone = view.read(table, mine_only)
         split = chunk.digests(alone, mine_only, GEOMETRY, BOUND)
         assert [split[i : i + 8] for i in (0, 8, 16)] == [
@@ -170,18 +170,18 @@ def test_a_quantised_vector_travels_with_its_scale(head_dim, word_bytes):
     source = chunk.PoolView(bytearray(data), geometry)
     received = bytearray(geometry.pool_bytes)
     target = chunk.PoolView(received, geometry)
-    place = Place(1, 1, 1, 2, 0, 2, 21)
-    payload = source.read([3, 0], place)
-    assert len(payload) == place.payload_bytes(geometry) == 21 * 2 * 2 * (head_dim + 4)
+    kv_slice = KvSlice(1, 1, 1, 2, 0, 2, 21)
+    payload = source.read([3, 0], kv_slice)
+    assert len(payload) == kv_slice.payload_bytes(geometry) == 21 * 2 * 2 * (head_dim + 4)
     assert source._data.itemsize == word_bytes
-    target.write([3, 0], place, payload)
+    target.write([3, 0], kv_slice, payload)
     sent = np.frombuffer(data, np.uint8).reshape(2, 2, 4, 16, 3, head_dim + 4)
     got = np.frombuffer(received, np.uint8).reshape(sent.shape)
     assert (got[1, :, 3, :, 1:] == sent[1, :, 3, :, 1:]).all()
     assert (got[1, :, 0, :5, 1:] == sent[1, :, 0, :5, 1:]).all()
     assert got.any(axis=-1).sum() == 21 * 2 * 2
-    assert target.read([3, 0], place) == payload
-    assert [piece.payload_bytes(geometry) for piece in cut(place, geometry)] == [len(payload)]
+    assert target.read([3, 0], kv_slice) == payload
+    assert [piece.payload_bytes(geometry) for piece in cut(kv_slice, geometry)] == [len(payload)]
 
 
 def test_pools_of_different_formats_name_both():
@@ -202,15 +202,15 @@ def test_golden_wire_bytes():
     geometry = KvGeometry(num_layers=2, num_kv_heads=2, head_dim=4, num_blocks=2, dtype="bf16")
     data = np.arange(geometry.pool_bytes // 2, dtype="<u2").tobytes()
     view = chunk.PoolView(bytearray(data), geometry)
-    place = Place(0, 2, 0, 2, 0, 2, 18)
-    payload = view.read([1, 0], place)
+    kv_slice = KvSlice(0, 2, 0, 2, 0, 2, 18)
+    payload = view.read([1, 0], kv_slice)
     values = np.frombuffer(payload, "<u2")
     layer, kv, block, token, head, dim = 1, 1, 1, 3, 1, 2
     # block 1 of the pool is the prompt's block 0: [head, layer, kv, token, dim]
     index = (((head * 2 + layer) * 2 + kv) * 16 + token) * 4 + dim
     pool_index = ((((layer * 2 + kv) * 2 + block) * 16 + token) * 2 + head) * 4 + dim
     assert values[index] == pool_index
-    digests = chunk.digests(payload, place, geometry, chunk.binding("r", 1, 1, b"\0" * 16))
+    digests = chunk.digests(payload, kv_slice, geometry, chunk.binding("r", 1, 1, b"\0" * 16))
     assert digests.hex() == GOLDEN
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.artifacts.artifact import resolve_model
 from engine.artifacts.lora_artifact import read_adapter
 from engine.core import events as ev
-from engine.core.block_hashes import name_seed
+from engine.core.block_hashes import hash_seed
 from engine.core.core import EngineCore
 from engine.core.params import AdapterRef, SamplingParams
 from engine.core.scheduler import SchedulerConfig
@@ -22,11 +22,11 @@ from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import NgramProposer, Speculation
 from engine.cpu.build import open_runner
 from engine.cpu.parallel.rank_processes import RankProcesses
-from engine.cpu.runner import TorchRunner
-from engine.process.step_loop import map_pool
+from engine.cpu.runner import CpuRunner
+from engine.ipc import map_pool
 from engine.settings import EngineSettings
 from kvtransfer import chunk
-from kvtransfer.kv_slice import Place
+from kvtransfer.kv_slice import KvSlice
 from tests.engine.core.guesses import FreeGuesses
 from tests.matrix.cases import Case
 
@@ -55,7 +55,7 @@ class Engine:
             return self.pool
 
         runner, self.info = open_runner(settings, mapped, lambda _: None, self._ranks)
-        assert isinstance(runner, TorchRunner)
+        assert isinstance(runner, CpuRunner)
         self.runner = runner
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class _Run:
         # A chunk must hold the decodes and a token of a prompt: with a competitor that is enough.
         self.decode = _Side(decode, case.chunk, rig.speculation(case))
         self.prefill = _Side(prefill, case.chunk, None) if prefill is not None else None
-        self.seed = name_seed(b"matrix", case.kv, "exact", rig.adapter.digest * case.adapter)
+        self.seed = hash_seed(b"matrix", case.kv, "exact", rig.adapter.digest * case.adapter)
 
     def request(self, name: str, kind: Kind, **changes) -> EngineRequest:
         params = changes.pop("params", self.rig.params(self.case))
@@ -269,7 +269,7 @@ class _Run:
         blocks = -(-len(self.rig.prompt) // geometry.block_tokens)
         if blocks == skip:
             return
-        place = Place(
+        kv_slice = KvSlice(
             0,
             geometry.num_layers,
             0,
@@ -278,7 +278,7 @@ class _Run:
             blocks - skip,
             len(self.rig.prompt) - skip * geometry.block_tokens,
         )
-        payload = self.prefill.view.read(source, place)
-        made = chunk.digests(payload, place, geometry, BINDING)
-        assert chunk.digests(payload, place, self.decode.view.geometry, BINDING) == made
-        self.decode.view.write(target, place, payload)
+        payload = self.prefill.view.read(source, kv_slice)
+        made = chunk.digests(payload, kv_slice, geometry, BINDING)
+        assert chunk.digests(payload, kv_slice, self.decode.view.geometry, BINDING) == made
+        self.decode.view.write(target, kv_slice, payload)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.local.redis_server import EmbeddedRedis
-from registry.kv_events import FeedMachine, KvEventPublisher, NameLedger
+from registry.kv_events import FeedMachine, HashLedger, KvEventPublisher
 from registry.redis_store import STREAM_BATCHES, Registry
-from registry.types import EventBatch, Forget, Snapshot, names_checksum
-from tests.fleet.conftest import Reader, eventually
+from registry.types import EventBatch, Forget, Snapshot, hashes_checksum
+from tests.registry.conftest import Reader, eventually
 
 STREAM = "baton:{test}:kv:events"
 
@@ -103,7 +103,7 @@ async def test_a_set_that_redis_evicted_is_published_again(
 ) -> None:
     held = names(50)
     publisher.publish(stored=held)
-    await eventually(lambda: publisher.checksum == names_checksum(held))
+    await eventually(lambda: publisher.checksum == hashes_checksum(held))
     with raw(redis_server) as client:
         (key,) = client.keys("*:set")
         client.delete(key)
@@ -186,7 +186,7 @@ def test_reader_and_worker_agree_after_any_losses(
     changes: list[tuple[list[bytes], list[bytes], bool, str]],
 ) -> None:
     """Model: a ledger publishes into a channel that loses things; heartbeats heal the reader."""
-    ledger, machine = NameLedger(b"i" * 16), FeedMachine()
+    ledger, machine = HashLedger(b"i" * 16), FeedMachine()
     machine.wants.add(ledger.incarnation)
     mirror: set[bytes] = set()
     truth: set[bytes] = set()
@@ -254,7 +254,7 @@ def test_reader_and_worker_agree_after_any_losses(
 
 
 def test_changes_that_undo_each_other_publish_nothing() -> None:
-    ledger = NameLedger(b"i" * 16)
+    ledger = HashLedger(b"i" * 16)
     ledger.change(stored=NAMES[:2])
     ledger.change(removed=NAMES[:2])
     ledger.change(removed=NAMES[:2], cleared=True)

@@ -11,7 +11,7 @@ from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import WorkerRecord
 from registry.workers import Presence, RegistryWatcher, merged
-from tests.fleet.conftest import eventually
+from tests.registry.conftest import eventually
 
 
 def worker(worker_id: str = "decode-0", **changes: object) -> WorkerRecord:

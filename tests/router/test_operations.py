@@ -384,10 +384,10 @@ async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make
         max_tokens=5, logprobs=True, top_logprobs=3, logit_bias={"5": 1}, guided_regex=".*"
     )
     name, counted = response.json()["id"], response.json()["usage"]
-    [flight] = fleet.router.gateway._kept._flights.values()
-    await until(lambda: not flight.request.prompt)
-    assert [choice.token_ids for choice in flight.record.choices] == [[]]
-    sampling = flight.request.sampling
+    [active] = fleet.router.gateway._kept._active.values()
+    await until(lambda: not active.request.prompt)
+    assert [choice.token_ids for choice in active.record.choices] == [[]]
+    sampling = active.request.sampling
     assert (len(sampling.grammar), sampling.logit_bias) == (1, ())
     story = (await fleet.http.get(f"/fleet/requests/{name}")).json()
     assert story["prompt_tokens"] == counted["prompt_tokens"] > 0

@@ -11,7 +11,7 @@ import msgspec
 from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
-from engine.core.prompt_outputs import ScoresIntake
+from engine.core.prompt_outputs import PromptLogprobsIntake
 from fleet.worker import WorkerSettings
 from kvtransfer import grpc_transport
 from registry.types import WorkerRecord
@@ -92,7 +92,7 @@ class MiniRouter:
         self.worker = worker
         self.router_id = router_id
         self.tokens: dict[str, dict[int, list[int]]] = {}
-        self.scores: dict[str, ScoresIntake] = {}
+        self.scores: dict[str, PromptLogprobsIntake] = {}
         self.vectors: dict[str, bytes] = {}
         self.largest_frame = 0
         self.repeats = 0
@@ -139,7 +139,7 @@ class MiniRouter:
             ticket=len(self.tokens),
             prompt_tokens=wire.pack_tokens(prompt),
             sampling=common_pb2.SamplingParams(**sampling),
-            name_seed=b"s" * 16,
+            hash_seed=b"s" * 16,
             router_id=self.router_id,
             lease_ms=1500,
             prefill=prefill.target if prefill else None,
@@ -149,7 +149,7 @@ class MiniRouter:
         for key, value in fields.items():
             setattr(submission, key, value)
         self.tokens[name] = {}
-        self.scores[name] = ScoresIntake(len(prompt) - 1)
+        self.scores[name] = PromptLogprobsIntake(len(prompt) - 1)
         await self.send(submit=submission)
 
     async def ended(self, name: str, timeout_s: float = 20.0) -> pb.RequestEnd:
@@ -205,7 +205,7 @@ class MiniRouter:
                 assert not self.tokens.get(run.request_id), "scores come before tokens"
                 part = run.prompt_logprobs
                 intake = self.scores[run.request_id]
-                assert intake.put(part.begin, wire.scores_from_wire(part))
+                assert intake.put(part.begin, wire.prompt_logprobs_from_wire(part))
                 continue
             if run.embedding:
                 assert run.request_id not in self.vectors

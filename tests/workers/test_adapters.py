@@ -25,7 +25,7 @@ def adapters_in_use(worker: WorkerProcess) -> str:
 
 async def ask(router: MiniRouter, name: str, lora=None, prefill=None, **sampling) -> list[int]:
     seed = lora.digest if lora else b"s" * 16  # as the router does: names differ by adapter
-    await router.submit(name, PROMPT, prefill, lora, sampling=sampling, name_seed=seed)
+    await router.submit(name, PROMPT, prefill, lora, sampling=sampling, hash_seed=seed)
     end = await router.ended(name)
     assert not end.HasField("error"), end.error.message
     return router.tokens[name][0]

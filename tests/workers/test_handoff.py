@@ -76,16 +76,16 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     submission = pb.Submission(request_id="a", prompt_tokens=wire.pack_tokens(range(400)))
     submission.sampling.max_tokens = 1
     pool, peers = SimpleNamespace(geometry=geometry), AsyncMock()
-    hub, metrics, ask, ignore = Mock(), Mock(), Mock(), Mock()
+    engine, metrics, ask, ignore = Mock(), Mock(), Mock(), Mock()
     intake = HandoffIntake(
-        submission, "d/a/1", hub, pool, peers, None, metrics, ignore, ask, ignore
+        submission, "d/a/1", engine, pool, peers, None, metrics, ignore, ask, ignore
     )
     intake.on_report(ev.Reserved("d/a/1", generation=1, skip_blocks=0))
     intake._on_event(PrefillEvent(accepted=PrefillAccepted()))
     for block in range(25):
         now_s += 1
-        place = Published(layer_count=4, block_begin=block, block_count=1, valid_tokens=16)
-        intake._on_event(PrefillEvent(published=place))
+        kv_slice = Published(layer_count=4, block_begin=block, block_count=1, valid_tokens=16)
+        intake._on_event(PrefillEvent(published=kv_slice))
         intake.tick(clock.monotonic_ns())
     ask.assert_not_called()
     now_s += 11

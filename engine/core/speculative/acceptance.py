@@ -6,7 +6,7 @@ from engine.core.blocks import BlockPool
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
 from engine.core.plan import PlanRow
-from engine.core.reservations import Claims
+from engine.core.reservations import Reservations
 from engine.core.sequence import TokenSequence, blocks_for
 
 
@@ -42,16 +42,16 @@ class SpareBlocks:
     that others share.
     """
 
-    def __init__(self, pool: BlockPool, claims: Claims) -> None:
+    def __init__(self, pool: BlockPool, reservations: Reservations) -> None:
         self._pool = pool
-        self._claims = claims
+        self._reservations = reservations
         self._borrowers: list[TokenSequence] = []
 
     def lend(self, sequence: TokenSequence, guesses: int) -> int:
         """Make room for ``guesses`` tokens behind the one to be computed; returns how many fit."""
         first = sequence.computed + 1
         need = blocks_for(first + guesses) - len(sequence.blocks)
-        room = max(self._pool.available() - self._claims.reserved_blocks, 0)
+        room = max(self._pool.available() - self._reservations.reserved_blocks, 0)
         if need > 0 and room:
             borrowed = self._pool.allocate(min(need, room), sequence.blocks[-1]) or []
             sequence.blocks += borrowed

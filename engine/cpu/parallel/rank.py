@@ -23,13 +23,13 @@ from engine.core.errors import BatonError
 from engine.core.params import AdapterRef
 from engine.cpu.attention import Layout
 from engine.cpu.load import load_model
-from engine.cpu.lora import Adapter, AdapterSet
+from engine.cpu.lora import Adapter, LoadedAdapters
 from engine.cpu.parallel import rank_processes as ranks
 from engine.cpu.parallel.shard import Group, Shard
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
+from engine.ipc import die_with_parent
 from engine.loading.memory import give_back_memory
 from engine.numerics import DTYPES, Numerics
-from engine.process.step_loop import die_with_parent
 from engine.settings import EngineSettings
 
 
@@ -67,7 +67,7 @@ class Rank:
         group = Group(self._number, self._settings.tensor_parallel, store, torch.device("cpu"))
         artifact = resolve_model(self._settings.model)
         self._shard = Shard(artifact.config, self._number, group)
-        self._adapters = AdapterSet(
+        self._adapters = LoadedAdapters(
             artifact.config,
             DTYPES[self._settings.dtype],
             self._numerics,
@@ -140,7 +140,7 @@ class Rank:
         else:
             pool = memoryview(bytearray(geometry.pool_bytes))
         layout = Layout(*order.layout)
-        self._runner = TorchRunner(
+        self._runner = CpuRunner(
             self._model,
             pool,
             geometry,

@@ -32,7 +32,7 @@ from engine.core.errors import AdapterLoadError, InternalError
 from engine.core.geometry import KvGeometry
 from engine.core.params import AdapterRef
 from engine.core.plan import PlanRow
-from engine.process.messages import LENGTH, FrameReader
+from engine.ipc import LENGTH, FrameReader
 from engine.settings import EngineSettings
 
 STEP_TIMEOUT_S = 10.0

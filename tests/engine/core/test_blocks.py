@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.block_hashes import block_name, block_names, fold, name_seed
+from engine.core.block_hashes import block_hash, block_hashes, fold, hash_seed
 from engine.core.blocks import BlockPool
 
 
 def names(count: int, seed: bytes = b"s" * 16) -> list[bytes]:
-    return block_names(seed, list(range(count * 16)))
+    return block_hashes(seed, list(range(count * 16)))
 
 
 def lease_named(pool: BlockPool, count: int, seed: bytes = b"s" * 16) -> list[int]:
@@ -155,19 +155,19 @@ def test_the_block_equation_holds_whatever_happens(script):
 
 
 def test_names_cover_everything_before_them():
-    seed = name_seed(b"weights", "bf16/30x3x64/16", "exact", "", "tenant")
-    one = block_names(seed, list(range(40)))
-    other = block_names(seed, [99, *range(1, 40)])
+    seed = hash_seed(b"weights", "bf16/30x3x64/16", "exact", "", "tenant")
+    one = block_hashes(seed, list(range(40)))
+    other = block_hashes(seed, [99, *range(1, 40)])
     assert len(one) == 2, "a partial tail has no name"
     assert one[0] != other[0]
     assert one[1] != other[1], "the second block's name covers the first"
-    assert block_name(one[0], range(16, 32)) == one[1]
+    assert block_hash(one[0], range(16, 32)) == one[1]
 
 
 def test_tenants_and_formats_never_share_a_name():
     base = (b"w", "bf16/30x3x64/16", "exact", "", "a")
     changed = [
-        name_seed(
+        hash_seed(
             *(
                 f + (b"!" if isinstance(f, bytes) else "!") if i == j else f
                 for j, f in enumerate(base)
@@ -175,14 +175,14 @@ def test_tenants_and_formats_never_share_a_name():
         )
         for i in range(5)
     ]
-    assert len({name_seed(*base), *changed}) == 6
-    assert name_seed(b"w", "ab", "c") != name_seed(b"w", "a", "bc"), "fields stay apart"
+    assert len({hash_seed(*base), *changed}) == 6
+    assert hash_seed(b"w", "ab", "c") != hash_seed(b"w", "a", "bc"), "fields stay apart"
 
 
 def test_golden_name():
     """Names must be equal across processes and releases: this one is frozen."""
-    seed = name_seed(b"\x01" * 16, "bf16/30x3x64/16", "exact/test", "", "default")
-    assert block_names(seed, list(range(16)))[0].hex() == GOLDEN
+    seed = hash_seed(b"\x01" * 16, "bf16/30x3x64/16", "exact/test", "", "default")
+    assert block_hashes(seed, list(range(16)))[0].hex() == GOLDEN
 
 
 def test_fold_is_order_free_and_undoes_itself():

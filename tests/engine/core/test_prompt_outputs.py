@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import events as ev
-from engine.core.prompt_outputs import Harvest, PromptScores, ScoresIntake, bytes_per_row
+from engine.core.prompt_outputs import (
+    PromptLogprobs,
+    PromptLogprobsIntake,
+    PromptOutputs,
+    bytes_per_row,
+)
 from engine.core.sequence import Kind
 from tests.engine.core.test_scheduler import answers, ends, make_core, request, run
 
@@ -23,13 +28,13 @@ def embedded(name="e", prompt=PROMPT, kind=Kind.FULL, ticket=0, pooling="mean"):
     return made
 
 
-def harvested(events) -> dict[str, ev.Harvested]:
-    found = [event for event in events if isinstance(event, ev.Harvested)]
+def harvested(events) -> dict[str, ev.PromptOutputsReady]:
+    found = [event for event in events if isinstance(event, ev.PromptOutputsReady)]
     assert len({event.request_id for event in found}) == len(found), "told twice"
     return {event.request_id: event for event in found}
 
 
-def golden(*requests) -> dict[str, ev.Harvested]:
+def golden(*requests) -> dict[str, ev.PromptOutputsReady]:
     """Each alone, in one chunk, in a large pool."""
     found = {}
     for one in requests:
@@ -52,9 +57,9 @@ def test_they_come_before_the_first_token_and_the_answer_is_the_same():
     core.scheduler.submit(scored("a"), 0)
     plain.scheduler.submit(request("a", PROMPT), 0)
     events = run(core)
-    kinds = [type(e) for e in events if isinstance(e, ev.Harvested | ev.Tokens)]
-    assert kinds[0] is ev.Harvested
-    assert kinds.count(ev.Harvested) == 1
+    kinds = [type(e) for e in events if isinstance(e, ev.PromptOutputsReady | ev.Tokens)]
+    assert kinds[0] is ev.PromptOutputsReady
+    assert kinds.count(ev.PromptOutputsReady) == 1
     assert answers(events) == answers(run(plain))
 
 
@@ -152,23 +157,23 @@ def test_any_mix_under_preemption_gives_the_same(mix, blocks, step_tokens):
 @given(st.integers(0, 50), st.integers(0, 3), st.integers(8, 200), st.data())
 def test_slices_that_come_twice_or_again_make_one_whole(rows, wide, size, data):
     rng = np.random.default_rng(rows)
-    scores = PromptScores(wide, *(rng.bytes(4 * rows * width) for width in (1, 1, wide, wide)))
+    scores = PromptLogprobs(wide, *(rng.bytes(4 * rows * width) for width in (1, 1, wide, wide)))
     parts = list(scores.slices(size))
     assert all(
         len(part.logprobs) // 4 * bytes_per_row(wide) <= max(size, bytes_per_row(wide))
         for _, part in parts
     )
     cut = data.draw(st.integers(0, len(parts)))
-    intake = ScoresIntake(rows)
+    intake = PromptLogprobsIntake(rows)
     for begin, part in [*parts[:cut], *parts]:
         assert intake.put(begin, part)
     assert intake.complete == scores
 
 
 def test_a_missing_slice_is_noticed():
-    scores = PromptScores(0, b"\0" * 40, b"\0" * 40, b"", b"")
+    scores = PromptLogprobs(0, b"\0" * 40, b"\0" * 40, b"", b"")
     (_, _), second = list(scores.slices(40))[:2]
-    intake = ScoresIntake(10)
+    intake = PromptLogprobsIntake(10)
     assert not intake.put(*second)
     assert intake.complete is None
 
@@ -176,7 +181,7 @@ def test_a_missing_slice_is_noticed():
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6))
 def test_the_mean_is_the_same_to_the_bit_however_it_is_cut(sizes):
     rows = np.random.default_rng(5).normal(size=(sum(sizes), 7)).astype(np.float32) * 1e3
-    whole, cut = Harvest([0], None, "mean"), Harvest([0], None, "mean")
+    whole, cut = PromptOutputs([0], None, "mean"), PromptOutputs([0], None, "mean")
     whole.take([], rows)
     begin = 0
     for size in sizes:

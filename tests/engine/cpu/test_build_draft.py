@@ -10,7 +10,7 @@ from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from engine.core.speculative.proposers import SpeculationSettings
 from engine.cpu.build_draft import open_draft
 from engine.settings import EngineSettings
-from engine.text.same_vocabulary import check_same_tokens
+from engine.text.same_vocabulary import check_same_vocabulary
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL
 from tests.engine.core.test_draft_proposer import Draft
@@ -41,13 +41,13 @@ def test_a_draft_of_another_size_is_refused_by_name(
     with pytest.raises(
         ModelError, match=r"small does not fit .*vocabulary has 200 tokens, not 49152"
     ):
-        check_same_tokens(artifact, draft)
+        check_same_vocabulary(artifact, draft)
 
 
 def test_the_same_tokens_in_another_file_format_are_the_same(
     artifact: ModelArtifact, vocabulary: str, tmp_path: Path
 ) -> None:
-    check_same_tokens(artifact, resolve_model(str(random_draft(tmp_path / "d", vocabulary))))
+    check_same_vocabulary(artifact, resolve_model(str(random_draft(tmp_path / "d", vocabulary))))
 
 
 def test_a_draft_that_spells_a_token_differently_is_refused(
@@ -59,7 +59,7 @@ def test_a_draft_that_spells_a_token_differently_is_refused(
     words[one], words[two] = words[two], words[one]
     draft = random_draft(tmp_path / "d", json.dumps(described))
     with pytest.raises(ModelError, match=r"token \d+ is ' (the|of)' to it and ' (the|of)' to the"):
-        check_same_tokens(artifact, resolve_model(str(draft)))
+        check_same_vocabulary(artifact, resolve_model(str(draft)))
 
 
 def test_a_missing_draft_is_a_clear_error() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.artifacts.lora_artifact import TARGETS, AdapterArtifact, AdapterError, read_adapter
 from engine.core import events as ev
-from engine.core.block_hashes import name_seed
+from engine.core.block_hashes import hash_seed
 from engine.core.core import EngineCore
 from engine.core.errors import AdapterLoadError
 from engine.core.params import AdapterRef, SamplingParams
@@ -22,8 +22,8 @@ from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.load import load_model
-from engine.cpu.lora import AdapterSet
-from engine.cpu.runner import TorchRunner
+from engine.cpu.lora import LoadedAdapters
+from engine.cpu.runner import CpuRunner
 from engine.llm import LLM
 from engine.numerics import same_bits
 from tests.engine import tiny_models as tiny
@@ -58,7 +58,7 @@ def merged(base: dict[str, torch.Tensor], artifact: AdapterArtifact) -> dict[str
     return found
 
 
-def load_into(runner: TorchRunner, path: Path, artifact: ModelArtifact) -> str:
+def load_into(runner: CpuRunner, path: Path, artifact: ModelArtifact) -> str:
     digest = read_adapter(path, artifact.config, 64).digest.hex()
     ref = AdapterRef(path.name, digest, str(path))
     runner.adapters.add(ref, runner.adapters.prepare(ref))
@@ -66,11 +66,11 @@ def load_into(runner: TorchRunner, path: Path, artifact: ModelArtifact) -> str:
 
 
 @torch.inference_mode()
-def runner_of(artifact: ModelArtifact, dtype: str, blocks: int) -> TorchRunner:
+def runner_of(artifact: ModelArtifact, dtype: str, blocks: int) -> CpuRunner:
     model = load_model(artifact, dtype, "exact")
     geometry = geometry_of(artifact, dtype, blocks)
     layout = attention_layout(artifact, dtype, "exact")
-    return TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -166,7 +166,7 @@ def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> N
     seeded = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)
 
     def submit(name: str, adapter: str, ticket: int = 0) -> None:
-        seed = name_seed(artifact.weights_digest, "bf16", "test", adapter)
+        seed = hash_seed(artifact.weights_digest, "bf16", "test", adapter)
         request = EngineRequest(
             name, Kind.FULL, list(prompt), seeded, seed, ticket=ticket, adapter=adapter
         )
@@ -239,7 +239,7 @@ def test_what_has_changed_since_it_was_named_is_not_loaded(
     path = write_adapter(tmp_path / "lora", artifact.config, layers=(0,))
     digest = read_adapter(path, artifact.config, 64).digest.hex()
     write_adapter(path, artifact.config, layers=(0,), seed=9)
-    adapters = AdapterSet(artifact.config, torch.float32)
+    adapters = LoadedAdapters(artifact.config, torch.float32)
     with pytest.raises(AdapterLoadError, match="has changed since"):
         adapters.prepare(AdapterRef("mine", digest, str(path)))
 
@@ -252,4 +252,4 @@ def test_nan_in_an_adapter_is_refused_by_name(artifact: ModelArtifact, tmp_path:
     save_file(weights, path / "adapter_model.safetensors")
     digest = read_adapter(path, artifact.config, 64).digest.hex()
     with pytest.raises(AdapterLoadError, match=r"NaN or Inf in .*o_proj\.lora_B"):
-        AdapterSet(artifact.config, torch.float32).prepare(AdapterRef("m", digest, str(path)))
+        LoadedAdapters(artifact.config, torch.float32).prepare(AdapterRef("m", digest, str(path)))

@@ -26,7 +26,7 @@ from engine.cpu.quantised import (
     packer,
     quantise_groups,
 )
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 from engine.numerics import same_bits
 from tests.engine.conftest import Driver
 from tests.engine.cpu.test_runner import prompt_of
@@ -222,7 +222,7 @@ def make(artifact: ModelArtifact, loaded: Callable[[str], tuple[Decoder, Layout]
     def build(weights: str, kv: str) -> Driver:
         model, layout = loaded(weights)
         geometry = geometry_of(artifact, kv, 160)
-        return Driver(TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout, (2,)))
+        return Driver(CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout, (2,)))
 
     return build
 
@@ -315,7 +315,7 @@ def test_windows_norms_and_experts_go_with_it(
         for kind, kv_dtype in (("none", "bf16"), (weights, kv)):
             model = load_model(artifact, "bf16", "exact", quantisation=kind)
             geometry = geometry_of(artifact, kv_dtype, 8)
-            runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+            runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
             plan = StepPlan((PlanRow(0, tokens, 0, range(6)),))
             hidden[kind] = runner.hidden(plan)[0]
     assert relative_error(hidden[weights], hidden["none"]) < {"int8": 0.15, "int4": 0.7}[weights]

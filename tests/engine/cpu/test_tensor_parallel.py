@@ -35,10 +35,9 @@ from engine.cpu.parallel.rank_processes import (
 )
 from engine.cpu.parallel.selftest import product_split_fault
 from engine.cpu.parallel.shard import lead
+from engine.ipc import FrameReader, map_pool
 from engine.models.split import splits_of
 from engine.numerics import same_bits
-from engine.process.messages import FrameReader
-from engine.process.step_loop import map_pool
 from engine.settings import EngineSettings
 from tests.engine.conftest import MODEL, Driver
 from tests.engine.lora_files import write_adapter
@@ -267,7 +266,7 @@ def test_a_rank_goes_on_with_its_steps_while_it_reads_an_adapter(
 ) -> None:
     store, stepped = SlowAdapters(), threading.Event()
     monkeypatch.setattr("engine.cpu.parallel.rank.Group", lambda *_: SimpleNamespace(ranks=2))
-    monkeypatch.setattr("engine.cpu.parallel.rank.AdapterSet", lambda *_: store)
+    monkeypatch.setattr("engine.cpu.parallel.rank.LoadedAdapters", lambda *_: store)
     (leader, theirs), (desk, their_desk) = socket.socketpair(), socket.socketpair()
     desk.settimeout(10)
     rank = Rank(1, theirs, their_desk, -1, EngineSettings(model=tiny, tensor_parallel=2))

@@ -10,7 +10,7 @@ from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 from engine.cuda.runner import CudaRunner
 from tests.engine.core.guesses import FreeGuesses
 from tests.engine.cuda import tiny
@@ -24,7 +24,7 @@ REQUESTS = [
 ]
 
 
-def answers(runner: CudaRunner | TorchRunner, *, guess: bool) -> dict[tuple[str, int], list[int]]:
+def answers(runner: CudaRunner | CpuRunner, *, guess: bool) -> dict[tuple[str, int], list[int]]:
     speculation = Speculation(NgramProposer(), 4, FreeGuesses()) if guess else None
     core = EngineCore(runner, SchedulerConfig(4, 24), speculation=speculation)
     for number, (prompt, params) in enumerate(REQUESTS):

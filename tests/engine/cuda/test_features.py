@@ -11,8 +11,8 @@ from engine.artifacts.lora_artifact import TARGETS, read_adapter
 from engine.core.errors import GrammarError
 from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import MEAN, Harvest
-from engine.cpu.runner import TorchRunner
+from engine.core.prompt_outputs import MEAN, PromptOutputs
+from engine.cpu.runner import CpuRunner
 from engine.cuda.runner import CudaRunner
 from engine.numerics import same_bits
 from engine.sampling.grammars import Grammars
@@ -120,16 +120,16 @@ def test_what_a_grammar_lets_guesses_be() -> None:
 def test_scores_and_embeddings_are_those_of_the_cpu(cut: int) -> None:
     size, text = tiny.geometry(C, "fp32").pool_bytes, tiny.tokens(14)
 
-    def harvest(runner: CudaRunner | TorchRunner) -> Harvest:
-        found = Harvest(text, 2, MEAN)
+    def prompt_outputs(runner: CudaRunner | CpuRunner) -> PromptOutputs:
+        found = PromptOutputs(text, 2, MEAN)
         for start, end in ((0, cut), (cut, 14)):
             samples = (SampleSpec(0, GREEDY, text, 14),) if end == 14 else ()
-            row = PlanRow(1, text[start:end], start, [3], samples, harvest=found)
+            row = PlanRow(1, text[start:end], start, [3], samples, prompt_outputs=found)
             runner.execute(StepPlan((row,)))
         return found
 
-    mine = harvest(tiny.cuda_runner(C, "fp32", bytearray(size)))
-    theirs = harvest(tiny.torch_runner(C, "fp32", bytearray(size)))
+    mine = prompt_outputs(tiny.cuda_runner(C, "fp32", bytearray(size)))
+    theirs = prompt_outputs(tiny.torch_runner(C, "fp32", bytearray(size)))
     left, right = mine.scores(), theirs.scores()
     assert left is not None
     assert right is not None

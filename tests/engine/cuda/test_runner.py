@@ -9,7 +9,7 @@ import torch
 from engine.core.errors import InternalError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda.host_pool import PoolMirror
+from engine.cuda.host_pool import HostPoolSync
 from engine.cuda.sampler import on_device
 from tests.engine.cuda import tiny
 
@@ -84,7 +84,7 @@ def test_kv_that_others_wrote_into_the_pool_is_used_also_in_pages_used_before() 
 
 def test_pages_that_the_device_wrote_are_not_brought_in_again() -> None:
     host, device = torch.zeros(1, 2, 4, 16, 1, 2), torch.zeros(1, 2, 4, 16, 1, 2)
-    mirror = PoolMirror(host, device)
+    mirror = HostPoolSync(host, device)
     mirror.before(StepPlan((PlanRow(1, [7, 8, 9], 16, [0, 2], guesses=2),)))
     host[:] = 1.0  # nobody does that, so one sees what is copied
     mirror.before(StepPlan((PlanRow(1, [5], 17, [0, 2]),)))  # both guesses were wrong

@@ -10,7 +10,7 @@ from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cpu import selftest
 from engine.cpu.decoder import Decoder
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 from engine.cuda.build import make_decoder
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.lora import CudaAdapters
@@ -88,11 +88,11 @@ def cuda_runner(
 
 def torch_runner(
     c: ModelConfig, dtype: str, pool: bytearray, grammars: Grammars | None = None
-) -> TorchRunner:
+) -> CpuRunner:
     model = Decoder(c, weights(c, dtype), DTYPES[dtype])
     layout = selftest.fast_layout(c.num_heads // c.num_kv_heads)
     shape = geometry(c, dtype)
-    return TorchRunner(model, pool, shape, layout, c.eos_token_ids, grammars=grammars)
+    return CpuRunner(model, pool, shape, layout, c.eos_token_ids, grammars=grammars)
 
 
 @functools.cache
@@ -119,5 +119,5 @@ def row(
     return PlanRow(sequence, list(all_tokens[start:end]), start, table[: -(-end // BLOCK)], specs)
 
 
-def step(runner: CudaRunner | TorchRunner, *rows: PlanRow) -> list[list[SampledToken]]:
+def step(runner: CudaRunner | CpuRunner, *rows: PlanRow) -> list[list[SampledToken]]:
     return runner.execute(StepPlan(rows))

@@ -17,7 +17,7 @@ from engine.artifacts.artifact import ModelError, resolve_model
 from engine.core.plan import PlanRow, StepPlan
 from engine.cpu.build import attention_layout, geometry_of, verify_exact
 from engine.cpu.load import load_model
-from engine.cpu.runner import TorchRunner
+from engine.cpu.runner import CpuRunner
 from engine.numerics import same_bits
 
 pytest.importorskip("transformers")
@@ -38,7 +38,7 @@ def logits_of(
         model = load_model(artifact, "fp32", "fast", cache_dir=cache)
         geometry = geometry_of(artifact, "fp32", 32)
         layout = attention_layout(artifact, "fp32", "fast")
-        runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
         blocks = [(7 * i) % 32 for i in range(-(-len(tokens) // 16))]
         ends = [*cuts, len(tokens)]
         parts = []
@@ -168,7 +168,7 @@ def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path) -> No
         model = load_model(artifact, "bf16", "exact")
         layout = attention_layout(artifact, "bf16", "exact")
     geometry = geometry_of(artifact, "bf16", 64)
-    runner = TorchRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     rows = [PlanRow(i, tiny.tokens(20 + i), 0, [2 * i, 2 * i + 1]) for i in range(11)]
     alone = [runner.hidden(StepPlan((row,)))[0] for row in rows]
     for batch in (rows, rows[3:8], rows[::-2]):

@@ -3,7 +3,7 @@
 import random
 
 from engine.core.params import AdapterRef
-from engine.process.adapter_cache import AdapterRoom
+from engine.process.adapter_cache import AdapterCache
 
 
 def ref(name: str) -> AdapterRef:
@@ -14,7 +14,7 @@ class Engine:
     """A room, and what would be in memory."""
 
     def __init__(self, max_loaded: int) -> None:
-        self.room: AdapterRoom[str] = AdapterRoom(max_loaded)
+        self.room: AdapterCache[str] = AdapterCache(max_loaded)
         self.max_loaded = max_loaded
         self.held: set[str] = set()
         self.loading: list[str] = []

@@ -7,7 +7,7 @@ from engine.core.errors import AdapterLoadError
 from engine.core.events import Ended
 from engine.core.params import AdapterRef, SamplingParams
 from engine.process import messages as ipc
-from engine.process.adapter_loader import AdapterDesk
+from engine.process.adapter_loader import AdapterLoader
 
 
 class Store:
@@ -29,11 +29,13 @@ def submit(request_id: str, adapter: str) -> ipc.Submit:
     return ipc.Submit(request_id, "full", b"", params, b"", 0, 0, adapter=ref)
 
 
-def rings(desk: AdapterDesk, within_s: float) -> bool:
+def rings(desk: AdapterLoader, within_s: float) -> bool:
     return bool(select.select([desk], [], [], within_s)[0])
 
 
-def advance_until(desk: AdapterDesk, done: Callable[[list[ipc.Submit]], bool]) -> list[ipc.Submit]:
+def advance_until(
+    desk: AdapterLoader, done: Callable[[list[ipc.Submit]], bool]
+) -> list[ipc.Submit]:
     ready = desk.advance()
     while not done(ready):
         assert rings(desk, 5.0)
@@ -46,7 +48,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests() -> None:
         def prepare(self, ref: AdapterRef) -> str:
             raise AdapterLoadError("rank 1 cannot read it")
 
-    desk = AdapterDesk(max_loaded=1)
+    desk = AdapterLoader(max_loaded=1)
     desk.open(Unreadable())
     desk.want(submit("first", "a"))
     assert desk.advance() == []
@@ -58,7 +60,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests() -> None:
 
 
 def test_a_place_that_falls_free_wakes_the_idle_loop() -> None:
-    desk = AdapterDesk(max_loaded=1)
+    desk = AdapterLoader(max_loaded=1)
     desk.open(Store())
     desk.want(submit("first", "a"))
     (first,) = advance_until(desk, bool)

@@ -11,7 +11,7 @@ from engine.core import events as ev
 from engine.core.params import SamplingParams
 from engine.process import messages as ipc
 from engine.process.step_loop import EMULATED, EngineProcess
-from engine.sampling.grammars import CompileDesk, Grammars
+from engine.sampling.grammars import GrammarCompileQueue, Grammars
 from engine.text.grammar import Vocabulary, translate
 
 
@@ -24,7 +24,7 @@ def engine(monkeypatch):
     grammars = Grammars(lambda: letters, 256)
 
     def with_grammars(self):
-        self._desk = CompileDesk(grammars)
+        self._desk = GrammarCompileQueue(grammars)
         return build(self)
 
     monkeypatch.setattr(EngineProcess, "_build_emulated", with_grammars)

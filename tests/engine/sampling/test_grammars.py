@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.errors import GrammarError
 from engine.core.params import SamplingParams
 from engine.core.plan import SampleSpec
-from engine.sampling.grammars import CompileDesk, Grammars
+from engine.sampling.grammars import GrammarCompileQueue, Grammars
 from engine.text.grammar import GrammarCompiler, Vocabulary, translate, vocabulary_of
 from engine.text.tokenizer import load_tokenizer
 
@@ -108,7 +108,7 @@ def test_a_matcher_that_failed_is_replaced(grammars, tokenizer):
 
 
 def test_the_desk_compiles_beside_the_step_loop(grammars):
-    desk: CompileDesk[str] = CompileDesk(grammars)
+    desk: GrammarCompileQueue[str] = GrammarCompileQueue(grammars)
     desk.add("good", "one", translate("regex", "[a-f]+"))
     desk.add("bad", "two", "start: missing")
     desk.add("gone", "three", translate("regex", "[g-k]+"))
@@ -126,7 +126,7 @@ def test_the_desk_compiles_beside_the_step_loop(grammars):
 def test_no_step_compiles_however_many_grammars_are_live(monkeypatch):
     letters = Vocabulary([bytes([i]) for i in range(256)], [0], [0])
     grammars = Grammars(lambda: letters, 256)
-    desk: CompileDesk[str] = CompileDesk(grammars)
+    desk: GrammarCompileQueue[str] = GrammarCompileQueue(grammars)
     live = {f"request {i}": translate("regex", f"x{{{i + 1}}}y") for i in range(150)}
     for name, grammar in live.items():
         desk.add(name, name, grammar)

@@ -6,30 +6,36 @@ That they are right says ``test_against_transformers.py``; more of exactness is 
 import pytest
 
 from engine.core.plan import PlanRow, StepPlan
-from engine.core.prompt_outputs import Harvest
+from engine.core.prompt_outputs import PromptOutputs
 from tests.engine.conftest import BLOCK, Driver
 
 TOKENS = [(7919 * i + 13) % 40_000 for i in range(45)]
 
 
-def harvests() -> list[Harvest]:
+def takes_prompt_outputs() -> list[PromptOutputs]:
     return [
-        Harvest(TOKENS, 2, "mean"),
-        Harvest(TOKENS, 2, "last"),
+        PromptOutputs(TOKENS, 2, "mean"),
+        PromptOutputs(TOKENS, 2, "last"),
     ]
 
 
-def found(gathered: list[Harvest]) -> list[object]:
-    return [part for harvest in gathered for part in (harvest.scores(), harvest.vector())]
+def found(gathered: list[PromptOutputs]) -> list[object]:
+    return [
+        part
+        for prompt_outputs in gathered
+        for part in (prompt_outputs.scores(), prompt_outputs.vector())
+    ]
 
 
 @pytest.fixture(scope="module")
 def whole(make_driver):
     driver: Driver = make_driver()
-    gathered = harvests()
-    for harvest in gathered:
+    gathered = takes_prompt_outputs()
+    for prompt_outputs in gathered:
         table = driver.blocks(len(TOKENS))
-        driver.runner.execute(StepPlan((PlanRow(1, TOKENS, 0, table, (), harvest=harvest),)))
+        driver.runner.execute(
+            StepPlan((PlanRow(1, TOKENS, 0, table, (), prompt_outputs=prompt_outputs),))
+        )
     return found(gathered)
 
 
@@ -37,13 +43,13 @@ def whole(make_driver):
 def test_chunks_blocks_and_neighbours_do_not_show(make_driver, whole, chunks):
     driver: Driver = make_driver()
     other = driver.blocks(200)
-    gathered = harvests()
-    for harvest in gathered:
+    gathered = takes_prompt_outputs()
+    for prompt_outputs in gathered:
         table, start = driver.blocks(len(TOKENS), scattered=True), 0
         for size in (*chunks, len(TOKENS) - sum(chunks)):
             end = start + size
             blocks = table[: -(-end // BLOCK)]
-            row = PlanRow(1, TOKENS[start:end], start, blocks, (), harvest=harvest)
+            row = PlanRow(1, TOKENS[start:end], start, blocks, (), prompt_outputs=prompt_outputs)
             beside = driver.row([5] * 200, start, end, other)
             driver.runner.execute(StepPlan((row, beside)))
             start = end

@@ -13,7 +13,7 @@ from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNot
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry, RegistryUnavailableError
 from router.adapter_table import AdapterEntry, AdapterTable
-from router.placement.prompt_hashes import NameCache
+from router.placement.prompt_hashes import BlockHashCache
 from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
 from tests.router.conftest import MODEL, events_of
@@ -61,7 +61,7 @@ async def test_a_loaded_adapter_is_a_model_until_it_is_unloaded(make_fleet, serv
     assert [s.adapter.name for s in with_it] == ["pirate", "pirate", "", "pirate"]
     assert with_it[0].adapter.path == str(path)
     assert with_it[0].adapter.digest == bytes.fromhex(served.adapters.find("pirate").digest)
-    assert with_it[0].name_seed == with_it[1].name_seed != with_it[2].name_seed
+    assert with_it[0].hash_seed == with_it[1].hash_seed != with_it[2].hash_seed
     assert not with_it[2].HasField("adapter")
     explained = await fleet.http.get(f"/fleet/requests/{told.json()['id']}")
     assert explained.json()["adapter"] == "pirate"
@@ -148,7 +148,7 @@ async def test_where_there_are_keys_a_key_is_needed(make_fleet, served, path):
 
 
 def test_names_of_blocks_differ_by_adapter(artifact, served):
-    cache = NameCache()
+    cache = BlockHashCache()
     link = SimpleNamespace(weights_digest=b"w" * 16, kv_groups=[], numerics_id="exact/x")
     seeds = {
         cache.seed(SimpleNamespace(adapter_digest=digest, cache_scope="team\0"), link)

@@ -288,7 +288,7 @@ async def test_tenant_and_salt_separate_caches(fleet):
     ]:
         await fleet.complete("hi", headers=headers, max_tokens=1, **body)
     submissions = [s for w in fleet.workers.values() for s in w.submissions]
-    seeds = [s.name_seed for s in sorted(submissions, key=lambda s: s.ticket)]
+    seeds = [s.hash_seed for s in sorted(submissions, key=lambda s: s.ticket)]
     assert seeds[0] == seeds[1]
     assert len(set(seeds)) == 4
     assert {s.tenant for s in submissions} == {"default", "b"}

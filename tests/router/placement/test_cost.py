@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from registry.types import EventBatch
 from router.placement.booked_load import LoadBook
 from router.placement.cost import PRIOR_ADAPTER_LOAD_S, Edge, Terms, WorkerLoad, candidates, choose
-from router.placement.prefix_index import Mirror
+from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_load import load_of
 
 TRACE = Path(__file__).with_name("conversation_sample.jsonl")
@@ -187,7 +187,7 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
     """
     rows = [json.loads(line) for line in TRACE.read_text().splitlines()]
     nodes, rate, reused = 8, 8000.0, 0
-    mirror, generator = Mirror(), random.Random(3)
+    prefix_index, generator = PrefixIndex(), random.Random(3)
     names = [f"decode-{i}" for i in range(nodes)]
     sequences, work, busy_until_s = [0] * nodes, [0.0] * nodes, [0.0] * nodes
     seen: set[bytes] = set()
@@ -201,7 +201,7 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
             worker(
                 name,
                 queued_tokens=int(max(busy_until_s[i] - now_s, 0) * rate),
-                cached_blocks=mirror.prefix_blocks(name.encode(), blocks),
+                cached_blocks=prefix_index.prefix_blocks(name.encode(), blocks),
                 prefill_tokens_per_s=rate,
             )
             for i, name in enumerate(names)
@@ -213,7 +213,7 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
         )
         node = names.index(best.decode.worker_id)
         sequences[node] += 1
-        mirror.apply(
+        prefix_index.apply(
             EventBatch(
                 incarnation=names[node].encode(), sequence=sequences[node], stored=tuple(blocks)
             )

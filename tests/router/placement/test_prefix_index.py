@@ -5,9 +5,9 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.block_hashes import block_names, name_seed
-from registry.types import EventBatch, Forget, Heartbeat, Snapshot, names_checksum
-from router.placement.prefix_index import Applied, Mirror
+from engine.core.block_hashes import block_hashes, hash_seed
+from registry.types import EventBatch, Forget, Heartbeat, Snapshot, hashes_checksum
+from router.placement.prefix_index import Applied, PrefixIndex
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -31,77 +31,77 @@ def snapshot(sequence: int, names, incarnation=A) -> Snapshot:
 
 
 def test_batches_in_order_are_applied():
-    mirror = Mirror()
-    assert mirror.apply(batch(1, stored=[1, 2, 3])) is Applied.DONE
-    assert mirror.apply(batch(2, stored=[4], removed=[2])) is Applied.DONE
-    assert mirror.names_of(A) == {name(1), name(3), name(4)}
-    mirror.apply(batch(3, stored=[9], cleared=True))
-    assert mirror.names_of(A) == {name(9)}
-    assert mirror.apply(batch(2, stored=[50])) is Applied.OLD
+    prefix_index = PrefixIndex()
+    assert prefix_index.apply(batch(1, stored=[1, 2, 3])) is Applied.DONE
+    assert prefix_index.apply(batch(2, stored=[4], removed=[2])) is Applied.DONE
+    assert prefix_index.names_of(A) == {name(1), name(3), name(4)}
+    prefix_index.apply(batch(3, stored=[9], cleared=True))
+    assert prefix_index.names_of(A) == {name(9)}
+    assert prefix_index.apply(batch(2, stored=[50])) is Applied.OLD
 
 
 def test_a_hole_asks_for_a_snapshot_and_what_came_meanwhile_is_not_lost():
-    mirror = Mirror()
-    mirror.apply(batch(1, stored=[1]))
-    assert mirror.apply(batch(3, stored=[3])) is Applied.SNAPSHOT_NEEDED
-    assert mirror.apply(batch(4, stored=[4])) is Applied.SNAPSHOT_NEEDED
-    assert mirror.waits_for_snapshot(A)
-    assert mirror.apply(snapshot(3, [1, 2, 3])) is Applied.DONE
-    assert mirror.names_of(A) == {name(1), name(2), name(3), name(4)}
-    assert not mirror.waits_for_snapshot(A)
+    prefix_index = PrefixIndex()
+    prefix_index.apply(batch(1, stored=[1]))
+    assert prefix_index.apply(batch(3, stored=[3])) is Applied.SNAPSHOT_NEEDED
+    assert prefix_index.apply(batch(4, stored=[4])) is Applied.SNAPSHOT_NEEDED
+    assert prefix_index.waits_for_snapshot(A)
+    assert prefix_index.apply(snapshot(3, [1, 2, 3])) is Applied.DONE
+    assert prefix_index.names_of(A) == {name(1), name(2), name(3), name(4)}
+    assert not prefix_index.waits_for_snapshot(A)
 
 
 def test_a_lost_tail_is_noticed_by_the_heartbeat():
-    mirror = Mirror()
-    mirror.apply(batch(1, stored=[1]))
-    good = Heartbeat(incarnation=A, sequence=1, checksum=names_checksum([name(1)]))
-    assert mirror.apply(good) is Applied.DONE
+    prefix_index = PrefixIndex()
+    prefix_index.apply(batch(1, stored=[1]))
+    good = Heartbeat(incarnation=A, sequence=1, checksum=hashes_checksum([name(1)]))
+    assert prefix_index.apply(good) is Applied.DONE
     later = Heartbeat(incarnation=A, sequence=2, checksum=0)
-    assert mirror.apply(later) is Applied.SNAPSHOT_NEEDED
-    mirror.apply(snapshot(2, []))
+    assert prefix_index.apply(later) is Applied.SNAPSHOT_NEEDED
+    prefix_index.apply(snapshot(2, []))
     wrong = Heartbeat(incarnation=A, sequence=2, checksum=77)
-    assert mirror.apply(wrong) is Applied.SNAPSHOT_NEEDED
-    assert mirror.gaps == 2
+    assert prefix_index.apply(wrong) is Applied.SNAPSHOT_NEEDED
+    assert prefix_index.gaps == 2
 
 
 def test_an_old_snapshot_is_not_believed():
-    mirror = Mirror()
+    prefix_index = PrefixIndex()
     for sequence in range(1, 6):
-        mirror.apply(batch(sequence, stored=[sequence]))
-    assert mirror.apply(snapshot(2, [99])) is Applied.OLD
-    assert name(99) not in mirror.names_of(A)
+        prefix_index.apply(batch(sequence, stored=[sequence]))
+    assert prefix_index.apply(snapshot(2, [99])) is Applied.OLD
+    assert name(99) not in prefix_index.names_of(A)
 
 
 def test_forgetting_is_one_step_however_much_was_held():
-    mirror = Mirror()
-    mirror.apply(snapshot(1, range(200_000)))
-    mirror.apply(batch(1, stored=[1], incarnation=B))
+    prefix_index = PrefixIndex()
+    prefix_index.apply(snapshot(1, range(200_000)))
+    prefix_index.apply(batch(1, stored=[1], incarnation=B))
     names = [name(1)]
-    assert mirror.prefix_blocks(A, names) == mirror.prefix_blocks(B, names) == 1
+    assert prefix_index.prefix_blocks(A, names) == prefix_index.prefix_blocks(B, names) == 1
     began_s = time.perf_counter()
-    mirror.apply(Forget(incarnation=A))
+    prefix_index.apply(Forget(incarnation=A))
     assert time.perf_counter() - began_s < 0.2
-    assert mirror.prefix_blocks(A, names) == 0
-    assert mirror.prefix_blocks(B, names) == 1
-    assert mirror.total_names == 1
+    assert prefix_index.prefix_blocks(A, names) == 0
+    assert prefix_index.prefix_blocks(B, names) == 1
+    assert prefix_index.total_names == 1
 
 
 def test_it_is_bounded():
-    mirror = Mirror(max_names=10, max_incarnations=3)
-    mirror.apply(batch(1, stored=range(50)))
-    assert mirror.total_names == 10
+    prefix_index = PrefixIndex(max_names=10, max_incarnations=3)
+    prefix_index.apply(batch(1, stored=range(50)))
+    assert prefix_index.total_names == 10
     for number in range(20):
-        mirror.apply(batch(1, stored=[1], incarnation=name(number)))
-    assert mirror.total_names <= 12
+        prefix_index.apply(batch(1, stored=[1], incarnation=name(number)))
+    assert prefix_index.total_names <= 12
 
 
 def test_the_prefix_counts_from_the_first_block_to_the_first_hole():
-    seed = name_seed(b"w" * 16, "bf16/30x3x64/16", "exact", "", "tenant")
-    names = block_names(seed, list(range(100)))
-    mirror = Mirror()
-    mirror.apply(EventBatch(incarnation=A, sequence=1, stored=(*names[:3], names[4])))
-    assert mirror.prefix_blocks(A, names) == 3
-    assert mirror.prefix_blocks(B, names) == 0
+    seed = hash_seed(b"w" * 16, "bf16/30x3x64/16", "exact", "", "tenant")
+    names = block_hashes(seed, list(range(100)))
+    prefix_index = PrefixIndex()
+    prefix_index.apply(EventBatch(incarnation=A, sequence=1, stored=(*names[:3], names[4])))
+    assert prefix_index.prefix_blocks(A, names) == 3
+    assert prefix_index.prefix_blocks(B, names) == 0
 
 
 NAMES = st.lists(st.integers(0, 15), max_size=4)
@@ -114,7 +114,7 @@ NAMES = st.lists(st.integers(0, 15), max_size=4)
     snapshot_delay=st.integers(0, 5),
 )
 def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fates, snapshot_delay):
-    mirror, truth = Mirror(), set()
+    prefix_index, truth = PrefixIndex(), set()
     late: list[EventBatch] = []
     due: list[tuple[int, Snapshot]] = []
     for step, ((stored, removed, cleared), fate) in enumerate(
@@ -129,39 +129,39 @@ def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fat
         if fate == "late":
             late.append(item)
         elif fate != "lose":
-            told = [mirror.apply(item)] * 1
+            told = [prefix_index.apply(item)] * 1
         if fate == "twice":
-            mirror.apply(item)
+            prefix_index.apply(item)
         if Applied.SNAPSHOT_NEEDED in told:
             whole = Snapshot(incarnation=A, sequence=step, names=frozenset(truth))
             due.append((step + snapshot_delay, whole))
         for when, whole in list(due):
             if when <= step:
-                mirror.apply(whole)
+                prefix_index.apply(whole)
                 due.remove((when, whole))
         if late and step % 3 == 0:
-            mirror.apply(late.pop())
+            prefix_index.apply(late.pop())
     last = len(changes)
-    beat = Heartbeat(incarnation=A, sequence=last, checksum=names_checksum(truth))
-    if mirror.apply(beat) is Applied.SNAPSHOT_NEEDED:
-        mirror.apply(Snapshot(incarnation=A, sequence=last, names=frozenset(truth)))
-    assert mirror.names_of(A) == truth
-    assert mirror.apply(beat) is Applied.DONE
+    beat = Heartbeat(incarnation=A, sequence=last, checksum=hashes_checksum(truth))
+    if prefix_index.apply(beat) is Applied.SNAPSHOT_NEEDED:
+        prefix_index.apply(Snapshot(incarnation=A, sequence=last, names=frozenset(truth)))
+    assert prefix_index.names_of(A) == truth
+    assert prefix_index.apply(beat) is Applied.DONE
 
 
 def test_what_was_just_placed_counts_until_it_should_have_come():
-    mirror = Mirror()
+    prefix_index = PrefixIndex()
     names = [b"a", b"b"]
-    mirror.expect(A, names, now_ns=0)
-    assert mirror.prefix_blocks(A, names, now_ns=1) == 2
-    assert mirror.prefix_blocks(B, names, now_ns=1) == 0
-    assert mirror.prefix_blocks(A, names) == 0  # nothing was told yet
-    assert mirror.prefix_blocks(A, names, now_ns=3_000_000_000) == 0
+    prefix_index.expect(A, names, now_ns=0)
+    assert prefix_index.prefix_blocks(A, names, now_ns=1) == 2
+    assert prefix_index.prefix_blocks(B, names, now_ns=1) == 0
+    assert prefix_index.prefix_blocks(A, names) == 0  # nothing was told yet
+    assert prefix_index.prefix_blocks(A, names, now_ns=3_000_000_000) == 0
 
 
 def test_expectations_are_bounded_and_old_ones_leave():
-    mirror = Mirror()
+    prefix_index = PrefixIndex()
     for second in range(5):
         many = [f"{second}/{i}".encode() for i in range(30_000)]
-        mirror.expect(A, many, now_ns=second * 1_000_000_000)
-    assert len(mirror._expected) <= 65_536
+        prefix_index.expect(A, many, now_ns=second * 1_000_000_000)
+    assert len(prefix_index._expected) <= 65_536

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from config.fleet_file import DEFAULT_MODEL
-from engine.core.block_hashes import block_names
+from engine.core.block_hashes import block_hashes
 from fleet.local.redis_server import EmbeddedRedis
 from registry.kv_events import EventFeed, KvEventPublisher
 from registry.redis_store import Registry
@@ -58,12 +58,12 @@ async def place(router: Router, count: int) -> list[str]:
         [request] = preparer.completions(
             body, read_headers({}, router.settings), time.monotonic_ns()
         )
-        bell = asyncio.Event()
-        flight = router.requests.gateway.submit(request, bell)
-        while not flight.record.ended:
-            bell.clear()
-            await bell.wait()
-        went.append(flight.decode_id)
+        wakeup = asyncio.Event()
+        active = router.requests.gateway.submit(request, wakeup)
+        while not active.record.ended:
+            wakeup.clear()
+            await wakeup.wait()
+        went.append(active.decode_id)
         await asyncio.sleep(0.15)  # until the next report
     return went
 
@@ -90,18 +90,20 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
 
         await place(routers[0], 1)
         await asyncio.sleep(2.1)  # what that placement promised is forgotten: nothing came of it
-        seed = next(s for w in workers for s in w.submissions).name_seed
-        names = block_names(seed, model.tokenizer.encode(PROMPT))
+        seed = next(s for w in workers for s in w.submissions).hash_seed
+        names = block_hashes(seed, model.tokenizer.encode(PROMPT))
         publishers[2].publish(stored=names, removed=[])
         for router in routers:
             held = workers[2].incarnation
-            await until(lambda r=router, h=held: r.mirror.prefix_blocks(h, names) == len(names))
+            await until(
+                lambda r=router, h=held: r.prefix_index.prefix_blocks(h, names) == len(names)
+            )
             assert await place(router, 5) == ["decode-2"] * 5
 
         # A router that thought the worker dead learns again what it holds.
         routers[0].gateway.workers.link("decode-2").die("a mistake")
-        assert routers[0].mirror.prefix_blocks(held, names) == 0
-        await until(lambda: routers[0].mirror.prefix_blocks(held, names) == len(names))
+        assert routers[0].prefix_index.prefix_blocks(held, names) == 0
+        await until(lambda: routers[0].prefix_index.prefix_blocks(held, names) == len(names))
         await until(lambda: len(routers[0].gateway.workers.usable) == 3)
 
         redis_server.kill()
@@ -115,10 +117,10 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
 
 def test_a_request_names_its_blocks_once_for_all_workers(model):
     """Seeds depend on the scope and the format, and on nothing that differs between workers."""
-    from router.placement.prompt_hashes import NameCache
+    from router.placement.prompt_hashes import BlockHashCache
     from tests.router.emulated_worker import KV_GROUP
 
-    cache = NameCache()
+    cache = BlockHashCache()
     capabilities = SimpleNamespace(
         kv_groups=[KV_GROUP], numerics_id="exact/x", weights_digest=b"w" * 16
     )

@@ -334,10 +334,10 @@ class TestFaultsOfOurOwn:
         gateway = fleet.router.gateway
         place, faults = gateway._placer.place, [OverflowError("too large")]
 
-        def broken(flight, avoid):
+        def broken(active, avoid):
             if faults:
                 raise faults.pop()
-            return place(flight, avoid)
+            return place(active, avoid)
 
         monkeypatch.setattr(gateway._placer, "place", broken)
         response = await fleet.cli.chat()

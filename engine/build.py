@@ -1,0 +1,1 @@
+"""From settings to an engine that is proven to compute: chooses the backend, which does the rest."""

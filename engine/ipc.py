@@ -1,0 +1,60 @@
+"""Between the processes of one engine: frames on a socket, the pool's memory, dying together.
+
+A frame is a 4-byte little-endian length and a msgpack list of messages. KV never passes in one:
+the processes map the same memory.
+"""
+
+import ctypes
+import mmap
+import os
+import signal
+import struct
+from typing import Generic, TypeVar
+
+import msgspec
+
+from engine.core.geometry import KvGeometry
+
+LENGTH = struct.Struct("<I")
+
+
+M = TypeVar("M")
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+class FrameReader(Generic[M]):
+    """Cuts a byte stream into messages; feed it whatever arrived.
+
+    Args:
+        decoder: For a list of messages.
+    """
+
+    def __init__(self, decoder: "msgspec.msgpack.Decoder[list[M]]") -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[M]:
+        """Complete messages, in order."""
+        self._buffer += data
+        found: list[M] = []
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if len(self._buffer) < LENGTH.size + length:
+                break
+            body = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
+            del self._buffer[: LENGTH.size + length]
+            found += self._decoder.decode(body)
+        return found
+
+
+def die_with_parent() -> None:
+    """Ask Linux for SIGKILL when the parent dies, so that no step loop is ever left behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def map_pool(pool_fd: int, geometry: KvGeometry) -> memoryview:
+    """Size the memory file for ``geometry`` and map it, writable and shared."""
+    os.ftruncate(pool_fd, geometry.pool_bytes)
+    return memoryview(mmap.mmap(pool_fd, geometry.pool_bytes))
