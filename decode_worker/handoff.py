@@ -16,13 +16,13 @@ from decode_worker.prefill_link import SILENCE_S, PrefillStream
 from engine.core import events as ev
 from engine.core.params import SampledToken
 from engine.core.prompt_outputs import PromptLogprobsIntake
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.handle import EngineHandle
 from kvtransfer import chunk, receiver
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from telemetry.metrics import Metrics
-from wire import codecs as wire
+from wire import codecs
 
 
 class HandoffIntake:
@@ -140,7 +140,7 @@ class HandoffIntake:
                 case receiver.Open():
                     self._open_stream(action)
                 case receiver.Bind():
-                    send(ipc.Bind(self._engine_id, action.generation))
+                    send(messages.Bind(self._engine_id, action.generation))
                 case receiver.Pull():
                     self._spawn(self._pull(action, self.target, self._machine.generation))
                 case receiver.Commit():
@@ -153,10 +153,10 @@ class HandoffIntake:
                     self._metrics.inc("baton_transfers", outcome="failed")
                     self._on_ask(action.reason, action.peer_died)
                 case receiver.Drained():
-                    send(ipc.Drained(self._engine_id, action.generation))
+                    send(messages.Drained(self._engine_id, action.generation))
                 case receiver.TakeOver():
                     self.taken_over = True
-                    send(ipc.ComputeLocally(self._engine_id, self._first_ids()))
+                    send(messages.ComputeLocally(self._engine_id, self._first_ids()))
 
     def _first_ids(self) -> tuple[int | None, ...] | None:
         if self.first is None:
@@ -172,7 +172,9 @@ class HandoffIntake:
         if self._pulling_since_ns:
             self.transfer_ns = time.monotonic_ns() - self._pulling_since_ns
             seconds = self.transfer_ns / 1e9
-        self._engine.client.send(ipc.Commit(self._engine_id, generation, self._first_ids() or ()))
+        self._engine.client.send(
+            messages.Commit(self._engine_id, generation, self._first_ids() or ())
+        )
         if not self.submission.probe:
             self._on_commit(self.payload_bytes)
             self._metrics.inc("baton_transfers", outcome="committed")
@@ -307,7 +309,7 @@ class HandoffIntake:
         """First tokens are facts once sent: those of a second prefill worker change nothing."""
         if message.HasField("prompt_logprobs"):
             part = message.prompt_logprobs
-            self._scores.put(part.begin, wire.prompt_logprobs_from_wire(part))
+            self._scores.put(part.begin, codecs.prompt_logprobs_from_wire(part))
         if not (message.choices or message.embedding):
             return  # slices of the scores; the first tokens are still to come
         if self.first is None:
@@ -317,7 +319,7 @@ class HandoffIntake:
                     self._engine_id, scores, message.embedding
                 )
             self.first = tuple(
-                wire.logprob_from_wire(c.token_id, c.logprob if c.has_logprob else None)
+                codecs.logprob_from_wire(c.token_id, c.logprob if c.has_logprob else None)
                 for c in message.choices
             )
             self._on_first(message, self.target.worker_id)

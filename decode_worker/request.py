@@ -15,12 +15,12 @@ from engine.core import events as ev
 from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.handle import EngineHandle
 from kvtransfer import chunk
 from telemetry.metrics import Metrics
 from telemetry.tracing import Tracing, extract, inject
-from wire import codecs as wire
+from wire import codecs
 from wire.codecs import error_from_wire, error_to_wire
 
 
@@ -66,7 +66,7 @@ class DecodeRequest:
         self.ended_ns = 0
         self._parts = parts
         self._engine_id = f"d/{submission.request_id}/{submission.attempt}"
-        self._params = wire.sampling_from_wire(submission.sampling)
+        self._params = codecs.sampling_from_wire(submission.sampling)
         choices = range(self._params.n)
         self._tokens: list[list[SampledToken]] = [[] for _ in choices]
         self._finish: list[tuple[str, int | None]] = [("", None) for _ in choices]
@@ -103,7 +103,7 @@ class DecodeRequest:
         request = self.submission
         kind = "remote" if self._intake is not None else "full"
         self._parts.engine.submit(
-            ipc.Submit(
+            messages.Submit(
                 self._engine_id,
                 kind,
                 request.prompt_tokens,
@@ -113,7 +113,7 @@ class DecodeRequest:
                 request.ticket,
                 0,
                 not request.probe,
-                wire.adapter_from_wire(request.adapter),
+                codecs.adapter_from_wire(request.adapter),
                 request.pooling,
             ),
             self._on_report,
@@ -137,7 +137,7 @@ class DecodeRequest:
             self._cancel_at_engine()
 
     def _cancel_at_engine(self) -> None:
-        self._parts.engine.client.send(ipc.Cancel(self._engine_id))
+        self._parts.engine.client.send(messages.Cancel(self._engine_id))
 
     def end_choices(self, choices: list[int]) -> None:
         """The router saw a stop string: these choices are over."""
@@ -149,7 +149,7 @@ class DecodeRequest:
             return
         if intake is not None:
             intake.ended_choices.update(choices)  # should the claim be revoked after all
-        self._parts.engine.client.send(ipc.Cancel(self._engine_id, tuple(choices)))
+        self._parts.engine.client.send(messages.Cancel(self._engine_id, tuple(choices)))
 
     def _finish_early(self) -> None:
         """Every choice ended with its first token: no KV is needed here."""

@@ -11,7 +11,8 @@ from batonpb import decode_pb2 as pb
 
 from engine.core import events as ev
 from engine.core.params import SampledToken
-from wire import codecs as wire
+from wire import codecs
+from wire.tokens import pack_tokens
 
 MAX_PENDING_BYTES = 8 << 20
 MAX_FRAME_BYTES = 1 << 20  # where scores or vectors are in it
@@ -81,11 +82,11 @@ class RouterSession:
             attempt=request.attempt,
             choice=choice,
             index=index,
-            token_ids=wire.pack_tokens([token.token for token in tokens]),
+            token_ids=pack_tokens([token.token for token in tokens]),
             finish_reason=finish_reason,
         )
         if tokens and tokens[0].logprob is not None:
-            run.logprobs.extend(wire.logprob_to_wire(token) for token in tokens)
+            run.logprobs.extend(codecs.logprob_to_wire(token) for token in tokens)
         if stop_token is not None:
             run.has_stop_token, run.stop_token_id = True, stop_token
         self._touch(64 + 16 * len(tokens))
@@ -93,7 +94,7 @@ class RouterSession:
     def prompt_outputs(self, request: pb.Submission, prompt_outputs: ev.PromptOutputsReady) -> None:
         """Add the scores of a prompt, slice by slice, or its vector."""
         scores = prompt_outputs.scores
-        for part in wire.prompt_logprobs_to_wire(scores) if scores is not None else ():
+        for part in codecs.prompt_logprobs_to_wire(scores) if scores is not None else ():
             self._add_bulk(request, part.ByteSize(), prompt_logprobs=part)
         if prompt_outputs.vector:
             size = len(prompt_outputs.vector)

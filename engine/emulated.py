@@ -107,9 +107,9 @@ class EmulatedRunner:
         """No time."""
         return 0
 
-    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+    def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
         """All: there are no grammars here."""
-        return len(guesses)
+        return len(draft_tokens)
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None

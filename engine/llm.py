@@ -72,7 +72,7 @@ class LLM:
         threads: Threads of torch, for the whole process; ``None`` leaves them alone.
         max_batch_requests: Sequences that run together.
         max_step_tokens: Tokens computed in one step.
-        speculation: Guesses the next tokens of answers.
+        speculation: Draft tokens the next tokens of answers.
 
     Raises:
         ModelError: The model cannot be loaded.

@@ -27,8 +27,9 @@ from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
 from engine.core.speculative.proposers import SpeculationSettings
 from engine.ipc import die_with_parent
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.handle import EngineHandle
+from engine.settings import EngineSettings
 from kvtransfer import grpc_transport
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
@@ -39,9 +40,9 @@ from registry.types import Role, WorkerRecord
 from registry.workers import Presence
 from telemetry.metrics import Metrics, MetricsServer, serve_metrics
 from telemetry.tracing import Tracing
-from wire import codecs as wire
 from wire.compatibility import WIRE_MAX, WIRE_MIN, kv_group
 from wire.grpc_options import WORKER_OPTIONS, TokenInterceptor
+from wire.tokens import pack_tokens
 
 _LOG = logging.getLogger(__name__)
 
@@ -149,9 +150,9 @@ class Worker:
 
         self._tasks.append(asyncio.create_task(watched()))
 
-    def _engine_settings(self) -> ipc.EngineSettings:
+    def _engine_settings(self) -> EngineSettings:
         settings = self._settings
-        return ipc.EngineSettings(
+        return EngineSettings(
             model=settings.model,
             dtype=settings.dtype,
             numerics=settings.numerics,
@@ -174,7 +175,7 @@ class Worker:
             poison_token=settings.poison_token,
         )
 
-    async def _serve(self, ready: ipc.Ready) -> None:
+    async def _serve(self, ready: messages.Ready) -> None:
         settings = self._settings
         self._server = grpc.aio.server(
             interceptors=[TokenInterceptor(settings.fleet_token)],
@@ -348,14 +349,14 @@ class Worker:
 
         name = f"canary/{secrets.token_hex(8)}"
         params = SamplingParams(max_tokens=_CANARY_TOKENS, temperature=0.0, ignore_eos=True)
-        prompt = wire.pack_tokens(_CANARY_PROMPT)
-        command = ipc.Submit(name, "full", prompt, params, bytes(16), -1, 0, cacheable=False)
+        prompt = pack_tokens(_CANARY_PROMPT)
+        command = messages.Submit(name, "full", prompt, params, bytes(16), -1, 0, cacheable=False)
         self._engine.submit(command, on_report)
         try:
             async with asyncio.timeout(timeout_s):
                 error = await ended
         except TimeoutError:
-            self._engine.client.send(ipc.Cancel(name))
+            self._engine.client.send(messages.Cancel(name))
             return None, ""
         return tuple(drawn), error
 

@@ -17,16 +17,17 @@ from batonpb import prefill_pb2 as pb
 
 from engine.core import events as ev
 from engine.core.errors import BatonError, UnavailableError
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.handle import EngineHandle
 from kvtransfer import chunk, sender
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice
 from telemetry.metrics import Metrics
 from telemetry.tracing import Tracing, extract
-from wire import codecs as wire
+from wire import codecs
 from wire.codecs import error_to_wire
 from wire.compatibility import disagreement
+from wire.tokens import unpack_tokens
 
 HEARTBEAT_S = 0.5
 _REMEMBERED_ATTEMPTS = 4096
@@ -144,7 +145,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._perform(existing, existing.machine.replay())
             return existing, True
         self._check(start)
-        prompt = wire.unpack_tokens(start.prompt_tokens)
+        prompt = unpack_tokens(start.prompt_tokens)
         machine = sender.HandoffSender(
             self._pool.geometry,
             len(prompt),
@@ -165,17 +166,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         handoff_span.set_attribute("baton.prompt_tokens", len(prompt))
         handoff_span.set_attribute("baton.worker_id", self._identity.worker_id)
-        command = ipc.Submit(
+        command = messages.Submit(
             engine_id,
             "prefill",
             start.prompt_tokens,
-            wire.sampling_from_wire(start.sampling),
+            codecs.sampling_from_wire(start.sampling),
             start.hash_seed,
             start.priority,
             start.ticket,
             start.skip_blocks,
             not start.probe,
-            wire.adapter_from_wire(start.adapter),
+            codecs.adapter_from_wire(start.adapter),
             start.pooling,
         )
         self._engine.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
@@ -252,9 +253,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     handoff.events.put_nowait(pb.PrefillEvent(commit=record))
                 case sender.GiveBack():
                     if action.cancel:
-                        self._engine.client.send(ipc.Cancel(handoff.engine_id))
+                        self._engine.client.send(messages.Cancel(handoff.engine_id))
                     else:
-                        self._engine.client.send(ipc.Release(handoff.engine_id))
+                        self._engine.client.send(messages.Release(handoff.engine_id))
 
     # ---------------------------------------------------------------- frames
 
@@ -334,7 +335,7 @@ def _first_tokens(
     """Slices of the prompt's scores, if any; the last message has the first tokens."""
     last = None
     for part in (
-        wire.prompt_logprobs_to_wire(prompt_outputs.scores)
+        codecs.prompt_logprobs_to_wire(prompt_outputs.scores)
         if prompt_outputs.scores is not None
         else ()
     ):
@@ -346,7 +347,7 @@ def _first_tokens(
         first = pb.FirstToken(token_id=token.token)
         if token.logprob is not None:
             first.has_logprob = True
-            first.logprob.CopyFrom(wire.logprob_to_wire(token))
+            first.logprob.CopyFrom(codecs.logprob_to_wire(token))
         choices.append(first)
     yield pb.FirstTokens(
         choices=choices,

@@ -111,7 +111,7 @@ async def _end_requests(server: _Server, router: Router) -> None:
     """After a signal, answers have a short time to finish; then they end with a typed error."""
     await server.stopping.wait()
     await asyncio.sleep(_GRACE_S - 1)
-    router.requests.gateway.end_all()
+    router.gateway.end_all()
 
 
 if __name__ == "__main__":

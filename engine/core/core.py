@@ -23,7 +23,7 @@ class EngineCore:
         config: Limits.
         group_layers_bytes: KV of a PREFILL request is published in groups of layers of about this
             many bytes.
-        speculation: Guesses the next tokens of answers; None for no guesses.
+        speculation: Draft tokens the next tokens of answers; None for no draft tokens.
         check_every_step: Recount all blocks after every step and every failure (tests).
     """
 
@@ -108,13 +108,13 @@ class EngineCore:
     def fail(self, plan: StepPlan, error: NumericsError) -> list[ev.Event]:
         """A step found NaN or Inf: end the requests at fault, leave the others as they were.
 
-        A row with guesses is not judged by them: it comes again without.
+        A row with draft tokens is not judged by them: it comes again without.
         """
         self.numerics_failures += 1
         running = self.scheduler.running()
         rows = getattr(error, "rows", ()) or range(len(plan.rows))
-        ids = [plan.rows[i].sequence_id for i in rows if not plan.rows[i].guesses]
-        for row in (plan.rows[i] for i in rows if plan.rows[i].guesses):
+        ids = [plan.rows[i].sequence_id for i in rows if not plan.rows[i].num_draft_tokens]
+        for row in (plan.rows[i] for i in rows if plan.rows[i].num_draft_tokens):
             if self.speculation is not None:
                 self.speculation.ban(row.sequence_id)
         for request_id in {running[i].request.request_id for i in ids if i in running}:

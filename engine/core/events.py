@@ -134,7 +134,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     evictions: int
     preemptions: int
     mask_ns: int = 0  # of the step's duration, what grammars took
-    drafts: int = 0  # speculation, since the start: rows with guesses, guesses, guesses accepted
+    drafts: int = 0  # speculation, since the start: rows with draft tokens, draft tokens, draft tokens accepted
     draft_tokens: int = 0
     accepted_tokens: int = 0
 

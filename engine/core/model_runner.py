@@ -70,8 +70,8 @@ class ModelRunner(Protocol):
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
 
-    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
-        """How many of ``guesses``, in order, the grammar of ``spec`` lets follow its history."""
+    def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
+        """How many of ``draft_tokens``, in order, the grammar of ``spec`` lets follow its history."""
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
@@ -85,7 +85,7 @@ class ModelRunner(Protocol):
 
         Returns:
             For each row of the plan, one token per entry of ``samples``, in order. Behind a wrong
-            guess there may be fewer.
+            draft token there may be fewer.
 
         Raises:
             NumericsError: A row's logits hold NaN or Inf. ``rows`` names the rows at fault.

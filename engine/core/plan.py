@@ -9,7 +9,7 @@ from engine.core.prompt_outputs import PromptOutputs
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Draw one token from a row's logits: the last one's, or one that verifies a guess.
+    """Draw one token from a row's logits: the last one's, or one that verifies a draft token.
 
     ``history`` is the whole token list so far (prompt, then answer); penalties know by
     ``prompt_tokens`` where the prompt ends. The token drawn will stand at index ``len(history)``,
@@ -31,9 +31,9 @@ class PlanRow:
     holds one entry per choice, all drawn from the last row. A ``prompt_outputs`` takes these rows' part
     when the step has succeeded, and not before.
 
-    The last ``guesses`` tokens may be guesses (speculation). Then ``samples`` has one entry for
-    each of the last ``1 + guesses`` rows, in order, with a history that takes the guesses before it
-    for granted; what is drawn counts as far as the guesses before it were right.
+    The last ``num_draft_tokens`` tokens may be draft tokens (speculation). Then ``samples`` has one entry for
+    each of the last ``1 + num_draft_tokens`` rows, in order, with a history that takes the draft tokens before it
+    for granted; what is drawn counts as far as the draft tokens before it were right.
     """
 
     sequence_id: int
@@ -43,7 +43,7 @@ class PlanRow:
     samples: tuple[SampleSpec, ...] = ()
     adapter: str = ""  # digest of the LoRA adapter that shapes this row
     prompt_outputs: PromptOutputs | None = None
-    guesses: int = 0
+    num_draft_tokens: int = 0
 
     @property
     def cost_tokens(self) -> int:
@@ -53,13 +53,13 @@ class PlanRow:
     @property
     def decodes(self) -> bool:
         """Whether the row continues an answer (or draws behind a prompt's last token alone)."""
-        return bool(self.samples) and len(self.tokens) == 1 + self.guesses
+        return bool(self.samples) and len(self.tokens) == 1 + self.num_draft_tokens
 
     def draws(self) -> list[tuple[int, tuple[SampleSpec, ...]]]:
         """(how many rows before the last, what is drawn there), in order."""
-        if not self.guesses:
+        if not self.num_draft_tokens:
             return [(0, self.samples)] if self.samples else []
-        return [(self.guesses - i, (sample,)) for i, sample in enumerate(self.samples)]
+        return [(self.num_draft_tokens - i, (sample,)) for i, sample in enumerate(self.samples)]
 
 
 @dataclass(frozen=True, slots=True)

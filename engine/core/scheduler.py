@@ -191,7 +191,7 @@ class Scheduler(BatchState):
             sequence = by_id.get(row.sequence_id)
             if sequence is None:
                 continue  # its request ended within this step
-            if row.guesses:
+            if row.num_draft_tokens:
                 self._take_run(sequence, row, drawn)
                 continue
             sequence.computed = row.start + len(row.tokens)
@@ -354,7 +354,7 @@ class Scheduler(BatchState):
         )
 
     def _take_run(self, sequence: TokenSequence, row: PlanRow, drawn: list[SampledToken]) -> None:
-        """Tokens drawn behind right guesses, and the one that shows the first wrong guess."""
+        """Tokens drawn behind right draft tokens, and the one that shows the first wrong draft token."""
         run = accepted_run(sequence, row, drawn, self._eos)
         sequence.tokens += [sampled.token for sampled in run]
         sequence.computed = row.start + len(run)

@@ -45,7 +45,7 @@ class HostPoolSync:
         for row in plan.rows:
             known = self._known.get(row.sequence_id)
             blocks = list(row.block_ids[: -(-row.start // size)])
-            # a row may begin before the end of the last one, whose guesses were wrong
+            # a row may begin before the end of the last one, whose draft tokens were wrong
             if known is None or known.end < row.start or known.blocks[: len(blocks)] != blocks:
                 wanted.update(blocks)
             seen[row.sequence_id] = _Known(list(row.block_ids), row.start + len(row.tokens))

@@ -3,7 +3,7 @@
     plan rows      A: chunk of 5      B: decode      C: decode     (as the scheduler wrote them)
     flat rows      A0 A1 A2 A3 A4  B  C                            (the same order)
 
-A plan of decodes alone is one captured step (``engine/cuda/decode_graphs.py``); prefill chunks, guesses,
+A plan of decodes alone is one captured step (``engine/cuda/decode_graphs.py``); prefill chunks, draft tokens,
 adapters, and mixtures are launched kernel by kernel. Kernels never read a page beyond a sequence's
 own end, so a neighbour's NaN cannot reach a row, and none is computed twice.
 """
@@ -39,7 +39,7 @@ _KNOWN = (
     "samples",
     "adapter",
     "harvest",
-    "guesses",
+    "num_draft_tokens",
 )
 
 
@@ -131,9 +131,9 @@ class CudaRunner:
         """Time that the last step spent on grammars."""
         return self._draws.mask_ns
 
-    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+    def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
         """See ``engine.core.plan.ModelRunner``."""
-        return self._draws.admissible(spec, guesses)
+        return self._draws.admissible(spec, draft_tokens)
 
     @torch.inference_mode()
     def execute(

@@ -111,14 +111,14 @@ class Draws:
         every = Drawable(range(len(drawn) + len(host)), drawn, host)
         return verifying.draw_by(Drawable.sample, every, rows, self._eos_token_ids, self._masks)
 
-    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+    def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
         """See ``engine.core.plan.ModelRunner``."""
         if self.grammars is None or not spec.params.grammar:
-            return len(guesses)
+            return len(draft_tokens)
         try:
-            return self.grammars.admissible(spec, guesses)
+            return self.grammars.admissible(spec, draft_tokens)
         except GrammarError:
-            return 0  # the step without guesses will say it
+            return 0  # the step without draft tokens will say it
 
     def _masks(
         self, specs: Sequence[Sequence[SampleSpec]]

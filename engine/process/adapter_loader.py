@@ -12,7 +12,7 @@ from engine.core import events as ev
 from engine.core.errors import AdapterLoadError, BatonError, CancelledError_
 from engine.core.model_runner import AdapterStore
 from engine.core.params import AdapterRef
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.adapter_cache import AdapterCache
 
 
@@ -26,8 +26,8 @@ class AdapterLoader:
     """
 
     def __init__(self, max_loaded: int) -> None:
-        self._room: AdapterCache[ipc.Submit] = AdapterCache(max_loaded)
-        self._events: list[ipc.Report] = []
+        self._room: AdapterCache[messages.Submit] = AdapterCache(max_loaded)
+        self._events: list[messages.Report] = []
         self._orders: queue.SimpleQueue[AdapterRef] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[AdapterRef, Any, BatonError | None, float]] = (
             queue.SimpleQueue()
@@ -44,7 +44,7 @@ class AdapterLoader:
         """Readable when ``advance`` has news."""
         return self._bell
 
-    def want(self, command: ipc.Submit) -> None:
+    def want(self, command: messages.Submit) -> None:
         """A request asks for an adapter."""
         ref = command.adapter
         if ref is None or not self._room.max_loaded:
@@ -53,14 +53,14 @@ class AdapterLoader:
         else:
             self._room.want(command.request_id, ref, command)
 
-    def cancel(self, command: ipc.Cancel) -> bool:
+    def cancel(self, command: messages.Cancel) -> bool:
         """End a request that still waits for its adapter; False when none does."""
         if not self._room.drop(command.request_id):
             return False
         self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
         return True
 
-    def note(self, reports: Sequence[ipc.Report]) -> None:
+    def note(self, reports: Sequence[messages.Report]) -> None:
         """See which requests have ended."""
         for report in reports:
             if isinstance(report, ev.Ended):
@@ -68,7 +68,7 @@ class AdapterLoader:
                 if self._room.waiting:  # perhaps for that one's place: no time to be idle
                     os.eventfd_write(self._bell, 1)
 
-    def advance(self) -> list[ipc.Submit]:
+    def advance(self) -> list[messages.Submit]:
         """Take in what was loaded, begin what can begin; returns requests that may go on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
@@ -82,7 +82,7 @@ class AdapterLoader:
             self._order(ref)
         return ready
 
-    def take_events(self) -> list[ipc.Report]:
+    def take_events(self) -> list[messages.Report]:
         """What has happened since the last call."""
         taken, self._events = self._events, []
         return taken

@@ -14,7 +14,8 @@ from typing import IO
 import msgspec
 
 from engine.core.errors import InternalError
-from engine.process import messages as ipc
+from engine.process import messages
+from engine.settings import EngineSettings
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class EngineClient:
 
     def __init__(
         self,
-        settings: ipc.EngineSettings,
-        on_report: Callable[[ipc.Report], None],
+        settings: EngineSettings,
+        on_report: Callable[[messages.Report], None],
         on_progress: Callable[[str], None] = lambda _: None,
         stderr: IO[bytes] | None = None,
     ) -> None:
@@ -40,13 +41,13 @@ class EngineClient:
         self._on_report = on_report
         self._on_progress = on_progress
         self._stderr = stderr
-        self._reader = ipc.report_reader()
+        self._reader = messages.report_reader()
         self._fatal = ""
         self._heard_s = 0.0
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._ready: asyncio.Future[ipc.Ready] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
 
-    async def start(self, timeout_s: float = 120.0) -> ipc.Ready:
+    async def start(self, timeout_s: float = 120.0) -> messages.Ready:
         """Start the process and wait until it takes requests.
 
         Args:
@@ -87,7 +88,7 @@ class EngineClient:
             os.close(pool_fd)
         return self.ready
 
-    async def _until_ready(self, timeout_s: float) -> ipc.Ready:
+    async def _until_ready(self, timeout_s: float) -> messages.Ready:
         self._heard_s = time.monotonic()
         while (left_s := self._heard_s + timeout_s - time.monotonic()) > 0:
             done, _ = await asyncio.wait([self._ready], timeout=left_s)
@@ -109,16 +110,16 @@ class EngineClient:
         """The process that holds the model."""
         return self._process.pid
 
-    def send(self, *commands: ipc.Command) -> None:
+    def send(self, *commands: messages.Command) -> None:
         """Queue commands; they are lost, and that is harmless, when the process is dying."""
         if not self._writer.is_closing():
-            self._writer.write(ipc.frame(list(commands)))
+            self._writer.write(messages.frame(list(commands)))
 
     async def stop(self, grace_s: float = 3.0) -> int:
         """End the process, by force after ``grace_s``; returns its exit code."""
         if self._process.returncode is None:
             with contextlib.suppress(AttributeError):  # before the socket was there
-                self.send(ipc.Stop())
+                self.send(messages.Stop())
             try:
                 async with asyncio.timeout(grace_s):
                     await self._process.wait()
@@ -142,16 +143,16 @@ class EngineClient:
             self._fatal = f"{type(error).__name__}: {error}"
             self._process.kill()
 
-    def _dispatch(self, reports: Sequence[ipc.Report]) -> None:
+    def _dispatch(self, reports: Sequence[messages.Report]) -> None:
         for report in reports:
             match report:
-                case ipc.Progress():
+                case messages.Progress():
                     self._heard_s = time.monotonic()
                     self._on_progress(report.what)
-                case ipc.Ready():
+                case messages.Ready():
                     if not self._ready.done():
                         self._ready.set_result(report)
-                case ipc.Fatal():
+                case messages.Fatal():
                     self._fatal = report.message
                 case _:
                     self._on_report(report)

@@ -7,10 +7,11 @@ from typing import IO
 
 from engine.core import events as ev
 from engine.core.params import AdapterRef
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.client import EngineClient
+from engine.settings import EngineSettings
 
-Handler = Callable[[ipc.RequestReport | ev.Ended], None]
+Handler = Callable[[messages.RequestReport | ev.Ended], None]
 
 _IDLE = ev.StepDone(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 _PRIOR_PREFILL_TOKENS_PER_S = 500.0
@@ -28,7 +29,7 @@ class EngineHandle:
 
     def __init__(
         self,
-        settings: ipc.EngineSettings,
+        settings: EngineSettings,
         on_progress: Callable[[str], None] = lambda _: None,
         stderr: IO[bytes] | None = None,
     ) -> None:
@@ -44,14 +45,14 @@ class EngineHandle:
         self._prefill_rate = 0.0
         self._decode_steps_s: deque[float] = deque(maxlen=64)
 
-    async def start(self, timeout_s: float = 120.0) -> ipc.Ready:
+    async def start(self, timeout_s: float = 120.0) -> messages.Ready:
         """Start the engine; see ``EngineClient.start``."""
         ready = await self.client.start(timeout_s)
         total = ready.geometry.num_blocks
         self.load = ev.StepDone(0, 0, 0, 0, 0, 0, 0, total, total, 0, 0, 0, 0, 0)
         return ready
 
-    def submit(self, command: ipc.Submit, handler: Handler) -> None:
+    def submit(self, command: messages.Submit, handler: Handler) -> None:
         """Queue a request; ``handler`` hears all about it, ``Ended`` last."""
         self._handlers[command.request_id] = handler
         if command.adapter is not None:
@@ -77,7 +78,7 @@ class EngineHandle:
         steps = self._decode_steps_s
         return statistics.median(steps) if steps else _PRIOR_DECODE_STEP_S
 
-    def _on_report(self, report: ipc.Report) -> None:
+    def _on_report(self, report: messages.Report) -> None:
         match report:
             case ev.StepDone():
                 self._note_step(report)
@@ -85,14 +86,14 @@ class EngineHandle:
                 self.on_cache_changed(report)
             case ev.AdapterChanged():
                 self._note_adapter(report)
-            case ipc.Sick():
+            case messages.Sick():
                 self.sick = report.message
             case ev.Ended():
                 self._wanted.pop(report.request_id, None)
                 handler = self._handlers.pop(report.request_id, None)
                 if handler is not None:
                     handler(report)
-            case ipc.Progress() | ipc.Ready() | ipc.Fatal():
+            case messages.Progress() | messages.Ready() | messages.Fatal():
                 pass
             case _:
                 handler = self._handlers.get(report.request_id)

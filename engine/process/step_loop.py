@@ -35,9 +35,10 @@ from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import NgramProposer, Speculation
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.ipc import die_with_parent, map_pool
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.adapter_loader import AdapterLoader
 from engine.sampling.grammars import GrammarCompileQueue
+from engine.settings import EngineSettings
 
 EMULATED = "emulated"
 _IDLE_S = 1.0
@@ -53,17 +54,17 @@ class EngineProcess:
         pool_fd: The memory file for the KV pool.
     """
 
-    def __init__(self, settings: ipc.EngineSettings, control: socket.socket, pool_fd: int) -> None:
+    def __init__(self, settings: EngineSettings, control: socket.socket, pool_fd: int) -> None:
         self._settings = settings
         self._control = control
         self._pool_fd = pool_fd
-        self._reader = ipc.command_reader()
+        self._reader = messages.command_reader()
         self._ranks: RankProcesses | None = None
         self._stopping = False
         self._adapters = AdapterLoader(settings.max_adapters)
-        self._desk: GrammarCompileQueue[ipc.Submit] | None = None
+        self._desk: GrammarCompileQueue[messages.Submit] | None = None
         # Requests that wait for a grammar or an adapter, and what was said of them since.
-        self._waiting: dict[str, list[ipc.Command]] = {}
+        self._waiting: dict[str, list[messages.Command]] = {}
 
     def run(self) -> None:
         """Load, report ``Ready``, then step until told to stop."""
@@ -77,7 +78,7 @@ class EngineProcess:
             check_every_step=self._settings.check_every_step,
         )
         self._adapters.open(runner.adapters)
-        ready = ipc.Ready(
+        ready = messages.Ready(
             os.getpid(),
             runner.geometry,
             info.numerics_id,
@@ -112,7 +113,7 @@ class EngineProcess:
         runner, info = open_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
-            lambda what: self._send([ipc.Progress(what)]),
+            lambda what: self._send([messages.Progress(what)]),
             self._ranks,
         )
         grammars = getattr(runner, "grammars", None)
@@ -128,7 +129,7 @@ class EngineProcess:
             return Speculation(NgramProposer(), settings.tokens)
         from engine.cpu.build_draft import open_draft
 
-        return open_draft(self._settings, main, lambda what: self._send([ipc.Progress(what)]))
+        return open_draft(self._settings, main, lambda what: self._send([messages.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner
@@ -170,31 +171,31 @@ class EngineProcess:
             got = True
         return got
 
-    def _handle(self, command: ipc.Command) -> None:
+    def _handle(self, command: messages.Command) -> None:
         scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
         match command:
-            case ipc.Stop():
+            case messages.Stop():
                 self._stopping = True
-            case ipc.Submit():
+            case messages.Submit():
                 self._prepare(command)
-            case ipc.Cancel() if command.request_id in self._waiting and not command.choices:
+            case messages.Cancel() if command.request_id in self._waiting and not command.choices:
                 self._cancel_waiting(command)
             case _ if command.request_id in self._waiting:
                 self._waiting[command.request_id].append(command)
-            case ipc.Bind():
+            case messages.Bind():
                 scheduler.bind(command.request_id, command.generation)
-            case ipc.Commit():
+            case messages.Commit():
                 scheduler.commit(command.request_id, command.generation, command.first, now_ns)
-            case ipc.ComputeLocally():
+            case messages.ComputeLocally():
                 scheduler.compute_locally(command.request_id, command.first)
-            case ipc.Drained():
+            case messages.Drained():
                 scheduler.drained(command.request_id, command.generation)
-            case ipc.Release():
+            case messages.Release():
                 scheduler.release(command.request_id)
-            case ipc.Cancel():
+            case messages.Cancel():
                 scheduler.cancel(command.request_id, command.choices, command.reason)
 
-    def _prepare(self, command: ipc.Submit) -> None:
+    def _prepare(self, command: messages.Submit) -> None:
         """Submit, or let the request wait beside the step loop for its grammar and its adapter."""
         if command.params.grammar:
             if self._desk is None:
@@ -205,7 +206,7 @@ class EngineProcess:
         else:
             self._adapt(command)
 
-    def _adapt(self, command: ipc.Submit) -> None:
+    def _adapt(self, command: messages.Submit) -> None:
         if command.adapter is None:
             self._submit(command, time.monotonic_ns())
         else:
@@ -223,13 +224,13 @@ class EngineProcess:
             self._submit(command, time.monotonic_ns())
         self._send(self._adapters.take_events())
 
-    def _cancel_waiting(self, command: ipc.Cancel) -> None:
+    def _cancel_waiting(self, command: messages.Cancel) -> None:
         if self._desk and self._desk.drop(command.request_id):
             self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
         else:
             self._adapters.cancel(command)
 
-    def _submit(self, command: ipc.Submit, now_ns: int) -> None:
+    def _submit(self, command: messages.Submit, now_ns: int) -> None:
         prompt: list[int] = np.frombuffer(command.prompt, dtype="<u4").tolist()
         if self._settings.poison_token in prompt:
             os._exit(66)  # a drill: this request kills workers
@@ -277,12 +278,12 @@ class EngineProcess:
             results = self._core.runner.execute(plan, publish if publications else None)
         except NumericsError as error:
             events = self._core.fail(plan, error)
-            self._send([*events, ipc.Sick(error.message, self._core.numerics_failures)])
+            self._send([*events, messages.Sick(error.message, self._core.numerics_failures)])
             return
         now_ns = time.monotonic_ns()
         self._send(self._core.apply(plan, results, now_ns, now_ns - began_ns))
 
-    def _send(self, reports: Sequence[ipc.Report]) -> None:
+    def _send(self, reports: Sequence[messages.Report]) -> None:
         if reports:
             self._adapters.note(reports)
             for report in reports:
@@ -290,7 +291,7 @@ class EngineProcess:
                     self._waiting.pop(report.request_id, None)
                     if self._desk is not None:
                         self._desk.ended(report.request_id)
-            self._control.sendall(ipc.frame(reports))
+            self._control.sendall(messages.frame(reports))
 
 
 def main() -> None:
@@ -298,7 +299,7 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     control = socket.socket(fileno=int(sys.argv[1]))
-    settings = msgspec.json.decode(sys.argv[3], type=ipc.EngineSettings)
+    settings = msgspec.json.decode(sys.argv[3], type=EngineSettings)
     process = EngineProcess(settings, control, int(sys.argv[2]))
     try:
         process.run()
@@ -307,7 +308,7 @@ def main() -> None:
     except Exception as error:  # the process edge: report, then fail loudly
         message = f"{type(error).__name__}: {error}"
         sys.stderr.write(f"engine failed: {message}\n")
-        control.sendall(ipc.frame([ipc.Fatal(message)]))
+        control.sendall(messages.frame([messages.Fatal(message)]))
         raise SystemExit(1) from error
 
 

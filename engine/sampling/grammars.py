@@ -163,13 +163,13 @@ class Grammars:
         mask[: len(bits)] = bits[: self._vocab_size]
         return mask
 
-    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
-        """How many of ``guesses``, in order, may follow the history; the rest is not worth a try.
+    def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
+        """How many of ``draft_tokens``, in order, may follow the history; the rest is not worth a try.
 
         Raises:
             GrammarError: The history does not follow the grammar.
         """
-        return self._ask(spec, lambda matcher: matcher.validate_tokens(list(guesses)))
+        return self._ask(spec, lambda matcher: matcher.validate_tokens(list(draft_tokens)))
 
     def _ask(self, spec: SampleSpec, question: Callable[[LLMatcher], _T]) -> _T:
         """What a matcher that has seen the answer so far says to ``question``.

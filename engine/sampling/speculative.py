@@ -1,4 +1,4 @@
-"""Drawing the tokens of a step whose rows may hold guesses, without drawing in vain."""
+"""Drawing the tokens of a step whose rows may hold draft tokens, without drawing in vain."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeVar
@@ -43,7 +43,7 @@ def draw_by(
     eos_token_ids: Sequence[int],
     masks: MaskFn,
 ) -> tuple[list[list[SampledToken]], dict[int, GrammarError]]:
-    """Draw what ``rows`` ask for; nothing behind a wrong guess, nor behind the end of an answer.
+    """Draw what ``rows`` ask for; nothing behind a wrong draft token, nor behind the end of an answer.
 
     So a draw only ever sees a history that is a fact, or becomes one with this step.
 
@@ -86,9 +86,12 @@ def draw_by(
 
 
 def _goes_on(row: PlanRow, drawn: Sequence[SampledToken], eos: frozenset[int]) -> bool:
-    """Whether the guess behind the last draw was right, and is not the end of the answer."""
+    """Whether the draft token behind the last draw was right, and is not the end of the answer."""
     step = len(drawn)
-    if step > row.guesses or drawn[-1].token != row.tokens[step - row.guesses - 1]:
+    if (
+        step > row.num_draft_tokens
+        or drawn[-1].token != row.tokens[step - row.num_draft_tokens - 1]
+    ):
         return False
     spec = row.samples[step - 1]
     generated = len(spec.history) - spec.prompt_tokens + 1

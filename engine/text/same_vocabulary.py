@@ -5,7 +5,7 @@ from engine.text.tokenizer import load_tokenizer
 
 
 def check_same_vocabulary(main: ModelArtifact, draft: ModelArtifact) -> None:
-    """A guess is a token id, so every id must mean the same to both models.
+    """A draft token is a token id, so every id must mean the same to both models.
 
     Raises:
         ModelError: It does not; the message names both models and the first difference.

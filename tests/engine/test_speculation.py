@@ -1,4 +1,4 @@
-"""Promise 1 on the real model: guesses, right or wrong, never show in the tokens."""
+"""Promise 1 on the real model: draft tokens, right or wrong, never show in the tokens."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from engine.settings import EngineSettings
 from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.engine.conftest import MODEL
-from tests.engine.core.guesses import FreeGuesses, oracle
+from tests.engine.core.draft_tokens import FreeDraftTokens, oracle
 from tests.engine.core.test_scheduler import answers, run
 from tests.engine.cpu.test_build_draft import tokenizer_json
 from tests.engine.cpu.test_lora import load_into, runner_of
@@ -99,7 +99,7 @@ class Bench:
     def core(self, proposer: Proposer | Speculation | None, blocks: int = 96) -> EngineCore:
         speculation = proposer if isinstance(proposer, Speculation) else None
         if proposer is not None and speculation is None:
-            speculation = Speculation(proposer, 4, FreeGuesses())
+            speculation = Speculation(proposer, 4, FreeDraftTokens())
         return EngineCore(self.runner(blocks), SchedulerConfig(8, 128), speculation=speculation)
 
     def answers(
@@ -116,7 +116,7 @@ class Bench:
             plan = core.plan(now_ns)
             if not plan.rows:
                 break
-            duration_ns = 1000 + 100 * sum(row.guesses for row in plan.rows)  # as if
+            duration_ns = 1000 + 100 * sum(row.num_draft_tokens for row in plan.rows)  # as if
             for event in core.apply(plan, core.runner.execute(plan), now_ns, duration_ns):
                 core.scheduler.check_integrity()
                 if isinstance(event, ev.Tokens):
@@ -151,7 +151,7 @@ def test_ngram_guesses_change_no_token_and_no_logprob(bench: Bench, plain: Answe
     assert 0 < speculation.accepted_tokens < speculation.draft_tokens
 
 
-def test_preempted_with_guesses_the_tokens_are_the_same(bench: Bench, plain: Answers) -> None:
+def test_preempted_with_draft_tokens_the_tokens_are_the_same(bench: Bench, plain: Answers) -> None:
     core = bench.core(NgramProposer(), blocks=15)
     assert bench.answers(core, PROMPTS, PARAMS) == plain
     assert core.scheduler.preemptions > 0
@@ -216,7 +216,7 @@ def test_guesses_are_verified_by_all_ranks_of_a_replica(tmp_path: Path) -> None:
 
 
 def test_with_adapters_in_the_batch_guesses_do_not_show(tmp_path: Path) -> None:
-    """On a tiny model: guesses that are half right, two adapters and none in one step."""
+    """On a tiny model: draft tokens that are half right, two adapters and none in one step."""
     write_directory(tmp_path / "base", shards=1)
     artifact = resolve_model(str(tmp_path / "base"))
     runner = runner_of(artifact, "bf16", blocks=64)

@@ -18,12 +18,13 @@ from engine.artifacts.model_config import ModelConfig
 from engine.core import events as ev
 from engine.core.params import SamplingParams
 from engine.loading.memory import automatic_blocks, footprint, pool_geometry
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.handle import EngineHandle
+from engine.settings import EngineSettings
 from fleet.capacity import Capacity, plan_capacity
 from fleet.cli.main import app
 from fleet.pools.resources import worker_settings
-from wire import codecs as wire
+from wire.tokens import pack_tokens
 
 GIB = 1 << 30
 PLAIN = {"dtype": "bf16", "weights": "none", "kv": "none", "numerics": "exact"}
@@ -108,7 +109,7 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
     def kv_blocks(fleet: FleetConfig) -> int:
         names = ("worker_id", "role", "redis_url", "fleet_token", "host", "log_dir")
         fields: Mapping[str, object] = worker_settings(fleet, epoch=1, **dict.fromkeys(names, "x"))
-        settings = ipc.EngineSettings(
+        settings = EngineSettings(
             model=DEFAULT_MODEL,
             kv_blocks=fields["kv_blocks"],
             workers_on_host=fields["workers_on_host"],
@@ -128,7 +129,7 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
 
 def test_heads_that_cannot_hold_an_aligned_scale_are_refused_by_name(config: ModelConfig) -> None:
     odd = dataclasses.replace(config, head_dim=66)
-    settings = ipc.EngineSettings(model=DEFAULT_MODEL, kv_dtype="int8")
+    settings = EngineSettings(model=DEFAULT_MODEL, kv_dtype="int8")
     with pytest.raises(ModelError, match="int8: heads of 66 values"):
         pool_geometry(settings, odd)
 
@@ -195,8 +196,8 @@ async def test_a_full_engine_takes_what_was_said(
         tensor_parallel=ranks,
         draft=config if draft else None,
     )
-    speculation = ipc.SpeculationSettings(mode="draft", draft=DEFAULT_MODEL) if draft else None
-    settings = ipc.EngineSettings(
+    speculation = messages.SpeculationSettings(mode="draft", draft=DEFAULT_MODEL) if draft else None
+    settings = EngineSettings(
         model=DEFAULT_MODEL,
         dtype=dtype,
         weight_quantisation=weights,
@@ -204,7 +205,7 @@ async def test_a_full_engine_takes_what_was_said(
         kv_blocks=said.kv_blocks,
         max_batch_requests=concurrency,
         tensor_parallel=ranks,
-        speculation=speculation or ipc.SpeculationSettings(),
+        speculation=speculation or messages.SpeculationSettings(),
     )
     engine = EngineHandle(settings)
     await engine.start()
@@ -246,7 +247,9 @@ async def _fill(engine: EngineHandle, number: int, context: int) -> None:
 
     prompt = [number + 5, *((7 * i) % 40_000 for i in range(context - 17))]
     params = SamplingParams(max_tokens=16, temperature=0.7, ignore_eos=True, seed=number)
-    packed = wire.pack_tokens(prompt)
-    engine.submit(ipc.Submit(f"r{number}", "full", packed, params, bytes(16), 0, number), on_report)
+    packed = pack_tokens(prompt)
+    engine.submit(
+        messages.Submit(f"r{number}", "full", packed, params, bytes(16), 0, number), on_report
+    )
     async with asyncio.timeout(300):
         assert not await ended

@@ -87,7 +87,7 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
 
 
 def slot(fleet: Fleet, worker_id: str) -> dict[str, Any]:
-    return next(item for item in fleet.pools.controller.status() if item["worker_id"] == worker_id)
+    return next(item for item in fleet.controller.status() if item["worker_id"] == worker_id)
 
 
 def wait_ready(fleet: Fleet, worker_id: str, epoch: int) -> None:
@@ -164,7 +164,7 @@ async def test_workers_outlive_their_controller_and_are_adopted(fleet: Fleet) ->
 
 def _goes_on(fleet: Fleet) -> bool:
     try:
-        fleet.pools.controller.keep_running(timeout_s=2)
+        fleet.controller.keep_running(timeout_s=2)
     except ray.exceptions.RayError:
         return False
     return True
@@ -172,7 +172,7 @@ def _goes_on(fleet: Fleet) -> bool:
 
 async def test_a_stop_ends_every_worker(fleet: Fleet) -> None:
     engines = [ProcessKey.of(record.pid) for record in (await records(fleet)).values()]
-    assert fleet.pools.controller.stop()
+    assert fleet.controller.stop()
     wait_for(lambda: not any(engine and engine.find() for engine in engines), limit_s=5)
     until = time.monotonic() + 10  # a worker that was killed in the act lapses by itself
     while (left := await records(fleet)) and time.monotonic() < until:

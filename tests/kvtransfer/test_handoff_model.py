@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.engine.core.guesses import oracle
+from tests.engine.core.draft_tokens import oracle
 from tests.kvtransfer.duo import Duo, ReceiverState, golden
 
 GOLDEN = {length: golden(list(range(length))) for length in (1, 15, 16, 17, 40, 64, 90)}
@@ -81,7 +81,7 @@ class Handovers(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         known = {(tuple(range(length)), 0): answer for length, answer in GOLDEN.items()}
-        # every other guess is wrong: speculation adds its own kinds of trouble to all the others
+        # every other draft token is wrong: speculation adds its own kinds of trouble to all the others
         self.duo = Duo(prefill_blocks=9, decode_blocks=9, speculation=oracle(known, 0.5))
 
     def pick(self, index):

@@ -27,7 +27,7 @@ from engine.ipc import map_pool
 from engine.settings import EngineSettings
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
-from tests.engine.core.guesses import FreeGuesses
+from tests.engine.core.draft_tokens import FreeDraftTokens
 from tests.matrix.cases import Case
 
 BLOCKS = 24  # so few that two requests press each other out
@@ -74,7 +74,7 @@ class Outcome:
     tokens: list[int]
     preemptions: int
     cached_tokens: int
-    guesses: int
+    draft_tokens: int
 
 
 class Rig:
@@ -142,9 +142,11 @@ class Rig:
         if case.speculation == "off":
             return None
         if case.speculation == "ngram":
-            return Speculation(NgramProposer(), 4, FreeGuesses())
-        draft = self.engine("bf16", 1, "draft")  # the model guesses for itself, without adapters
-        return Speculation(DraftProposer(draft.runner), 4, FreeGuesses())
+            return Speculation(NgramProposer(), 4, FreeDraftTokens())
+        draft = self.engine(
+            "bf16", 1, "draft"
+        )  # the model draft tokens for itself, without adapters
+        return Speculation(DraftProposer(draft.runner), 4, FreeDraftTokens())
 
 
 class _Side:
@@ -154,9 +156,9 @@ class _Side:
         self.engine = engine
         limits = SchedulerConfig(max_batch_requests=4, max_step_tokens=chunk_tokens)
         self.core = EngineCore(
-            engine.cpu.runner, limits, speculation=speculation, check_every_step=True
+            engine.runner, limits, speculation=speculation, check_every_step=True
         )
-        self.view = chunk.PoolView(engine.pool, engine.cpu.runner.geometry)
+        self.view = chunk.PoolView(engine.pool, engine.runner.geometry)
         self.events: list[ev.Event] = []
         self._clock_ns = itertools.count(1)
 

@@ -12,7 +12,7 @@ MEANING = {
     "prefix": "whether the prompt is in the cache already",
     "chunk": "tokens of a step at most",
     "preempted": "whether another request takes its blocks away in the middle",
-    "speculation": "where guesses come from (the draft model here: the same model without adapters)",
+    "speculation": "where draft tokens come from (the draft model here: the same model without adapters)",
     "ranks": "width of the decoding worker's tensor parallelism (prefill has one rank)",
     "grammar": "a regular expression",
     "adapter": "a LoRA adapter on all seven targets",
@@ -30,7 +30,7 @@ ways, and the values that are crossed in `tests/matrix`:
 MIDDLE = """
 What of it belongs to the request may show in the tokens: {request}. Nothing else may: each case
 below must give the tokens of the same request taken alone, whole, cold, on one rank and without
-guesses. On a tiny random model all cases of the covering set run in `make test`, and on
+draft tokens. On a tiny random model all cases of the covering set run in `make test`, and on
 SmolLM2-135M those on one rank; `make test-all` runs those on two ranks too, and on the tiny model the full product of {product:,} cases.
 
 Blocks are recounted after every step. The hand-off takes the bytes in wire order, with digests;

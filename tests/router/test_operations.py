@@ -58,7 +58,7 @@ async def test_fleet_has_every_field_of_every_worker(fleet):
 async def test_transfers_never_fall_over_a_death(make_fleet):
     fleet = await make_fleet({"decode-0": None, "prefill-0": None}, dead_shown_s=0.5)
     for _ in range(3):
-        await fleet.cli.chat(headers={"x-baton-mode": "disaggregated"})
+        await fleet.chat(headers={"x-baton-mode": "disaggregated"})
 
     async def count() -> int:
         return (await fleet.http.get("/fleet")).json()["transfers"]["count"]
@@ -66,10 +66,10 @@ async def test_transfers_never_fall_over_a_death(make_fleet):
     await asyncio.sleep(0.3)
     assert await count() == 3
     await fleet.workers["decode-0"].stop()
-    await until(lambda: fleet.local.state("decode-0") == "dead")
+    await until(lambda: fleet.state("decode-0") == "dead")
     assert await count() == 3
     await fleet.add("decode-0")
-    await fleet.cli.chat(headers={"x-baton-mode": "disaggregated"})
+    await fleet.chat(headers={"x-baton-mode": "disaggregated"})
     await asyncio.sleep(0.3)
     assert await count() == 4
 
@@ -83,7 +83,7 @@ async def test_the_dead_leave_after_a_while_and_come_back_as_they_were(make_flee
 
     address = fleet.workers["decode-0"].address
     await fleet.workers["decode-0"].stop()
-    await until(lambda: fleet.local.state("decode-0") == "dead")
+    await until(lambda: fleet.state("decode-0") == "dead")
     assert await states() == {"decode-0": "dead", "decode-1": "ready"}
     await asyncio.sleep(0.5)
     assert await states() == {"decode-1": "ready"}
@@ -91,7 +91,7 @@ async def test_the_dead_leave_after_a_while_and_come_back_as_they_were(make_flee
     worker = fleet.workers["decode-0"]
     worker.incarnation, worker.epoch = b"n" * 16, 2
     await worker.start(int(address.rsplit(":", 1)[1]))
-    await until(lambda: fleet.local.state("decode-0") == "ready")
+    await until(lambda: fleet.state("decode-0") == "ready")
     workers = (await fleet.http.get("/fleet")).json()["workers"]
     assert workers[0]["epoch"] == 2
     assert workers[0]["incarnation"] == (b"n" * 16).hex()
@@ -130,7 +130,7 @@ async def test_not_ready_names_the_pair_that_fails(make_fleet):
 
 
 async def test_a_request_can_be_explained(fleet):
-    response = await fleet.cli.chat()
+    response = await fleet.chat()
     story = (await fleet.http.get(f"/fleet/requests/{response.json()['id']}")).json()
     assert story["state"] == "ended"
     assert story["attempts"] == 1
@@ -156,7 +156,7 @@ async def test_a_request_can_be_explained(fleet):
 
 async def test_records_are_bounded(make_fleet):
     fleet = await make_fleet({"decode-0": None}, kept_records=3)
-    ids = [(await fleet.cli.chat(max_tokens=1)).json()["id"] for _ in range(5)]
+    ids = [(await fleet.chat(max_tokens=1)).json()["id"] for _ in range(5)]
     found = [(await fleet.http.get(f"/fleet/requests/{i}")).status_code for i in ids]
     assert found == [404, 404, 200, 200, 200]
     await until(lambda: fleet.router.gateway.in_flight == 0)
@@ -164,8 +164,8 @@ async def test_records_are_bounded(make_fleet):
 
 async def test_metrics_count_each_request_once_and_phases_add_up(fleet):
     for index in range(6):
-        await fleet.cli.chat(stream=index % 2 == 0)
-    await fleet.cli.chat(temperature=9)
+        await fleet.chat(stream=index % 2 == 0)
+    await fleet.chat(temperature=9)
     await until(lambda: fleet.router.gateway.in_flight == 0)
     values = samples((await fleet.http.get("/metrics")).text)
     tenant = ("tenant", "default")
@@ -241,7 +241,7 @@ async def test_targets_are_prometheus_http_discovery(make_fleet):
 
 async def test_silence_after_the_first_token_is_broken_by_comments(make_fleet):
     fleet = await make_fleet({"decode-0": Script(step_s=0.3)}, keep_alive_s=0.1)
-    response = await fleet.cli.chat(stream=True, max_tokens=2)
+    response = await fleet.chat(stream=True, max_tokens=2)
     assert ": keep-alive" in response.text
     assert events_of(response.text)[-1] == "[DONE]"
 
@@ -368,7 +368,7 @@ async def test_every_response_has_an_id_and_a_call_of_many_prompts_is_found_by_i
         response = await fleet.http.request(method, path)
         assert response.status_code == status
         assert response.headers["x-request-id"].startswith("req-")
-    assert (await fleet.cli.chat()).headers["x-request-id"].startswith("chatcmpl-")
+    assert (await fleet.chat()).headers["x-request-id"].startswith("chatcmpl-")
 
 
 async def test_a_fault_is_500_with_an_id(fleet, monkeypatch):
@@ -380,7 +380,7 @@ async def test_a_fault_is_500_with_an_id(fleet, monkeypatch):
 
 async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make_fleet):
     fleet = await make_fleet({"decode-0": None})
-    response = await fleet.cli.chat(
+    response = await fleet.chat(
         max_tokens=5, logprobs=True, top_logprobs=3, logit_bias={"5": 1}, guided_regex=".*"
     )
     name, counted = response.json()["id"], response.json()["usage"]
@@ -396,7 +396,7 @@ async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make
 
 async def test_a_delivered_request_is_counted_though_its_worker_dies_unconfirmed(make_fleet):
     fleet = await make_fleet({"decode-0": Script(lose_end=True)})
-    await fleet.cli.chat()
+    await fleet.chat()
     assert fleet.router.gateway.in_flight == 1
     await fleet.workers["decode-0"].stop()
     await until(lambda: fleet.router.gateway.in_flight == 0)

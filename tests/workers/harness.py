@@ -15,7 +15,8 @@ from engine.core.prompt_outputs import PromptLogprobsIntake
 from fleet.worker import WorkerSettings
 from kvtransfer import grpc_transport
 from registry.types import WorkerRecord
-from wire import codecs as wire
+from wire import codecs
+from wire.tokens import pack_tokens, unpack_tokens
 
 TOKEN = "fleet-token"
 NO_REDIS = "redis://127.0.0.1:1"  # serving must not need it
@@ -137,7 +138,7 @@ class MiniRouter:
             request_id=name,
             attempt=1,
             ticket=len(self.tokens),
-            prompt_tokens=wire.pack_tokens(prompt),
+            prompt_tokens=pack_tokens(prompt),
             sampling=common_pb2.SamplingParams(**sampling),
             hash_seed=b"s" * 16,
             router_id=self.router_id,
@@ -205,14 +206,14 @@ class MiniRouter:
                 assert not self.tokens.get(run.request_id), "scores come before tokens"
                 part = run.prompt_logprobs
                 intake = self.scores[run.request_id]
-                assert intake.put(part.begin, wire.prompt_logprobs_from_wire(part))
+                assert intake.put(part.begin, codecs.prompt_logprobs_from_wire(part))
                 continue
             if run.embedding:
                 assert run.request_id not in self.vectors
                 self.vectors[run.request_id] = run.embedding
                 continue
             answer = self.tokens.setdefault(run.request_id, {}).setdefault(run.choice, [])
-            fresh = wire.unpack_tokens(run.token_ids)
+            fresh = unpack_tokens(run.token_ids)
             self.repeats += max(0, len(answer) - run.index)
             assert run.index <= len(answer), "a hole in the answer"
             answer[run.index :] = (

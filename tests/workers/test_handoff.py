@@ -17,7 +17,7 @@ from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from kvtransfer import grpc_transport
 from tests.workers.harness import TOKEN, MiniRouter, routed, workers
-from wire import codecs as wire
+from wire.tokens import pack_tokens, unpack_tokens
 
 PROMPT = list(range(3, 203))
 SLOW = 0.002  # seconds per token: 200 tokens take 0.4 s
@@ -73,7 +73,7 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     clock = SimpleNamespace(monotonic_ns=lambda: now_s * 10**9)
     monkeypatch.setattr("decode_worker.handoff.time", clock)
     geometry = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
-    submission = pb.Submission(request_id="a", prompt_tokens=wire.pack_tokens(range(400)))
+    submission = pb.Submission(request_id="a", prompt_tokens=pack_tokens(range(400)))
     submission.sampling.max_tokens = 1
     pool, peers = SimpleNamespace(geometry=geometry), AsyncMock()
     engine, metrics, ask, ignore = Mock(), Mock(), Mock(), Mock()
@@ -353,4 +353,4 @@ async def test_drain_takes_nothing_new_and_finishes_the_rest():
 
 
 def test_tokens_survive_the_wire():
-    assert wire.unpack_tokens(wire.pack_tokens([0, 1, 2**32 - 1])) == [0, 1, 2**32 - 1]
+    assert unpack_tokens(pack_tokens([0, 1, 2**32 - 1])) == [0, 1, 2**32 - 1]

@@ -12,7 +12,7 @@ SCORED = {"prompt_logprobs": K + 1, "max_tokens": 4}
 
 
 def whole(router, name):
-    scores = router.api.prompt_logprobs[name].complete
+    scores = router.scores[name].complete
     assert scores is not None, "some are missing"
     return scores
 
@@ -58,12 +58,12 @@ async def test_a_long_prompts_scores_fit_into_messages_and_survive_a_lost_stream
     prefill, router = pair
     prompt = [(7 * i + 3) % 256 for i in range(8_000)]
     await router.submit("a", prompt, prefill, sampling={"prompt_logprobs": 21, "max_tokens": 60})
-    await router.until(lambda: router.api.prompt_logprobs["a"].complete is not None)
+    await router.until(lambda: router.scores["a"].complete is not None)
     wanted = whole(router, "a")
     assert len(wanted.top_ids) == 4 * 20 * (len(prompt) - 1)
     await router.drop_stream()
-    router.api.prompt_logprobs["a"], router.tokens["a"] = (
-        type(router.api.prompt_logprobs["a"])(len(prompt) - 1),
+    router.scores["a"], router.tokens["a"] = (
+        type(router.scores["a"])(len(prompt) - 1),
         {},
     )
     await router.connect()

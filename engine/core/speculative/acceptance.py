@@ -1,4 +1,4 @@
-"""Guesses in the batch: the blocks they may borrow, and which of them turn out to be right."""
+"""Draft tokens in the batch: the blocks they may borrow, and which of them turn out to be right."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from engine.core.reservations import Reservations
 from engine.core.sequence import TokenSequence, blocks_for
 
 
-def right_guesses(row: PlanRow, drawn: Sequence[SampledToken]) -> int:
-    """How many guesses of a row, from the first, are what was drawn in their place."""
-    guesses = row.tokens[len(row.tokens) - row.guesses :]
-    for count, (guess, sampled) in enumerate(zip(guesses, drawn, strict=False)):
-        if guess != sampled.token:
+def accepted_draft_tokens(row: PlanRow, drawn: Sequence[SampledToken]) -> int:
+    """How many draft tokens of a row, from the first, are what was drawn in their place."""
+    draft_tokens = row.tokens[len(row.tokens) - row.num_draft_tokens :]
+    for count, (draft_token, sampled) in enumerate(zip(draft_tokens, drawn, strict=False)):
+        if draft_token != sampled.token:
             return count
-    return row.guesses
+    return row.num_draft_tokens
 
 
 def accepted_run(
@@ -24,10 +24,10 @@ def accepted_run(
 ) -> list[SampledToken]:
     """What a speculated row adds to its answer: the same tokens that single steps would have drawn.
 
-    Behind each right guess one more token counts, and nothing behind the token that ends the
+    Behind each right draft token one more token counts, and nothing behind the token that ends the
     answer. There is always at least one.
     """
-    run = drawn[: right_guesses(row, drawn) + 1]
+    run = drawn[: accepted_draft_tokens(row, drawn) + 1]
     params, generated = sequence.request.params, sequence.generated
     for count, sampled in enumerate(run, start=1):
         if finish_reason(params, eos, sampled.token, generated + count)[0]:
@@ -36,9 +36,9 @@ def accepted_run(
 
 
 class SpareBlocks:
-    """Lends blocks that nobody needs in this step to guesses, and takes them back after it.
+    """Lends blocks that nobody needs in this step to draft tokens, and takes them back after it.
 
-    Guesses therefore preempt nobody, hold nothing between two steps, and never write into a block
+    Draft tokens therefore preempt nobody, hold nothing between two steps, and never write into a block
     that others share.
     """
 
@@ -47,16 +47,16 @@ class SpareBlocks:
         self._reservations = reservations
         self._borrowers: list[TokenSequence] = []
 
-    def lend(self, sequence: TokenSequence, guesses: int) -> int:
-        """Make room for ``guesses`` tokens behind the one to be computed; returns how many fit."""
+    def lend(self, sequence: TokenSequence, num_draft_tokens: int) -> int:
+        """Make room for ``num_draft_tokens`` tokens behind the one to be computed; returns how many fit."""
         first = sequence.computed + 1
-        need = blocks_for(first + guesses) - len(sequence.blocks)
+        need = blocks_for(first + num_draft_tokens) - len(sequence.blocks)
         room = max(self._pool.available() - self._reservations.reserved_blocks, 0)
         if need > 0 and room:
             borrowed = self._pool.allocate(min(need, room), sequence.blocks[-1]) or []
             sequence.blocks += borrowed
             self._borrowers.append(sequence)
-        end = first + guesses
+        end = first + num_draft_tokens
         for index in range(first // BLOCK_TOKENS, blocks_for(end)):
             if index >= len(sequence.blocks) or self._pool.shared(sequence.blocks[index]):
                 end = index * BLOCK_TOKENS

@@ -1,9 +1,9 @@
-"""Guesses by a draft model: a small model with the same vocabulary beside the main one.
+"""Draft tokens by a draft model: a small model with the same vocabulary beside the main one.
 
-It draws with the same parameters and the same noise as the main model will, so its guess is right
+It draws with the same parameters and the same noise as the main model will, so its draft token is right
 whenever its logits lead to the same token, at any temperature. Its KV lies in a pool of its own;
-what it lacks (a prompt that was computed here or handed over, tokens that it did not guess) it
-computes itself, in chunks. No room in its pool means no guesses, nothing worse.
+what it lacks (a prompt that was computed here or handed over, tokens that it did not draft token) it
+computes itself, in chunks. No room in its pool means no draft tokens, nothing worse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from engine.core.model_runner import ModelRunner
 from engine.core.params import SamplingParams, finish_reason
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
-from engine.core.speculative.proposers import MAX_GUESSES, Ask, Proposal
+from engine.core.speculative.proposers import MAX_DRAFT_TOKENS, Ask, Proposal
 
 
 @dataclass(slots=True)
@@ -31,9 +31,9 @@ class _Draft:
     blocks: list[int] = field(default_factory=list)
     broken: bool = False
     wanted: int = 0
-    guesses: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
 
-    def forget_wrong_guesses(self) -> None:
+    def forget_rejected(self) -> None:
         """Keep what the answer has confirmed; the rest will be overwritten."""
         tokens = self.sequence.tokens
         while self.agreed < min(len(self.computed), len(tokens) - 1) and (
@@ -47,8 +47,8 @@ class _Draft:
         return len(self.sequence.tokens) - len(self.computed)
 
     def row(self, count: int) -> PlanRow:
-        """Compute the next ``count`` tokens, and draw a guess if they reach the end."""
-        known = [*self.sequence.tokens, *self.guesses]
+        """Compute the next ``count`` tokens, and draw a draft token if they reach the end."""
+        known = [*self.sequence.tokens, *self.draft_tokens]
         start, end = len(self.computed), len(self.computed) + count
         samples: tuple[SampleSpec, ...] = ()
         if end == len(known):
@@ -59,7 +59,7 @@ class _Draft:
 
 
 class DraftProposer:
-    """Lets a draft model guess, for all sequences of a step together.
+    """Lets a draft model propose tokens, for all sequences of a step together.
 
     Args:
         runner: The draft model over its own KV pool.
@@ -73,14 +73,14 @@ class DraftProposer:
         self._drafts: dict[int, _Draft] = {}
 
     def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
-        """See ``Proposer``. One forward pass per guess, over all sequences that are asked for."""
+        """See ``Proposer``. One forward pass per draft token, over all sequences that are asked for."""
         self.untimed = False
         drafts = [self._draft(ask) for ask in asks]
         ready = self._catch_up(drafts, budget_tokens)
         while ready:
-            self._guess(ready)
-            ready = [d for d in ready if not d.broken and len(d.guesses) < d.wanted]
-        return [Proposal(draft.guesses) for draft in drafts]
+            self._propose_next(ready)
+            ready = [d for d in ready if not d.broken and len(d.draft_tokens) < d.wanted]
+        return [Proposal(draft.draft_tokens) for draft in drafts]
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
         """See ``Proposer``; what is not running any more gives its blocks back."""
@@ -102,7 +102,7 @@ class DraftProposer:
         if draft is None:
             params = msgspec.structs.replace(sequence.request.params, logprobs=None)
             draft = self._drafts[sequence.sequence_id] = _Draft(sequence, params)
-        draft.guesses = []
+        draft.draft_tokens = []
         draft.wanted = 0 if draft.broken else ask.allowed(0)
         if draft.wanted:
             need = blocks_for(len(sequence.tokens) + draft.wanted) - len(draft.blocks)
@@ -112,11 +112,11 @@ class DraftProposer:
                 draft.wanted = 0
             else:
                 draft.blocks += pages
-        draft.forget_wrong_guesses()
+        draft.forget_rejected()
         return draft
 
     def _catch_up(self, drafts: Sequence[_Draft], budget_tokens: int) -> list[_Draft]:
-        """Compute prompts as far as the budget goes; returns who can guess in this step."""
+        """Compute prompts as far as the budget goes; returns who can propose in this step."""
         ready, rows, late = [], [], []
         for draft in drafts:
             missing = draft.missing()
@@ -128,25 +128,25 @@ class DraftProposer:
                 rows.append(draft.row(budget_tokens))
                 late.append(draft)
             budget_tokens -= min(missing, budget_tokens)
-            self.untimed |= missing > MAX_GUESSES + 1
+            self.untimed |= missing > MAX_DRAFT_TOKENS + 1
         if rows:
             self._run(late, rows)
         return ready
 
-    def _guess(self, drafts: Sequence[_Draft]) -> None:
-        rows = [draft.row(draft.missing() + len(draft.guesses)) for draft in drafts]
+    def _propose_next(self, drafts: Sequence[_Draft]) -> None:
+        rows = [draft.row(draft.missing() + len(draft.draft_tokens)) for draft in drafts]
         for draft, drawn in zip(drafts, self._run(drafts, rows), strict=True):
-            draft.guesses += drawn
+            draft.draft_tokens += drawn
             if drawn and self._ends(draft, drawn[-1]):
-                draft.wanted = len(draft.guesses)
+                draft.wanted = len(draft.draft_tokens)
 
     def _ends(self, draft: _Draft, token: int) -> bool:
-        """Whether nothing follows a guess, if it is right."""
-        generated = draft.sequence.generated + len(draft.guesses)
+        """Whether nothing follows a draft token, if it is right."""
+        generated = draft.sequence.generated + len(draft.draft_tokens)
         return bool(finish_reason(draft.params, self._eos, token, generated)[0])
 
     def _run(self, drafts: Sequence[_Draft], rows: Sequence[PlanRow]) -> list[list[int]]:
-        """Tokens drawn for each row; none at all when one met NaN, which then guesses no more."""
+        """Tokens drawn for each row; none at all when one met NaN, which then proposes no more."""
         try:
             results = self._runner.execute(StepPlan(tuple(rows)))
         except NumericsError as error:

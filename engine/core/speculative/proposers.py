@@ -1,13 +1,13 @@
-"""Speculation: guess the next tokens of an answer, and compute them all in one step.
+"""Speculation: propose the next tokens of an answer, and compute them all in one step.
 
-    tokens of a row   [ last token | guess 1 | guess 2 | guess 3 ]
+    tokens of a row   [ last token | draft token 1 | draft token 2 | draft token 3 ]
     drawn             [     a      |    b    |    c    |    d    ]
-    a == guess 1, b == guess 2, c != guess 3:   the answer grows by a, b, c
+    a == draft token 1, b == draft token 2, c != draft token 3:   the answer grows by a, b, c
 
 What is drawn at a position is a function of the tokens before it (and of seed, choice, position).
-So right guesses save steps and wrong ones cost time, and in ``numerics: exact`` neither shows in
-the tokens. Whether guessing pays is decided per request and step, from the share of guesses that
-were right lately and from the measured time that one more guess costs everybody in the batch.
+So right draft tokens save steps and wrong ones cost time, and in ``numerics: exact`` neither shows in
+the tokens. Whether guessing pays is decided per request and step, from the share of draft tokens that
+were right lately and from the measured time that one more draft token costs everybody in the batch.
 Pure: durations come from outside.
 """
 
@@ -20,17 +20,19 @@ import msgspec
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
-from engine.core.speculative.acceptance import right_guesses
+from engine.core.speculative.acceptance import accepted_draft_tokens
 
-MAX_GUESSES = 16
+MAX_DRAFT_TOKENS = 16
 
-_ANY_KIND = 0.6  # prior for the share of right guesses
+_ANY_KIND = 0.6  # prior for the share of right draft tokens
 _LEARN = 0.2
 _FIRST_WAIT, _LONGEST_WAIT = 32, 1024  # chances let pass before the next trial
 _TRIAL_GUESSES = 2
-_GUESS_SHARE = 0.05  # prior: a guess costs this part of a plain step of one request
-_PLAIN_EVERY = 64  # steps with guesses after which a plain one is timed again
-_PROBE_EVERY = 256  # steps without, because no guess could pay, after which one is timed again
+_GUESS_SHARE = 0.05  # prior: a draft token costs this part of a plain step of one request
+_PLAIN_EVERY = 64  # steps with draft tokens after which a plain one is timed again
+_PROBE_EVERY = (
+    256  # steps without, because no draft token could pay, after which one is timed again
+)
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +40,12 @@ class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: str = "off"  # "off" | "ngram" | "draft"
     draft: str = ""  # reference of the draft model
-    tokens: int = 4  # most guesses per step and sequence
+    tokens: int = 4  # most draft tokens per step and sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Guesses for one sequence; proposals of one ``kind`` are equally trustworthy."""
+    """Draft tokens for one sequence; proposals of one ``kind`` are equally trustworthy."""
 
     tokens: Sequence[int] = ()
     kind: int = 0
@@ -51,14 +53,14 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A sequence that may be guessed for; ``allowed(kind)`` says how many guesses pay."""
+    """A sequence that may be guessed for; ``allowed(kind)`` says how many draft tokens pay."""
 
     sequence: TokenSequence
     allowed: Callable[[int], int]
 
 
 class Proposer(Protocol):
-    """Where guesses come from."""
+    """Where draft tokens come from."""
 
     @property
     def untimed(self) -> bool:
@@ -69,7 +71,7 @@ class Proposer(Protocol):
 
         Args:
             asks: Running sequences that decode in this step.
-            budget_tokens: Tokens that may be computed for it, beside the guesses.
+            budget_tokens: Tokens that may be computed for it, beside the draft tokens.
         """
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
@@ -77,30 +79,30 @@ class Proposer(Protocol):
 
 
 class StepCost:
-    """What a guess costs, as a share of a step without guesses. Fitted."""
+    """What a draft token costs, as a share of a step without draft tokens. Fitted."""
 
     def __init__(self) -> None:
         self._plain_ns: dict[int, float] = {}  # by decode rows
         self._since_plain: dict[int, int] = {}
         self._guess_ns: float | None = None
 
-    def note(self, decodes: int, guesses: int, duration_ns: int) -> None:
-        """Learn from a step that computed nothing but ``decodes`` rows and their guesses."""
+    def note(self, decodes: int, draft_tokens: int, duration_ns: int) -> None:
+        """Learn from a step that computed nothing but ``decodes`` rows and their draft tokens."""
         plain_ns = self._plain_ns.get(decodes)
-        if not guesses:
+        if not draft_tokens:
             self._since_plain[decodes] = 0
             self._plain_ns[decodes] = _follow(plain_ns, duration_ns, 0.3)
         elif plain_ns is not None:
             self._since_plain[decodes] += 1
-            sample_ns = max(duration_ns - plain_ns, 0.0) / guesses
+            sample_ns = max(duration_ns - plain_ns, 0.0) / draft_tokens
             self._guess_ns = _follow(self._guess_ns, min(sample_ns, 2 * plain_ns), 0.1)
 
     def wants_plain(self, decodes: int) -> bool:
-        """Whether a step without guesses should be timed before the next one with guesses."""
+        """Whether a step without draft tokens should be timed before the next one with draft tokens."""
         return self._since_plain.get(decodes, _PLAIN_EVERY) >= _PLAIN_EVERY
 
     def share(self, decodes: int) -> float:
-        """Answer tokens that ``decodes`` rows lose by the time which one guess takes."""
+        """Answer tokens that ``decodes`` rows lose by the time which one draft token takes."""
         plain_ns = self._plain_ns.get(decodes)
         if plain_ns is None or self._guess_ns is None:
             return _GUESS_SHARE * decodes
@@ -109,15 +111,15 @@ class StepCost:
 
 @dataclass(slots=True)
 class _Pace:
-    """How well guessing went for one sequence; says how many guesses pay now."""
+    """How well guessing went for one sequence; says how many draft tokens pay now."""
 
-    rates: dict[int, float] = field(default_factory=dict)  # by kind: share of right guesses
+    rates: dict[int, float] = field(default_factory=dict)  # by kind: share of right draft tokens
     passed: int = 0
     wait: int = _FIRST_WAIT
     banned: bool = False
 
     def allowed(self, kind: int, cost: float, most: int) -> int:
-        """Guesses whose chance to be accepted is worth their cost; rarely a trial if none is."""
+        """Draft tokens whose chance to be accepted is worth their cost; rarely a trial if none is."""
         if self.banned or most < 1:
             return 0
         rate = self.rates.get(kind, _ANY_KIND)
@@ -132,9 +134,9 @@ class _Pace:
         self.passed, self.wait = 0, min(2 * self.wait, _LONGEST_WAIT)
         return min(_TRIAL_GUESSES, most)
 
-    def note(self, kind: int, guesses: int, right: int) -> None:
+    def note(self, kind: int, draft_tokens: int, right: int) -> None:
         """Learn from a verified proposal."""
-        for index in range(min(right + 1, guesses)):
+        for index in range(min(right + 1, draft_tokens)):
             rate = self.rates.get(kind, _ANY_KIND)
             self.rates[kind] = rate + _LEARN * ((index < right) - rate)
         if right:
@@ -142,12 +144,12 @@ class _Pace:
 
 
 class Speculation:
-    """Puts guesses into plans and learns from what became of them.
+    """Puts draft tokens into plans and learns from what became of them.
 
     Args:
-        proposer: Where guesses come from.
+        proposer: Where draft tokens come from.
         most_guesses: Per sequence and step.
-        cost: What guesses cost.
+        cost: What draft tokens cost.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class Speculation:
         self._paces: dict[int, _Pace] = {}
         self._hopeless = 0
         self._untimed = False  # the step under way says nothing about times
-        self._kinds: dict[int, int] = {}  # of the guesses in the step under way
+        self._kinds: dict[int, int] = {}  # of the draft tokens in the step under way
 
     def extend(
         self,
@@ -172,14 +174,14 @@ class Speculation:
         lend: Callable[[TokenSequence, int], int],
         max_step_tokens: int,
     ) -> StepPlan:
-        """The plan with guesses behind the rows that decode.
+        """The plan with draft tokens behind the rows that decode.
 
         Args:
             plan: Of the scheduler.
             running: Sequences by id.
-            admissible: Says how many of the guesses a sequence's grammar would let pass.
-            lend: Makes room in the sequence's blocks for so many guesses; returns how many fit.
-            max_step_tokens: Most tokens of a step, guesses included.
+            admissible: Says how many of the draft tokens a sequence's grammar would let pass.
+            lend: Makes room in the sequence's blocks for so many draft tokens; returns how many fit.
+            max_step_tokens: Most tokens of a step, draft tokens included.
         """
         self._kinds.clear()
         self._untimed = False
@@ -190,7 +192,9 @@ class Speculation:
         if not decoding or room < 1 or self._cost.wants_plain(len(decoding)):
             return plan
         cost = self._cost.share(len(decoding))
-        if cost >= 1.0:  # even a guess that is surely right costs the batch more than it gains
+        if (
+            cost >= 1.0
+        ):  # even a draft token that is surely right costs the batch more than it gains
             self._hopeless += 1
             if self._hopeless % _PROBE_EVERY:
                 return plan
@@ -201,41 +205,41 @@ class Speculation:
         self._untimed = self._proposer.untimed
         rows = list(plan.rows)
         for index, ask, found in zip(decoding, asks, proposals, strict=True):
-            guesses = list(found.tokens[:room])
-            count = admissible(rows[index].samples[0], guesses) if guesses else 0
+            draft_tokens = list(found.tokens[:room])
+            count = admissible(rows[index].samples[0], draft_tokens) if draft_tokens else 0
             count = lend(ask.sequence, count) if count else 0
             if not count:
                 continue
             room -= count
             self._kinds[rows[index].sequence_id] = found.kind
-            rows[index] = _with_guesses(rows[index], ask.sequence, guesses[:count])
+            rows[index] = _with_draft_tokens(rows[index], ask.sequence, draft_tokens[:count])
         return replace(plan, rows=tuple(rows))
 
     def observe(
         self, plan: StepPlan, results: Sequence[Sequence[SampledToken]], duration_ns: int
     ) -> None:
         """Learn from a finished step."""
-        guesses = 0
+        draft_tokens = 0
         for row, drawn in zip(plan.rows, results, strict=True):
-            if not row.guesses:
+            if not row.num_draft_tokens:
                 continue
-            right = right_guesses(row, drawn)
-            guesses += row.guesses
+            right = accepted_draft_tokens(row, drawn)
+            draft_tokens += row.num_draft_tokens
             self.drafts += 1
-            self.draft_tokens += row.guesses
+            self.draft_tokens += row.num_draft_tokens
             self.accepted_tokens += right
             if pace := self._paces.get(row.sequence_id):
-                pace.note(self._kinds.get(row.sequence_id, 0), row.guesses, right)
+                pace.note(self._kinds.get(row.sequence_id, 0), row.num_draft_tokens, right)
         if all(row.decodes for row in plan.rows) and not self._untimed:
-            self._cost.note(len(plan.rows), guesses, duration_ns)
+            self._cost.note(len(plan.rows), draft_tokens, duration_ns)
 
     def ban(self, sequence_id: int) -> None:
-        """Guess no more for a sequence: it met NaN with guesses, so let it go on without."""
+        """Guess no more for a sequence: it met NaN with draft tokens, so let it go on without."""
         self._paces.setdefault(sequence_id, _Pace()).banned = True
 
     def _ask(self, sequence: TokenSequence, cost: float, most: int) -> Ask:
         pace = self._paces.setdefault(sequence.sequence_id, _Pace())
-        # the last token of an answer is drawn and not computed: it needs no guess behind it
+        # the last token of an answer is drawn and not computed: it needs no draft token behind it
         most = min(most, sequence.request.params.max_tokens - sequence.generated - 1)
         return Ask(sequence, lambda kind: pace.allowed(kind, cost, most))
 
@@ -267,11 +271,11 @@ class NgramProposer:
         index = self._indexes.setdefault(ask.sequence.sequence_id, _PlaceIndex())
         place, length = index.match(tokens)
         count = ask.allowed(length) if length else 0
-        guesses: list[int] = []
+        draft_tokens: list[int] = []
         for position in range(place, place + count):
             beyond = position - len(tokens)
-            guesses.append(tokens[position] if beyond < 0 else guesses[beyond])
-        return Proposal(guesses, length)
+            draft_tokens.append(tokens[position] if beyond < 0 else draft_tokens[beyond])
+        return Proposal(draft_tokens, length)
 
 
 _LONGEST_MATCH = 4
@@ -311,18 +315,20 @@ def _continues(row: PlanRow, running: Mapping[int, TokenSequence]) -> bool:
     return row.decodes and running[row.sequence_id].generated > 0
 
 
-def _with_guesses(row: PlanRow, sequence: TokenSequence, guesses: Sequence[int]) -> PlanRow:
+def _with_draft_tokens(
+    row: PlanRow, sequence: TokenSequence, draft_tokens: Sequence[int]
+) -> PlanRow:
     (sample,) = row.samples
     samples = [
-        replace(sample, history=[*sequence.tokens, *guesses[:count]])
-        for count in range(1, len(guesses) + 1)
+        replace(sample, history=[*sequence.tokens, *draft_tokens[:count]])
+        for count in range(1, len(draft_tokens) + 1)
     ]
     return replace(
         row,
-        tokens=[*row.tokens, *guesses],
-        block_ids=sequence.blocks[: blocks_for(row.start + 1 + len(guesses))],
+        tokens=[*row.tokens, *draft_tokens],
+        block_ids=sequence.blocks[: blocks_for(row.start + 1 + len(draft_tokens))],
         samples=(sample, *samples),
-        guesses=len(guesses),
+        num_draft_tokens=len(draft_tokens),
     )
 
 

@@ -28,7 +28,7 @@ _MANY = 256
 """Rows from which the second cut pays."""
 
 _MANY_FP8 = 128
-"""Rows from which rounding them to fp8 pays; a guess."""
+"""Rows from which rounding them to fp8 pays; an estimate."""
 
 _FP8_MAX = 448.0
 _TINY = 1e-30

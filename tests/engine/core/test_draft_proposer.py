@@ -7,7 +7,7 @@ from engine.core.geometry import KvGeometry
 from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import Speculation
 from engine.emulated import EmulatedRunner
-from tests.engine.core.guesses import FreeGuesses
+from tests.engine.core.draft_tokens import FreeDraftTokens
 from tests.engine.core.test_scheduler import answers, golden, request, run
 from tests.engine.core.test_speculation import PROMPT, make_core
 
@@ -22,7 +22,7 @@ class Draft:
         )
         self.runner = EmulatedRunner(geometry, bytearray(geometry.pool_bytes))
         self.proposer = DraftProposer(self.runner)
-        self.speculation = Speculation(self.proposer, 4, FreeGuesses())
+        self.speculation = Speculation(self.proposer, 4, FreeDraftTokens())
         self.core = make_core(self.speculation, **fields)
 
     def answers(self, prompts: list[list[int]], **params) -> list[list[int]]:

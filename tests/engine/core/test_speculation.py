@@ -12,10 +12,10 @@ from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
-from engine.core.speculative.acceptance import right_guesses
+from engine.core.speculative.acceptance import accepted_draft_tokens
 from engine.core.speculative.proposers import Ask, NgramProposer, Proposal, Speculation, StepCost
 from engine.emulated import EmulatedRunner
-from tests.engine.core.guesses import FreeGuesses, Oracle, oracle
+from tests.engine.core.draft_tokens import FreeDraftTokens, Oracle, oracle
 from tests.engine.core.test_scheduler import SEED, answers, ends, golden, request, run
 
 PROMPT = list(range(40))
@@ -39,7 +39,7 @@ def token_events(events, name="a") -> list[ev.Tokens]:
     return [e for e in events if isinstance(e, ev.Tokens) and e.request_id == name]
 
 
-def test_right_guesses_come_out_together():
+def test_accepted_draft_tokens_come_out_together():
     speculation, answer = knowing(max_tokens=21)
     core = make_core(speculation)
     core.scheduler.submit(request("a", PROMPT, max_tokens=21), 0)
@@ -92,7 +92,7 @@ def test_no_answer_is_longer_than_it_may_be(max_tokens):
 
 
 def test_guesses_preempt_nobody_and_take_only_what_is_free():
-    """5 blocks: 3 + 2 hold both requests to their ends, not the guesses beyond."""
+    """5 blocks: 3 + 2 hold both requests to their ends, not the draft tokens beyond."""
     prompts = {"a": list(range(40)), "b": list(range(100, 120))}
     known = {(tuple(p), 0): golden(p, max_tokens=8) for p in prompts.values()}
     core = make_core(oracle(known, 1.0, most=16), blocks=5)
@@ -123,7 +123,7 @@ def test_guesses_stay_within_the_tokens_of_a_step():
         plan = core.plan(now_ns)
         if not plan.rows:
             break
-        assert sum(row.guesses for row in plan.rows) <= 15
+        assert sum(row.num_draft_tokens for row in plan.rows) <= 15
         core.apply(plan, core.runner.execute(plan), now_ns, 1)
 
 
@@ -137,7 +137,7 @@ def test_histories_take_the_guesses_before_for_granted():
             core.apply(plan, core.runner.execute(plan), now_ns, 1)
     (row,) = plan.rows
     assert row.tokens == answer[:5]
-    assert row.guesses == 4
+    assert row.num_draft_tokens == 4
     whole = PROMPT + answer
     assert [list(sample.history) for sample in row.samples] == [
         whole[:length] for length in range(41, 46)
@@ -151,12 +151,12 @@ def test_nan_behind_guesses_is_tried_again_without_them():
     plan = core.plan(0)
     events = core.apply(plan, core.runner.execute(plan), 0, 1)
     plan = core.plan(1)
-    assert plan.rows[0].guesses
+    assert plan.rows[0].num_draft_tokens
     error = NumericsError("NaN in row 0")
     error.rows = (0,)
     events += core.fail(plan, error)
     core.scheduler.check_integrity()
-    assert core.plan(2).rows[0].guesses == 0
+    assert core.plan(2).rows[0].num_draft_tokens == 0
     events += run(core)
     assert answers(events)[("a", 0)] == answer
 
@@ -179,7 +179,7 @@ def test_nan_behind_guesses_is_tried_again_without_them():
 def test_any_mix_gives_the_tokens_of_an_engine_without_speculation(
     mix, blocks, step_tokens, honesty, cancels
 ):
-    """Choices that share blocks, preemptions, and cancels, with guesses of any quality."""
+    """Choices that share blocks, preemptions, and cancels, with draft tokens of any quality."""
     known, submitted = {}, {}
     reference = make_core(None, blocks=256)
     for ticket, (length, max_tokens, n, family) in enumerate(mix):
@@ -237,7 +237,7 @@ def asked(tokens: list[int], allowed=lambda kind: 4, sequence_id: int = 1) -> As
 
 
 @pytest.mark.parametrize(
-    ("tokens", "guesses", "kind"),
+    ("tokens", "draft_tokens", "kind"),
     [
         ([1, 2, 3], [], 0),
         ([1, 2, 3, 4, 5, 1, 2], [3, 4, 5, 1], 2),
@@ -247,9 +247,9 @@ def asked(tokens: list[int], allowed=lambda kind: 4, sequence_id: int = 1) -> As
         ([5, 1, 8, 4, 5, 1, 9, 0, 5, 1], [9, 0, 5, 1], 2),  # of equal ones the newer
     ],
 )
-def test_ngrams_say_what_followed_last_time(tokens, guesses, kind):
+def test_ngrams_say_what_followed_last_time(tokens, draft_tokens, kind):
     (found,) = NgramProposer().propose([asked(tokens)], 0)
-    assert (list(found.tokens), found.kind) == (guesses, kind)
+    assert (list(found.tokens), found.kind) == (draft_tokens, kind)
 
 
 def test_the_ngram_index_grows_with_the_answer():
@@ -262,10 +262,10 @@ def test_the_ngram_index_grows_with_the_answer():
 
 
 def test_an_engine_that_repeats_itself_is_found_out():
-    """Two tokens only: half of the guesses are right by chance, and the tokens are the same."""
+    """Two tokens only: half of the draft tokens are right by chance, and the tokens are the same."""
     cores = [
         make_core(None, vocab=2),
-        make_core(Speculation(NgramProposer(), 4, FreeGuesses()), vocab=2),
+        make_core(Speculation(NgramProposer(), 4, FreeDraftTokens()), vocab=2),
     ]
     results = []
     for core in cores:
@@ -281,10 +281,10 @@ def test_an_engine_that_repeats_itself_is_found_out():
 PLAIN_NS = 20_000_000
 
 
-def steps_with_guesses(
+def steps_with_draft_tokens(
     honesty: float, guess_ns: int, requests: int = 1, max_tokens: int = 400
 ) -> tuple[int, int]:
-    """(steps with guesses, steps) when each guess takes so long."""
+    """(steps with draft tokens, steps) when each draft token takes so long."""
     prompts = [[i, *range(30)] for i in range(requests)]
     known = {(tuple(p), 0): golden(p, max_tokens=max_tokens) for p in prompts}
     speculation = Speculation(Oracle(known, honesty), 4, StepCost())
@@ -295,35 +295,35 @@ def steps_with_guesses(
         )
     with_guesses = steps = 0
     while (plan := core.plan(steps)).rows:
-        guesses = sum(row.guesses for row in plan.rows)
-        with_guesses += bool(guesses)
+        draft_tokens = sum(row.num_draft_tokens for row in plan.rows)
+        with_guesses += bool(draft_tokens)
         steps += 1
-        core.apply(plan, core.runner.execute(plan), steps, PLAIN_NS + guess_ns * guesses)
+        core.apply(plan, core.runner.execute(plan), steps, PLAIN_NS + guess_ns * draft_tokens)
     return with_guesses, steps
 
 
 def test_good_guesses_are_made_in_nearly_every_step():
-    with_guesses, steps = steps_with_guesses(1.0, PLAIN_NS // 20)
+    with_guesses, steps = steps_with_draft_tokens(1.0, PLAIN_NS // 20)
     assert steps < 95
     assert with_guesses > 0.9 * steps
 
 
 def test_bad_guesses_turn_themselves_off_and_are_rarely_tried_again():
-    with_guesses, steps = steps_with_guesses(0.0, PLAIN_NS // 20)
+    with_guesses, steps = steps_with_draft_tokens(0.0, PLAIN_NS // 20)
     assert steps == 400
     assert 3 <= with_guesses < 40
 
 
 def test_dear_guesses_turn_themselves_off():
-    with_guesses, steps = steps_with_guesses(0.7, PLAIN_NS)
+    with_guesses, steps = steps_with_draft_tokens(0.7, PLAIN_NS)
     assert with_guesses < 0.2 * steps
 
 
 def test_in_a_big_batch_guesses_must_be_better():
-    """A guess of 1/10 step is worth its time for one request, for 16 it costs 1.6 tokens."""
-    alone, steps = steps_with_guesses(0.7, PLAIN_NS // 10, max_tokens=200)
+    """A draft token of 1/10 step is worth its time for one request, for 16 it costs 1.6 tokens."""
+    alone, steps = steps_with_draft_tokens(0.7, PLAIN_NS // 10, max_tokens=200)
     assert alone > 0.8 * steps
-    crowd, steps = steps_with_guesses(0.7, PLAIN_NS // 10, requests=16, max_tokens=200)
+    crowd, steps = steps_with_draft_tokens(0.7, PLAIN_NS // 10, requests=16, max_tokens=200)
     assert crowd < 0.3 * steps
 
 
@@ -361,9 +361,9 @@ def test_a_step_without_guesses_is_timed_even_if_the_one_before_said_nothing():
     assert speculation.accepted_tokens > 60
 
 
-def test_right_guesses_count_up_to_the_first_wrong_one():
+def test_accepted_draft_tokens_count_up_to_the_first_wrong_one():
     params = SamplingParams(max_tokens=9)
     samples = tuple(SampleSpec(0, params, [], 0) for _ in range(4))
-    row = PlanRow(1, [9, 1, 2, 3], 0, [0], samples, guesses=3)
+    row = PlanRow(1, [9, 1, 2, 3], 0, [0], samples, num_draft_tokens=3)
     for drawn, right in (([1, 2, 3, 4], 3), ([1, 2, 4, 4], 2), ([5, 2, 3, 4], 0)):
-        assert right_guesses(row, [SampledToken(t) for t in drawn]) == right
+        assert accepted_draft_tokens(row, [SampledToken(t) for t in drawn]) == right

@@ -28,7 +28,7 @@ from engine.llm import LLM
 from engine.numerics import same_bits
 from tests.engine import tiny_models as tiny
 from tests.engine.conftest import MODEL, Driver
-from tests.engine.core.guesses import oracle
+from tests.engine.core.draft_tokens import oracle
 from tests.engine.core.test_scheduler import answers, run
 from tests.engine.cpu.test_tensor_parallel import replica
 from tests.engine.lora_files import module_of, write_adapter
@@ -156,7 +156,7 @@ def test_mixed_in_one_step_each_row_has_the_bits_that_it_has_alone(
 
 
 def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> None:
-    """On a tiny model: prefix hits, a crowd of adapters, chunks, preemption, guesses."""
+    """On a tiny model: prefix hits, a crowd of adapters, chunks, preemption, draft tokens."""
     artifact = resolve_model(str(tiny.save(tiny.build("llama"), tmp_path / "base")))
     runner = runner_of(artifact, "bf16", blocks=24)
     paths = [write_adapter(tmp_path / str(i), artifact.config, seed=i, size=0.3) for i in (1, 2)]
@@ -192,10 +192,10 @@ def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> N
     assert len({tuple(tokens) for tokens in alone.values()}) == 3
 
     crowd()
-    guesses = oracle({(tuple(prompt), 0): alone[digests[1]]})  # mostly wrong for the others
-    core = EngineCore(runner, SchedulerConfig(32, 48), speculation=guesses)
+    draft_tokens = oracle({(tuple(prompt), 0): alone[digests[1]]})  # mostly wrong for the others
+    core = EngineCore(runner, SchedulerConfig(32, 48), speculation=draft_tokens)
     crowd()
-    assert guesses.draft_tokens > guesses.accepted_tokens > 0
+    assert draft_tokens.draft_tokens > draft_tokens.accepted_tokens > 0
 
 
 @pytest.mark.slow

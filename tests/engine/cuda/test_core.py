@@ -1,4 +1,4 @@
-"""The engine's core over the CUDA runner: the answers of the CPU, with and without guesses."""
+"""The engine's core over the CUDA runner: the answers of the CPU, with and without draft tokens."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import NgramProposer, Speculation
 from engine.cpu.runner import CpuRunner
 from engine.cuda.runner import CudaRunner
-from tests.engine.core.guesses import FreeGuesses
+from tests.engine.core.draft_tokens import FreeDraftTokens
 from tests.engine.cuda import tiny
 
 C = tiny.config(layers=1)
@@ -24,25 +24,27 @@ REQUESTS = [
 ]
 
 
-def answers(runner: CudaRunner | CpuRunner, *, guess: bool) -> dict[tuple[str, int], list[int]]:
-    speculation = Speculation(NgramProposer(), 4, FreeGuesses()) if guess else None
+def answers(
+    runner: CudaRunner | CpuRunner, *, draft_token: bool
+) -> dict[tuple[str, int], list[int]]:
+    speculation = Speculation(NgramProposer(), 4, FreeDraftTokens()) if draft_token else None
     core = EngineCore(runner, SchedulerConfig(4, 24), speculation=speculation)
     for number, (prompt, params) in enumerate(REQUESTS):
         request = EngineRequest(f"{number}", Kind.FULL, prompt, params, b"s" * 16, ticket=number)
         core.scheduler.submit(request, 0)
     found: dict[tuple[str, int], list[int]] = {}
-    guesses = 0
+    draft_tokens = 0
     for now_ns in itertools.count():
         plan = core.plan(now_ns)
         if not plan.rows:
             break
-        guesses += sum(row.guesses for row in plan.rows)
+        draft_tokens += sum(row.num_draft_tokens for row in plan.rows)
         for event in core.apply(plan, runner.execute(plan), now_ns, 1000):
             core.scheduler.check_integrity()
             if isinstance(event, ev.Tokens):
                 answer = found.setdefault((event.request_id, event.choice), [])
                 answer += [drawn.token for drawn in event.tokens]
-    assert bool(guesses) is guess
+    assert bool(draft_tokens) is draft_token
     assert core.pool.counts().leased == 0
     return found
 
@@ -50,8 +52,8 @@ def answers(runner: CudaRunner | CpuRunner, *, guess: bool) -> dict[tuple[str, i
 @pytest.mark.slow
 def test_requests_have_the_answers_of_the_cpu_whether_guessed_or_not() -> None:
     size = tiny.geometry(C, "fp32").pool_bytes
-    expected = answers(tiny.torch_runner(C, "fp32", bytearray(size)), guess=False)
+    expected = answers(tiny.torch_runner(C, "fp32", bytearray(size)), draft_token=False)
     assert [len(answer) for answer in expected.values()].count(0) == 0
-    for guess in (False, True):
+    for draft_token in (False, True):
         runner = tiny.cuda_runner(C, "fp32", bytearray(size))
-        assert answers(runner, guess=guess) == expected
+        assert answers(runner, draft_token=draft_token) == expected

@@ -41,10 +41,10 @@ class Sevens(Grammars):
         broken = [i for i, row in enumerate(specs) if row[0].params.grammar == "broken"]
         return masks, {i: GrammarError("too much work") for i in broken}
 
-    def admissible(self, spec: SampleSpec, guesses: Sequence[int]) -> int:
+    def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
         if spec.params.grammar == "broken":
             raise GrammarError("too much work")
-        return sum(token % 7 == 0 for token in guesses)
+        return sum(token % 7 == 0 for token in draft_tokens)
 
 
 class Pair:
@@ -67,14 +67,14 @@ class Pair:
         return ids(wanted)
 
 
-def verifying(sequence: int, text: list[int], guesses: list[int], table: list[int],
+def verifying(sequence: int, text: list[int], draft_tokens: list[int], table: list[int],
               params: SamplingParams, prompt: int) -> PlanRow:  # fmt: skip
-    known = [*text, *guesses]
+    known = [*text, *draft_tokens]
     specs = tuple(
-        SampleSpec(0, params, known[: len(text) + i], prompt) for i in range(len(guesses) + 1)
+        SampleSpec(0, params, known[: len(text) + i], prompt) for i in range(len(draft_tokens) + 1)
     )
     start = len(text) - 1
-    return PlanRow(sequence, known[start:], start, table, specs, guesses=len(guesses))
+    return PlanRow(sequence, known[start:], start, table, specs, num_draft_tokens=len(draft_tokens))
 
 
 def test_masks_guesses_and_filters_draw_the_tokens_of_the_cpu() -> None:
@@ -97,7 +97,7 @@ def test_masks_guesses_and_filters_draw_the_tokens_of_the_cpu() -> None:
     assert texts[4][-1] % 7 == 0
     decoded = pair.step(*(rows(i, 1) for i in params))  # one captured step
     assert decoded[3][0] % 7 == 0
-    # what they will draw is known now: one right guess, then wrong ones
+    # what they will draw is known now: one right draft token, then wrong ones
     verified = pair.step(
         *(
             verifying(i, texts[i], [drawn[0], 95, 96], tables[i], params[i], prompts[i])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from engine.core.errors import AdapterLoadError
 from engine.core.events import Ended
 from engine.core.params import AdapterRef, SamplingParams
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.adapter_loader import AdapterLoader
 
 
@@ -23,10 +23,10 @@ class Store:
         pass
 
 
-def submit(request_id: str, adapter: str) -> ipc.Submit:
+def submit(request_id: str, adapter: str) -> messages.Submit:
     ref = AdapterRef(adapter, adapter, f"/{adapter}")
     params = SamplingParams(max_tokens=1)
-    return ipc.Submit(request_id, "full", b"", params, b"", 0, 0, adapter=ref)
+    return messages.Submit(request_id, "full", b"", params, b"", 0, 0, adapter=ref)
 
 
 def rings(desk: AdapterLoader, within_s: float) -> bool:
@@ -34,8 +34,8 @@ def rings(desk: AdapterLoader, within_s: float) -> bool:
 
 
 def advance_until(
-    desk: AdapterLoader, done: Callable[[list[ipc.Submit]], bool]
-) -> list[ipc.Submit]:
+    desk: AdapterLoader, done: Callable[[list[messages.Submit]], bool]
+) -> list[messages.Submit]:
     ready = desk.advance()
     while not done(ready):
         assert rings(desk, 5.0)

@@ -9,9 +9,10 @@ import pytest
 
 from engine.core import events as ev
 from engine.core.params import SamplingParams
-from engine.process import messages as ipc
+from engine.process import messages
 from engine.process.step_loop import EMULATED, EngineProcess
 from engine.sampling.grammars import GrammarCompileQueue, Grammars
+from engine.settings import EngineSettings
 from engine.text.grammar import Vocabulary, translate
 
 
@@ -30,12 +31,12 @@ def engine(monkeypatch):
     monkeypatch.setattr(EngineProcess, "_build_emulated", with_grammars)
     shell, control = socket.socketpair()
     pool_fd = os.memfd_create("pool")
-    process = EngineProcess(ipc.EngineSettings(model=EMULATED, kv_blocks=32), control, pool_fd)
+    process = EngineProcess(EngineSettings(model=EMULATED, kv_blocks=32), control, pool_fd)
     loop = threading.Thread(target=process.run)
     loop.start()
     shell.settimeout(10)
     yield shell
-    shell.sendall(ipc.frame([ipc.Stop()]))
+    shell.sendall(messages.frame([messages.Stop()]))
     loop.join(10)
     assert not grammars._held, "a grammar is held for a request that has ended"
     shell.close()
@@ -43,15 +44,15 @@ def engine(monkeypatch):
     os.close(pool_fd)
 
 
-def submit(name: str, grammar: str = "") -> ipc.Submit:
+def submit(name: str, grammar: str = "") -> messages.Submit:
     prompt = np.arange(5, dtype="<u4").tobytes()
     params = SamplingParams(max_tokens=4, ignore_eos=True, grammar=grammar)
-    return ipc.Submit(name, "full", prompt, params, bytes(16), 0, 0)
+    return messages.Submit(name, "full", prompt, params, bytes(16), 0, 0)
 
 
 def ends(shell: socket.socket, count: int) -> dict[str, str]:
     """Error codes of the first ``count`` requests to end."""
-    reader, found = ipc.report_reader(), {}
+    reader, found = messages.report_reader(), {}
     while len(found) < count:
         for report in reader.feed(shell.recv(1 << 16)):
             if isinstance(report, ev.Ended):
@@ -62,11 +63,11 @@ def ends(shell: socket.socket, count: int) -> dict[str, str]:
 def test_a_bad_grammar_ends_only_its_own_request(engine):
     good = translate("regex", "(?s:.*)")
     commands = [submit("free"), submit("bad", "start: missing"), submit("good", good)]
-    engine.sendall(ipc.frame(commands))
+    engine.sendall(messages.frame(commands))
     assert ends(engine, 3) == {"free": "", "bad": "invalid_grammar", "good": ""}
 
 
 def test_a_request_ends_while_its_grammar_is_compiled(engine):
     slow = translate("json", '{"enum": ["' + '", "'.join(f"value {i}" for i in range(3000)) + '"]}')
-    engine.sendall(ipc.frame([submit("gone", slow), ipc.Cancel("gone"), submit("free")]))
+    engine.sendall(messages.frame([submit("gone", slow), messages.Cancel("gone"), submit("free")]))
     assert ends(engine, 2) == {"gone": "cancelled", "free": ""}

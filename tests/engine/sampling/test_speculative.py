@@ -1,4 +1,4 @@
-"""Draws of a step: all choices of a plain row, and guesses up to the first wrong one."""
+"""Draws of a step: all choices of a plain row, and draft tokens up to the first wrong one."""
 
 from collections.abc import Sequence
 
@@ -22,10 +22,14 @@ def free(
     return [[None] * len(wanted) for wanted in specs], {}
 
 
-def row(tokens: list[int], guesses: int, params: SamplingParams = GREEDY, n: int = 1) -> PlanRow:
+def row(
+    tokens: list[int], draft_tokens: int, params: SamplingParams = GREEDY, n: int = 1
+) -> PlanRow:
     samples = [SampleSpec(choice, params, [0], 1) for choice in range(n)]
-    samples += [SampleSpec(0, params, [0, *tokens[1 : 1 + i]], 1) for i in range(1, guesses + 1)]
-    return PlanRow(1, tokens, 0, [0], tuple(samples), guesses=guesses)
+    samples += [
+        SampleSpec(0, params, [0, *tokens[1 : 1 + i]], 1) for i in range(1, draft_tokens + 1)
+    ]
+    return PlanRow(1, tokens, 0, [0], tuple(samples), num_draft_tokens=draft_tokens)
 
 
 def peaks(*tokens: int) -> Logits:

@@ -45,17 +45,17 @@ async def unload(fleet, name: str):
 
 async def test_a_loaded_adapter_is_a_model_until_it_is_unloaded(make_fleet, served, path):
     fleet = await make_fleet({"decode-0": None}, served)
-    assert (await fleet.cli.chat(model="pirate")).status_code == 404
+    assert (await fleet.chat(model="pirate")).status_code == 404
     answer = await load(fleet, "pirate", path)
     assert (answer.status_code, answer.text) == (
         200,
         "Success: LoRA adapter 'pirate' added successfully.",
     )
-    told = await fleet.cli.chat(model="pirate")
+    told = await fleet.chat(model="pirate")
     assert told.status_code == 200
     assert told.json()["model"] == "pirate"
-    assert events_of((await fleet.cli.chat(model="pirate", stream=True)).text)[-1] == "[DONE]"
-    plain, *_ = [await fleet.cli.chat(), await fleet.complete(model="pirate")]
+    assert events_of((await fleet.chat(model="pirate", stream=True)).text)[-1] == "[DONE]"
+    plain, *_ = [await fleet.chat(), await fleet.complete(model="pirate")]
     assert plain.status_code == 200
     with_it = fleet.workers["decode-0"].submissions
     assert [s.adapter.name for s in with_it] == ["pirate", "pirate", "", "pirate"]
@@ -67,7 +67,7 @@ async def test_a_loaded_adapter_is_a_model_until_it_is_unloaded(make_fleet, serv
     assert explained.json()["adapter"] == "pirate"
 
     assert (await unload(fleet, "pirate")).status_code == 200
-    gone = await fleet.cli.chat(model="pirate")
+    gone = await fleet.chat(model="pirate")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
     assert (await unload(fleet, "pirate")).status_code == 404
     assert (await load(fleet, "pirate", path)).status_code == 200, "it may come back"
@@ -89,8 +89,8 @@ async def test_requests_are_counted_by_adapter(make_fleet, served, path):
     fleet = await make_fleet({"decode-0": None}, served)
     await load(fleet, "pirate", path)
     for _ in range(2):
-        await fleet.cli.chat(model="pirate", max_tokens=3)
-    await fleet.cli.chat()
+        await fleet.chat(model="pirate", max_tokens=3)
+    await fleet.chat()
     value = fleet.router.metrics.value
     await asyncio.sleep(0.05)
     assert value("baton_adapter_requests", adapter="pirate") == 2
@@ -101,7 +101,7 @@ async def test_requests_are_counted_by_adapter(make_fleet, served, path):
 async def test_a_request_in_flight_outlives_its_adapter(make_fleet, served, path):
     fleet = await make_fleet({"decode-0": None}, served)
     await load(fleet, "pirate", path)
-    running = asyncio.create_task(fleet.cli.chat(model="pirate", max_tokens=40))
+    running = asyncio.create_task(fleet.chat(model="pirate", max_tokens=40))
     while not fleet.workers["decode-0"].submissions:
         await asyncio.sleep(0.01)
     assert (await unload(fleet, "pirate")).status_code == 200

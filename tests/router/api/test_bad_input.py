@@ -167,7 +167,7 @@ async def test_neutral_values_of_unsupported_parameters_are_accepted(fleet):
             {"role": "user", "content": [{"type": "text", "text": "a"}]},
         ],
     }
-    assert (await fleet.cli.chat(**neutral)).status_code == 200
+    assert (await fleet.chat(**neutral)).status_code == 200
     no_beams = {"best_of": 2, "use_beam_search": False, "num_beams": 1, "length_penalty": 1.0}
     response = await fleet.complete(
         n=2, suffix=None, max_tokens=1, early_stopping=False, **no_beams
@@ -176,7 +176,7 @@ async def test_neutral_values_of_unsupported_parameters_are_accepted(fleet):
 
 
 async def test_beam_search_is_refused_with_what_to_use_in_its_place(fleet):
-    error = (await fleet.cli.chat(use_beam_search=True)).json()["error"]
+    error = (await fleet.chat(use_beam_search=True)).json()["error"]
     assert "beam search" in error["message"]
     assert "n answers" in error["message"]
 
@@ -188,7 +188,7 @@ async def test_messages_and_text_parts_reach_the_prompt(fleet, model):
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": "d"},
     ]
-    await fleet.cli.chat(messages=messages)
+    await fleet.chat(messages=messages)
     sent = fleet.workers["decode-0"].submissions[0].prompt_tokens
     ids = [int.from_bytes(sent[i : i + 4], "little") for i in range(0, len(sent), 4)]
     assert model.tokenizer.decode(ids, skip_special_tokens=False) == (
@@ -229,9 +229,9 @@ async def test_unknown_paths_methods_and_models_have_openais_body(fleet):
     check_problem(await fleet.http.get("/v1/chat/completions"), 405, None)
     check_problem(await fleet.http.get("/v1/models/other"), 404, "model")
     check_problem(await fleet.http.get("/fleet/requests/other"), 404, None)
-    error = check_problem(await fleet.cli.chat(model="other"), 404, "model")
+    error = check_problem(await fleet.chat(model="other"), 404, "model")
     assert error["code"] == "model_not_found"
-    assert (await fleet.cli.chat(model="alias")).json()["model"] == "alias"
+    assert (await fleet.chat(model="alias")).json()["model"] == "alias"
 
 
 @pytest.mark.parametrize(
@@ -246,18 +246,18 @@ async def test_unknown_paths_methods_and_models_have_openais_body(fleet):
     ],
 )
 async def test_bad_headers_are_named(fleet, header, value):
-    check_problem(await fleet.cli.chat(headers={header: value}), 400, header)
+    check_problem(await fleet.chat(headers={header: value}), 400, header)
 
 
 async def test_api_keys_name_tenants(make_fleet):
     fleet = await make_fleet({"decode-0": None}, api_keys={"sk-one-key": "one"})
-    refused = check_problem(await fleet.cli.chat(), 401, None)
+    refused = check_problem(await fleet.chat(), 401, None)
     assert refused["code"] == "invalid_api_key"
     for wrong in ("Bearer sk-other", "sk-one-key", "Basic sk-one-key"):
-        check_problem(await fleet.cli.chat(headers={"authorization": wrong}), 401, None)
+        check_problem(await fleet.chat(headers={"authorization": wrong}), 401, None)
     check_problem(await fleet.http.get("/v1/models"), 401, None)
     headers = {"authorization": "Bearer sk-one-key", "x-baton-tenant": "other"}
-    assert (await fleet.cli.chat(headers=headers)).status_code == 200
+    assert (await fleet.chat(headers=headers)).status_code == 200
     assert fleet.workers["decode-0"].submissions[0].tenant == "one"
     assert (await fleet.http.get("/health/live")).status_code == 200
 
@@ -269,7 +269,7 @@ async def test_a_model_without_template_cannot_chat(make_fleet, artifact):
 
     base = ServedModel(replace(artifact, chat_template=None), ("base",))
     fleet = await make_fleet({"decode-0": None}, served=base)
-    error = check_problem(await fleet.cli.chat(model="base"), 400, "messages")
+    error = check_problem(await fleet.chat(model="base"), 400, "messages")
     assert "no chat template" in error["message"]
     assert (await fleet.complete(model="base")).status_code == 200
 
@@ -277,10 +277,10 @@ async def test_a_model_without_template_cannot_chat(make_fleet, artifact):
 async def test_a_number_in_a_header_counts_with_all_its_digits(make_fleet):
     fleet = await make_fleet({"decode-0": None}, window_requests=1)
     for raw in ("000000000001" + "9" * 20, "0", "-1", "86400001", "1" * 13):
-        response = await fleet.cli.chat(headers={"x-baton-timeout-ms": raw})
+        response = await fleet.chat(headers={"x-baton-timeout-ms": raw})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "x-baton-timeout-ms"
-    assert (await fleet.cli.chat(headers={"x-baton-timeout-ms": "86400000"})).status_code == 200
+    assert (await fleet.chat(headers={"x-baton-timeout-ms": "86400000"})).status_code == 200
 
 
 MANY = 3000

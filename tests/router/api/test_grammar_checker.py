@@ -150,10 +150,10 @@ async def test_the_callers_deadline_cuts_the_wait(make_fleet, monkeypatch):
         return Verdict(grammar="g")
 
     monkeypatch.setattr(fleet.router.grammars, "_try", tried)
-    slow = asyncio.create_task(fleet.cli.chat(guided_regex="a+"))
+    slow = asyncio.create_task(fleet.chat(guided_regex="a+"))
     for tenant in ("default", "other"):
         headers = {"x-baton-timeout-ms": "50", "x-baton-tenant": tenant}
-        answer = await fleet.cli.chat(guided_regex="b+", headers=headers)
+        answer = await fleet.chat(guided_regex="b+", headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert "checked within 0.05 s" in answer.json()["error"]["message"]
     may_end.set()
@@ -193,7 +193,7 @@ REFUSED = [
 async def test_refused_by_name_before_admission(make_fleet):
     fleet = await make_fleet({"decode-0": Script()})
     for body, param, message in REFUSED:
-        answer = await fleet.cli.chat(**body)
+        answer = await fleet.chat(**body)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param)
         assert message in error["message"]

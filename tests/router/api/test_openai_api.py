@@ -84,11 +84,11 @@ async def test_clients_helpers_for_models_and_errors_work(fleet):
 
 
 async def test_n_choices_come_whole_and_streamed(fleet, model):
-    whole = (await fleet.cli.chat(n=3)).json()
+    whole = (await fleet.chat(n=3)).json()
     texts = {choice["index"]: choice["message"]["content"] for choice in whole["choices"]}
     assert texts == {c: text_of(model, 1, 4, c) for c in range(3)}
     assert whole["usage"]["completion_tokens"] == 12
-    events = events_of((await fleet.cli.chat(n=3, stream=True)).text)
+    events = events_of((await fleet.chat(n=3, stream=True)).text)
     streamed = dict.fromkeys(range(3), "")
     for event in events[:-1]:
         for choice in event["choices"]:
@@ -98,7 +98,7 @@ async def test_n_choices_come_whole_and_streamed(fleet, model):
 
 
 async def test_chat_logprobs_stand_beside_the_text(fleet, model):
-    whole = (await fleet.cli.chat(logprobs=True, top_logprobs=2)).json()
+    whole = (await fleet.chat(logprobs=True, top_logprobs=2)).json()
     content = whole["choices"][0]["logprobs"]["content"]
     assert len(content) == 4
     token = answer_token(1, 0, 0)
@@ -106,7 +106,7 @@ async def test_chat_logprobs_stand_beside_the_text(fleet, model):
     assert bytes(content[0]["bytes"]) == model.tokenizer.token_bytes(token)
     assert content[0]["logprob"] == -0.5
     assert [entry["logprob"] for entry in content[0]["top_logprobs"]] == [-0.5, -1.5]
-    events = events_of((await fleet.cli.chat(logprobs=True, top_logprobs=2, stream=True)).text)
+    events = events_of((await fleet.chat(logprobs=True, top_logprobs=2, stream=True)).text)
     streamed = [
         entry
         for event in events[:-1]
@@ -114,7 +114,7 @@ async def test_chat_logprobs_stand_beside_the_text(fleet, model):
         for entry in event["choices"][0]["logprobs"]["content"]
     ]
     assert streamed == content
-    assert (await fleet.cli.chat()).json()["choices"][0]["logprobs"] is None
+    assert (await fleet.chat()).json()["choices"][0]["logprobs"] is None
 
 
 async def test_completions_have_the_legacy_logprobs(fleet, model):
@@ -144,7 +144,7 @@ async def test_completions_take_many_prompts_and_echo_them(fleet, model):
 
 
 async def test_streams_end_with_one_finish_chunk_and_done(fleet):
-    response = await fleet.cli.chat(stream=True, stream_options={"include_usage": True})
+    response = await fleet.chat(stream=True, stream_options={"include_usage": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     events = events_of(response.text)
     finishes = [e["choices"][0]["finish_reason"] for e in events[:-1] if e["choices"]]
@@ -152,26 +152,26 @@ async def test_streams_end_with_one_finish_chunk_and_done(fleet):
     assert events[-1] == "[DONE]"
     assert all(event["usage"] is None for event in events[:-2])
     assert events[-2]["usage"]["total_tokens"] > 4
-    assert "usage" not in events_of((await fleet.cli.chat(stream=True)).text)[0]
+    assert "usage" not in events_of((await fleet.chat(stream=True)).text)[0]
 
 
 async def test_headers_name_request_and_route(make_fleet):
     fleet = await make_fleet(
         {"decode-0": Script(cached_tokens=16), "prefill-0": Script(cached_tokens=16)}
     )
-    response = await fleet.cli.chat(headers={"x-baton-mode": "disaggregated"})
+    response = await fleet.chat(headers={"x-baton-mode": "disaggregated"})
     route = response.headers["x-baton-route"]
     assert route == "prefill=prefill-0; decode=decode-0; mode=disaggregated; cached=16"
     assert response.headers["x-request-id"] == response.json()["id"]
     assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
-    response = await fleet.cli.chat(stream=True, headers={"x-baton-mode": "colocated"})
+    response = await fleet.chat(stream=True, headers={"x-baton-mode": "colocated"})
     assert "mode=colocated" in response.headers["x-baton-route"]
 
 
 async def test_a_stop_token_ends_the_answer_and_is_counted_not_shown(make_fleet, model):
     ids = model.tokenizer.encode("Paris is it")
     fleet = await make_fleet({"decode-0": Script(answer=ids, stop_token=2)})
-    answer = (await fleet.cli.chat(max_tokens=50)).json()
+    answer = (await fleet.chat(max_tokens=50)).json()
     assert answer["choices"][0]["message"]["content"] == "Paris is it"
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == 2
@@ -187,7 +187,7 @@ async def test_a_stop_string_over_tokens_ends_one_choice_and_tells_the_worker(
 ):
     ids = model.tokenizer.encode("one two three four five six seven eight nine ten")
     fleet = await make_fleet({"decode-0": Script(answer=ids, step_s=0.03)})
-    response = await fleet.cli.chat(stop=["ee fo", "zzz"], max_tokens=50, stream=stream)
+    response = await fleet.chat(stop=["ee fo", "zzz"], max_tokens=50, stream=stream)
     if stream:
         chunks = events_of(response.text)[:-1]
         text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
@@ -205,7 +205,7 @@ async def test_a_stop_string_over_tokens_ends_one_choice_and_tells_the_worker(
 async def test_a_stop_string_ends_only_the_choice_that_has_it(make_fleet, model):
     fleet = await make_fleet({"decode-0": Script(step_s=0.02)})
     stop = model.tokenizer.token_text(answer_token(1, 0, 2))
-    answer = (await fleet.cli.chat(n=2, max_tokens=8, stop=[stop])).json()
+    answer = (await fleet.chat(n=2, max_tokens=8, stop=[stop])).json()
     first, second = answer["choices"]
     assert first["finish_reason"] == "stop"
     assert first["message"]["content"] == text_of(model, 1, 2)
@@ -219,7 +219,7 @@ async def test_a_stop_string_ends_only_the_choice_that_has_it(make_fleet, model)
 async def test_a_character_split_over_tokens_is_never_shown_broken(make_fleet, model):
     text = "北京 👩‍👩‍👧 naïve"
     fleet = await make_fleet({"decode-0": Script(answer=model.tokenizer.encode(text))})
-    chunks = events_of((await fleet.cli.chat(stream=True, max_tokens=100)).text)[:-1]
+    chunks = events_of((await fleet.chat(stream=True, max_tokens=100)).text)[:-1]
     pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
@@ -268,7 +268,7 @@ async def test_every_resolved_parameter_reaches_the_worker(fleet, model):
 async def test_defaults_are_openais(make_fleet):
     fleet = await make_fleet({"decode-0": Script(answer=[1000, 1001], stop_token=2)})
     await fleet.complete("hi", seed=None)
-    await fleet.cli.chat(max_tokens=None, seed=None)
+    await fleet.chat(max_tokens=None, seed=None)
     first, second = fleet.workers["decode-0"].submissions
     assert first.sampling.max_tokens == 16
     assert second.sampling.max_tokens == 8192 - len(second.prompt_tokens) // 4

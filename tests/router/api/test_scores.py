@@ -98,12 +98,12 @@ async def test_prompt_logprobs_have_vllms_shape(fleet, model, ids):
             "decoded_token": model.tokenizer.token_text(ids[2]),
         }
     }
-    chat = (await fleet.cli.chat(prompt_logprobs=0)).json()
+    chat = (await fleet.chat(prompt_logprobs=0)).json()
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
-    events = events_of((await fleet.cli.chat(prompt_logprobs=0, stream=True)).text)
+    events = events_of((await fleet.chat(prompt_logprobs=0, stream=True)).text)
     [told] = [event for event in events[:-1] if "prompt_logprobs" in event]
     assert told["prompt_logprobs"] == chat["prompt_logprobs"]
-    assert "prompt_logprobs" not in (await fleet.cli.chat()).json()
+    assert "prompt_logprobs" not in (await fleet.chat()).json()
 
 
 async def test_each_kind_is_cut_to_its_own_number_of_alternatives(fleet):
@@ -213,7 +213,7 @@ async def test_many_vectors_are_written_beside_the_event_loop(make_fleet, monkey
 
 async def test_a_call_of_many_inputs_presses_out_no_others_records(make_fleet):
     fleet = await make_fleet({"decode-0": Script()}, kept_records=100)
-    other = (await fleet.cli.chat(max_tokens=1)).json()["id"]
+    other = (await fleet.chat(max_tokens=1)).json()["id"]
     call = (await embed(fleet, [[5]] * 120)).headers["x-request-id"]
     assert (await fleet.http.get(f"/fleet/requests/{other}")).status_code == 200
     story = (await fleet.http.get(f"/fleet/requests/{call}")).json()

@@ -58,7 +58,7 @@ async def test_arguments_that_no_template_can_write_are_refused(make_fleet, arti
     for arguments in broken:
         call = CALL | {"function": {"name": "f", "arguments": arguments}}
         messages = [USER, {"role": "assistant", "tool_calls": [call]}]
-        answer = await fleet.cli.chat(messages=messages)
+        answer = await fleet.chat(messages=messages)
         param = "messages[1].tool_calls[0].function.arguments"
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -66,17 +66,17 @@ async def test_arguments_that_no_template_can_write_are_refused(make_fleet, arti
 async def test_refused_by_name(make_fleet):
     fleet = await make_fleet({"decode-0": Script()})
     for body, param in REFUSED:
-        answer = await fleet.cli.chat(**body)
+        answer = await fleet.chat(**body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not fleet.workers["decode-0"].submissions
 
 
 async def test_what_reaches_the_workers(make_fleet):
     fleet = await make_fleet({"decode-0": Script()})
-    plain = await fleet.cli.chat(tools=[], tool_choice="auto")
-    none = await fleet.cli.chat(tools=[TOOL], tool_choice="none")
-    auto = await fleet.cli.chat(tools=[TOOL])
-    told = await fleet.cli.chat(messages=[USER, CALLED, RESULT], tools=[TOOL])
+    plain = await fleet.chat(tools=[], tool_choice="auto")
+    none = await fleet.chat(tools=[TOOL], tool_choice="none")
+    auto = await fleet.chat(tools=[TOOL])
+    told = await fleet.chat(messages=[USER, CALLED, RESULT], tools=[TOOL])
     assert {r.status_code for r in (plain, none, auto, told)} == {200}
     seen = fleet.workers["decode-0"].submissions
     assert [bool(s.sampling.grammar) for s in seen] == [False, False, True, True]
@@ -93,7 +93,7 @@ async def test_tokenize_counts_the_prompt_that_the_chat_has(make_fleet):
     counts = []
     for chat in chats:
         counted = (await fleet.http.post("/tokenize", json=chat)).json()["count"]
-        assert counted == (await fleet.cli.chat(**chat)).json()["usage"]["prompt_tokens"]
+        assert counted == (await fleet.chat(**chat)).json()["usage"]["prompt_tokens"]
         counts.append(counted)
     assert len(set(counts)) == 3
     for bad, param in (
@@ -106,7 +106,7 @@ async def test_tokenize_counts_the_prompt_that_the_chat_has(make_fleet):
 
 async def test_an_answer_that_is_no_call_is_text(make_fleet):
     fleet = await make_fleet({"decode-0": Script()})
-    free = (await fleet.cli.chat()).json()["choices"][0]
-    offered = (await fleet.cli.chat(tools=[TOOL])).json()["choices"][0]
+    free = (await fleet.chat()).json()["choices"][0]
+    offered = (await fleet.chat(tools=[TOOL])).json()["choices"][0]
     assert offered["message"]["content"] == free["message"]["content"]
     assert "tool_calls" not in offered["message"]

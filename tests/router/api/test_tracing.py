@@ -26,9 +26,7 @@ def spans(fleet):
 
 
 async def test_a_call_is_one_span_between_client_and_worker(fleet, spans):
-    response = await fleet.cli.chat(
-        "a secret", top_p=0.5, user="u", headers={"traceparent": CLIENT}
-    )
+    response = await fleet.chat("a secret", top_p=0.5, user="u", headers={"traceparent": CLIENT})
     await until(lambda: len(spans()) == 1)
     [span] = spans()
     assert span.name == f"chat {MODEL}"
@@ -54,7 +52,7 @@ async def test_what_is_refused_ends_its_span_with_the_reason(fleet, spans):
 
 
 async def test_without_a_trace_the_clients_context_passes_through(fleet):
-    await fleet.cli.chat(headers={"traceparent": CLIENT})
+    await fleet.chat(headers={"traceparent": CLIENT})
     assert fleet.workers["decode-0"].submissions[0].traceparent == CLIENT
 
 
@@ -63,7 +61,7 @@ async def test_without_a_trace_the_clients_context_passes_through(fleet):
 )
 async def test_a_fault_of_ours_is_a_span_and_a_500_in_the_metrics(fleet, spans, monkeypatch, place):
     monkeypatch.setattr(place, lambda *_: 1 / 0)
-    assert (await fleet.cli.chat()).status_code == 500
+    assert (await fleet.chat()).status_code == 500
     await until(lambda: len(spans()) == 1)
     page = (await fleet.http.get("/metrics")).text
     [line] = [line for line in page.splitlines() if line.startswith("baton_requests_total{")]

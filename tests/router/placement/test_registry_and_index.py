@@ -52,14 +52,14 @@ async def announced(registry: Registry, worker: EmulatedWorker):
 async def place(router: Router, count: int) -> list[str]:
     """Send the prompt ``count`` times, through everything but HTTP; where it went."""
     body = parse(CompletionBody, msgspec.json.encode({"model": MODEL, "prompt": PROMPT}))
-    preparer = Preparer(router.served_model, router.settings)
+    preparer = Preparer(router.model, router.settings)
     went = []
     for _ in range(count):
         [request] = preparer.completions(
             body, read_headers({}, router.settings), time.monotonic_ns()
         )
         wakeup = asyncio.Event()
-        active = router.requests.gateway.submit(request, wakeup)
+        active = router.gateway.submit(request, wakeup)
         while not active.record.ended:
             wakeup.clear()
             await wakeup.wait()
@@ -86,7 +86,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             workers.append(worker)
             publishers.append(await stack.enter_async_context(announced(registry, worker)))
         for router in routers:
-            await until(lambda router=router: len(router.requests.gateway.workers.usable) == 3)
+            await until(lambda router=router: len(router.gateway.workers.usable) == 3)
 
         await place(routers[0], 1)
         await asyncio.sleep(2.1)  # what that placement promised is forgotten: nothing came of it
@@ -111,7 +111,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
 
         await workers[2].stop()
         for router in routers:
-            await until(lambda router=router: router.placement.prefix_index.total_names == 0)
+            await until(lambda router=router: router.prefix_index.total_names == 0)
         assert "decode-2" not in await place(routers[0], 2)
 
 

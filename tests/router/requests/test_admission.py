@@ -271,7 +271,7 @@ def test_the_flooder_is_told_to_wait_longer_than_it_would_alone():
 
 
 def ask(fleet, tenant: str, **body) -> asyncio.Task:
-    return asyncio.create_task(fleet.cli.chat(headers={"x-baton-tenant": tenant}, **body))
+    return asyncio.create_task(fleet.chat(headers={"x-baton-tenant": tenant}, **body))
 
 
 async def test_a_flood_delays_another_tenant_by_one_turn_and_tickets_keep_the_order(make_fleet):

@@ -27,7 +27,7 @@ def text_of(model, count: int) -> str:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_goes_away_is_cancelled_within_a_second(make_fleet, stream):
     fleet = await make_fleet({"decode-0": Script(step_s=0.05)})
-    call = asyncio.create_task(fleet.cli.chat(max_tokens=1000, stream=stream))
+    call = asyncio.create_task(fleet.chat(max_tokens=1000, stream=stream))
     await until(lambda: only(fleet).submissions)
     await asyncio.sleep(0.2)
     gone_s = time.monotonic()
@@ -41,7 +41,7 @@ async def test_a_client_that_goes_away_is_cancelled_within_a_second(make_fleet, 
 
 async def test_a_client_that_goes_away_before_the_first_token_is_cancelled(make_fleet):
     fleet = await make_fleet({"decode-0": Script(prefill_s=30)})
-    call = asyncio.create_task(fleet.cli.chat(stream=True))
+    call = asyncio.create_task(fleet.chat(stream=True))
     await until(lambda: only(fleet).submissions)
     call.cancel()
     await until(lambda: only(fleet).cancels, timeout_s=1.0)
@@ -50,7 +50,7 @@ async def test_a_client_that_goes_away_before_the_first_token_is_cancelled(make_
 async def test_the_deadline_is_504_before_the_first_token(make_fleet):
     fleet = await make_fleet({"decode-0": Script(prefill_s=30)})
     for stream in (False, True):
-        response = await fleet.cli.chat(stream=stream, headers={"x-baton-timeout-ms": "200"})
+        response = await fleet.chat(stream=stream, headers={"x-baton-timeout-ms": "200"})
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
     await until(lambda: len(only(fleet).cancels) == 2)
@@ -58,9 +58,7 @@ async def test_the_deadline_is_504_before_the_first_token(make_fleet):
 
 async def test_the_deadline_is_an_event_on_a_stream_that_has_begun(make_fleet):
     fleet = await make_fleet({"decode-0": Script(step_s=0.05)})
-    response = await fleet.cli.chat(
-        stream=True, max_tokens=500, headers={"x-baton-timeout-ms": "400"}
-    )
+    response = await fleet.chat(stream=True, max_tokens=500, headers={"x-baton-timeout-ms": "400"})
     assert response.status_code == 200
     events = events_of(response.text)
     assert events[-1]["error"]["code"] == "deadline_exceeded"
@@ -97,7 +95,7 @@ async def test_decode_death_in_the_middle_is_a_typed_error_within_two_seconds(ma
 async def test_death_before_anything_was_sent_moves_the_request(make_fleet, model):
     fleet = await make_fleet({})
     process = await fleet.spawn("decode-0", "--prefill-s", "30")
-    call = asyncio.create_task(fleet.cli.chat(stream=True))
+    call = asyncio.create_task(fleet.chat(stream=True))
     await until(lambda: fleet.router.gateway.in_flight == 1)
     await fleet.add("decode-1", Script(step_s=0.001))
     await asyncio.sleep(0.1)
@@ -113,7 +111,7 @@ async def test_death_before_anything_was_sent_moves_the_request(make_fleet, mode
 async def test_a_whole_answer_moves_even_after_tokens_came(make_fleet, model):
     fleet = await make_fleet({})
     process = await fleet.spawn("decode-0", "--step-s", "0.05")
-    call = asyncio.create_task(fleet.cli.chat(max_tokens=20))
+    call = asyncio.create_task(fleet.chat(max_tokens=20))
     await asyncio.sleep(0.4)
     await fleet.add("decode-1", Script(step_s=0.001))
     await kill(fleet, process)
@@ -127,7 +125,7 @@ async def test_a_request_that_kills_workers_stops_after_two(make_fleet):
         await fleet.spawn(f"decode-{i}", "--die-at-index", "0", "--prefill-s", "0.1")
         for i in range(3)
     ]
-    response = await fleet.cli.chat()
+    response = await fleet.chat()
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "poison_request"
     await asyncio.sleep(0.1)
@@ -139,7 +137,7 @@ async def test_a_request_that_kills_workers_stops_after_two(make_fleet):
 async def test_death_without_another_worker_is_503(make_fleet):
     fleet = await make_fleet({})
     process = await fleet.spawn("decode-0", "--prefill-s", "30")
-    call = asyncio.create_task(fleet.cli.chat())
+    call = asyncio.create_task(fleet.chat())
     await until(lambda: fleet.router.gateway.in_flight == 1)
     await asyncio.sleep(0.1)
     await kill(fleet, process)
@@ -151,10 +149,10 @@ async def test_death_without_another_worker_is_503(make_fleet):
 async def test_a_hung_worker_is_dead_after_two_seconds(make_fleet):
     fleet = await make_fleet({"decode-0": None, "decode-1": None}, silence_s=0.6)
     only(fleet).script.hang = True
-    await until(lambda: fleet.local.state("decode-0") == "dead", timeout_s=2)
-    assert (await fleet.cli.chat()).headers["x-baton-route"].startswith("prefill=decode-1")
+    await until(lambda: fleet.state("decode-0") == "dead", timeout_s=2)
+    assert (await fleet.chat()).headers["x-baton-route"].startswith("prefill=decode-1")
     only(fleet).script.hang = False
-    await until(lambda: fleet.local.state("decode-0") == "ready", timeout_s=5)
+    await until(lambda: fleet.state("decode-0") == "ready", timeout_s=5)
 
 
 async def test_a_router_that_stood_still_does_not_blame_its_workers(make_fleet, caplog):
@@ -164,13 +162,13 @@ async def test_a_router_that_stood_still_does_not_blame_its_workers(make_fleet, 
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)
     assert "dead" not in caplog.text
-    assert (await fleet.cli.chat()).status_code == 200
+    assert (await fleet.chat()).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_broken_stream_is_resumed_without_duplicates(make_fleet, model, stream):
     fleet = await make_fleet({"decode-0": Script(step_s=0.02, cut_stream_at=5)})
-    response = await fleet.cli.chat(max_tokens=30, n=2, stream=stream)
+    response = await fleet.chat(max_tokens=30, n=2, stream=stream)
     if stream:
         texts = {0: "", 1: ""}
         for event in events_of(response.text)[:-1]:
@@ -186,7 +184,7 @@ async def test_a_broken_stream_is_resumed_without_duplicates(make_fleet, model, 
 
 async def test_a_lost_token_is_asked_for(make_fleet, model):
     fleet = await make_fleet({"decode-0": Script(step_s=0.01, skip_index=3)})
-    response = await fleet.cli.chat(max_tokens=10)
+    response = await fleet.chat(max_tokens=10)
     assert response.json()["choices"][0]["message"]["content"] == text_of(model, 10)
     assert list(only(fleet).resumes[0].next_index) == [3]
 
@@ -194,7 +192,7 @@ async def test_a_lost_token_is_asked_for(make_fleet, model):
 async def test_worker_errors_keep_their_status(make_fleet):
     for code, status in [("numerics_error", 500), ("transfer_failed", 503), ("no_such", 500)]:
         fleet = await make_fleet({"decode-0": Script(fail=(code, "because", False))})
-        response = await fleet.cli.chat(stream=True)
+        response = await fleet.chat(stream=True)
         assert response.status_code == status
         assert "because" in response.json()["error"]["message"]
 
@@ -204,28 +202,28 @@ async def test_a_retryable_refusal_is_tried_on_another_worker(make_fleet, model)
     fleet = await make_fleet({"decode-0": refusing, "decode-1": refusing})
     fleet.workers["decode-1"].script = Script()
     for _ in range(4):
-        assert (await fleet.cli.chat()).status_code == 200
+        assert (await fleet.chat()).status_code == 200
 
 
 async def test_no_worker_and_unmet_modes_are_503_with_the_reason(make_fleet):
     fleet = await make_fleet({})
-    response = await fleet.cli.chat()
+    response = await fleet.chat()
     assert response.status_code == 503
     assert "no worker is ready" in response.json()["error"]["message"]
     await fleet.add("decode-0")
-    response = await fleet.cli.chat(headers={"x-baton-mode": "disaggregated"})
+    response = await fleet.chat(headers={"x-baton-mode": "disaggregated"})
     assert response.status_code == 503
     assert "no prefill worker" in response.json()["error"]["message"]
     for mode in ("auto", "colocated"):
-        assert (await fleet.cli.chat(headers={"x-baton-mode": mode})).status_code == 200
+        assert (await fleet.chat(headers={"x-baton-mode": mode})).status_code == 200
 
 
 async def test_a_draining_worker_gets_nothing_new(make_fleet):
     fleet = await make_fleet({"decode-0": None, "decode-1": None})
     only(fleet).state = "draining"
-    await until(lambda: fleet.local.state("decode-0") == "draining")
+    await until(lambda: fleet.state("decode-0") == "draining")
     for _ in range(5):
-        assert (await fleet.cli.chat()).status_code == 200
+        assert (await fleet.chat()).status_code == 200
     assert not only(fleet).submissions
 
 
@@ -235,7 +233,7 @@ class TestPrefillRepair:
     async def test_another_prefill_worker_replaces_it(self, make_fleet):
         broken = Script(need_prefill=True)
         fleet = await make_fleet({"decode-0": broken, "prefill-0": None, "prefill-1": None})
-        response = await fleet.cli.chat(headers=DISAGGREGATED)
+        response = await fleet.chat(headers=DISAGGREGATED)
         assert response.status_code == 200
         first = only(fleet).submissions[0].prefill.worker_id
         second = only(fleet).replacements[0].prefill.worker_id
@@ -246,7 +244,7 @@ class TestPrefillRepair:
         # A busy decode worker and a prefill worker that decodes badly: the pair is cheapest.
         script = Script(need_prefill=True, peer_died=False, streams=50)
         fleet = await make_fleet({"decode-0": script, "prefill-0": Script(decode_step_s=5.0)})
-        response = await fleet.cli.chat()
+        response = await fleet.chat()
         assert response.status_code == 200
         assert "mode=colocated" in response.headers["x-baton-route"]
         assert only(fleet).replacements[0].compute_locally
@@ -256,7 +254,7 @@ class TestPrefillRepair:
     async def test_disaggregated_never_falls_back(self, make_fleet):
         script = Script(need_prefill=True, peer_died=False)
         fleet = await make_fleet({"decode-0": script, "prefill-0": None})
-        response = await fleet.cli.chat(headers=DISAGGREGATED)
+        response = await fleet.chat(headers=DISAGGREGATED)
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "transfer_failed"
         await until(lambda: only(fleet).replacements)
@@ -264,10 +262,10 @@ class TestPrefillRepair:
 
     async def test_after_a_crash_it_waits_for_a_new_life(self, make_fleet):
         fleet = await make_fleet({"decode-0": Script(need_prefill=True), "prefill-0": None})
-        call = asyncio.create_task(fleet.cli.chat(headers=DISAGGREGATED))
+        call = asyncio.create_task(fleet.chat(headers=DISAGGREGATED))
         await until(lambda: only(fleet).submissions)
         await fleet.workers["prefill-0"].stop()
-        await until(lambda: fleet.local.state("prefill-0") == "dead")
+        await until(lambda: fleet.state("prefill-0") == "dead")
         await fleet.add("prefill-0")
         assert (await call).status_code == 200
         new_life = fleet.workers["prefill-0"].incarnation
@@ -277,7 +275,7 @@ class TestPrefillRepair:
         fleet = await make_fleet(
             {"decode-0": Script(need_prefill=True), "prefill-0": None}, repair_wait_s=0.3
         )
-        response = await fleet.cli.chat(headers=DISAGGREGATED)
+        response = await fleet.chat(headers=DISAGGREGATED)
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "transfer_failed"
 
@@ -289,7 +287,7 @@ class TestAdmission:
         fleet = await make_fleet(
             {"decode-0": Script(step_s=0.02)}, window_requests=1, max_queued_requests=3
         )
-        calls = [asyncio.create_task(fleet.cli.chat(max_tokens=10)) for _ in range(12)]
+        calls = [asyncio.create_task(fleet.chat(max_tokens=10)) for _ in range(12)]
         responses = await asyncio.gather(*calls)
         codes = sorted(response.status_code for response in responses)
         assert codes == [200] * 4 + [429] * 8
@@ -301,16 +299,16 @@ class TestAdmission:
         fleet = await make_fleet({"decode-0": Script(step_s=0.02)}, window_requests=1)
         calls = []
         for priority in (0, 5, -5, 0):
-            calls.append(asyncio.create_task(fleet.cli.chat(max_tokens=5, priority=priority)))
+            calls.append(asyncio.create_task(fleet.chat(max_tokens=5, priority=priority)))
             await asyncio.sleep(0.02)
         await asyncio.gather(*calls)
         assert [s.priority for s in only(fleet).submissions] == [0, -5, 0, 5]
 
     async def test_a_deadline_passes_in_the_queue_too(self, make_fleet):
         fleet = await make_fleet({"decode-0": Script(step_s=0.1)}, window_requests=1)
-        first = asyncio.create_task(fleet.cli.chat(max_tokens=10))
+        first = asyncio.create_task(fleet.chat(max_tokens=10))
         await until(lambda: only(fleet).submissions)
-        late = await fleet.cli.chat(headers={"x-baton-timeout-ms": "100"})
+        late = await fleet.chat(headers={"x-baton-timeout-ms": "100"})
         assert late.status_code == 504
         assert (await first).status_code == 200
         assert len(only(fleet).submissions) == 1
@@ -327,7 +325,7 @@ class TestFaultsOfOurOwn:
         assert events[-1] == "[DONE]"
         ends = [e["choices"][0] for e in events[:-1] if e["choices"][0]["finish_reason"]]
         assert [end["index"] for end in ends] == [0, 1, 2]
-        assert (await fleet.cli.chat()).status_code == 200
+        assert (await fleet.chat()).status_code == 200
 
     async def test_a_placement_that_fails_frees_its_place(self, make_fleet, monkeypatch):
         fleet = await make_fleet({"decode-0": None}, window_requests=1)
@@ -340,17 +338,17 @@ class TestFaultsOfOurOwn:
             return place(active, avoid)
 
         monkeypatch.setattr(gateway._placer, "place", broken)
-        response = await fleet.cli.chat()
+        response = await fleet.chat()
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
         assert (gateway.admission.running, gateway.in_flight) == (0, 0)
-        assert (await fleet.cli.chat()).status_code == 200
+        assert (await fleet.chat()).status_code == 200
 
     async def test_tokens_that_cannot_be_handled_end_only_their_request(self, make_fleet):
         fleet = await make_fleet({"decode-0": Script(bad_seed=7, step_s=0.02)})
-        good = asyncio.create_task(fleet.cli.chat(max_tokens=9))
+        good = asyncio.create_task(fleet.chat(max_tokens=9))
         await until(lambda: only(fleet).jobs)
-        assert (await fleet.cli.chat(seed=7)).status_code == 500
+        assert (await fleet.chat(seed=7)).status_code == 500
         assert (await good).status_code == 200
 
     async def test_a_frame_that_cannot_be_handled_kills_the_link_and_it_comes_back(
@@ -367,10 +365,10 @@ class TestFaultsOfOurOwn:
             note_transfers(link, totals)
 
         monkeypatch.setattr(table, "note_transfers", broken)
-        await until(lambda: fleet.local.state("decode-0") == "dead")
-        await until(lambda: fleet.local.state("decode-0") == "ready")
+        await until(lambda: fleet.state("decode-0") == "dead")
+        await until(lambda: fleet.state("decode-0") == "ready")
         assert "a fault of ours" in caplog.text
-        assert (await fleet.cli.chat()).status_code == 200
+        assert (await fleet.chat()).status_code == 200
 
 
 async def test_a_submission_that_seems_lost_is_cancelled_before_it_goes_elsewhere(make_fleet):

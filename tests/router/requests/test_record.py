@@ -35,7 +35,7 @@ def run(index: int, ids, choice: int = 0, reason: str = "", attempt: int = 1, **
         attempt=attempt,
         choice=choice,
         index=index,
-        token_ids=struct.pack_tokens(f"<{len(ids)}I", *ids),
+        token_ids=struct.pack(f"<{len(ids)}I", *ids),
         finish_reason=reason,
         **more,
     )
@@ -143,7 +143,7 @@ def test_what_was_sent_cannot_be_started_again(record):
 @given(ids=st.lists(st.integers(0, 2**32 - 1)))
 def test_packing(ids):
     assert unpack_tokens(pack_tokens(ids)) == ids
-    assert pack_tokens(ids) == struct.pack_tokens(f"<{len(ids)}I", *ids)
+    assert pack_tokens(ids) == struct.pack(f"<{len(ids)}I", *ids)
 
 
 class TestRepair:

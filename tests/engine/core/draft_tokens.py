@@ -1,4 +1,4 @@
-"""Guesses whose quality the test chooses, at no cost, so that they are always made."""
+"""Draft tokens whose quality the test chooses, at no cost, so that they are always made."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ from engine.core.sequence import TokenSequence
 from engine.core.speculative.proposers import Ask, Proposal, Speculation, StepCost
 
 
-class FreeGuesses(StepCost):
-    """Guesses cost nothing."""
+class FreeDraftTokens(StepCost):
+    """Draft tokens cost nothing."""
 
     def share(self, decodes: int) -> float:
         return 0.0
@@ -22,7 +22,7 @@ class Oracle:
 
     Args:
         answers: (prompt, choice) -> the answer.
-        honesty: Probability that a guess is right.
+        honesty: Probability that a draft token is right.
     """
 
     untimed = False
@@ -52,4 +52,4 @@ def oracle(
     honesty: float = 0.7,
     most: int = 4,
 ) -> Speculation:
-    return Speculation(Oracle(answers, honesty), most, FreeGuesses())
+    return Speculation(Oracle(answers, honesty), most, FreeDraftTokens())
