@@ -1,0 +1,56 @@
+"""The house stays as ``docs/architecture.md`` says: rooms of a size, no circles, a true picture."""
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests.house import picture
+from tests.house.imports import ROOT, circles, floors, imports, modules, rooms
+
+MAX_MODULES = 15
+MAX_LINES = 450
+
+
+def test_nothing_imports_in_a_circle_lazily_or_not() -> None:
+    graph = imports()
+    assert len(graph) > 200
+    assert circles(graph) == []
+
+
+@pytest.mark.parametrize(
+    "package", ["", "engine", "engine.cpu", "engine.cuda", "router", "fleet", "loadtest"]
+)
+def test_no_arrow_runs_up_between_rooms(package: str) -> None:
+    """Rooms can be put on floors only if no two of them reach each other."""
+    assert len(floors(rooms(imports(), package))) > 1
+
+
+def test_a_circle_is_found_where_there_is_one() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    with pytest.raises(ValueError, match="import each other"):
+        floors({"a": {"b"}, "b": {"a"}})
+
+
+def test_no_folder_holds_more_modules_than_one_sees_at_a_glance() -> None:
+    folders = Counter(p.parent for p in modules().values() if p.name != "__init__.py")
+    assert {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MAX_MODULES} == {}
+
+
+def test_no_file_is_longer_than_one_reads_in_one_go() -> None:
+    lengths = {
+        str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in modules().values()
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_every_package_says_what_lives_there() -> None:
+    packages = [p for p in modules().values() if p.name == "__init__.py"]
+    silent = [p for p in packages if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert len(packages) > 20
+    assert silent == []
+
+
+def test_the_picture_in_the_docs_is_drawn_from_the_imports() -> None:
+    shown = picture.TARGET.read_text(encoding="utf-8")
+    assert shown == picture.drawing(), "run: python -m tests.house.picture"
