@@ -1,0 +1,117 @@
+"""Background tasks with an owner who hears their end.
+
+    tasks = BackgroundTasks("router", lambda name: metrics.inc("baton_task_failures", task=name))
+    tasks.spawn(self._submit_alone(submission), "submit")  # once
+    tasks.keep(self._follow, "directory")  # begun again, with back-off, if it raises
+    tasks.vital(self._listen(), "listen", self._fail)      # if it breaks, ``_fail`` decides
+    async with tasks.beside(self._watch(), "watch"):       # as long as the block runs
+        ...
+    await tasks.close()
+
+A task that raises is logged with its trace and counted, whichever of these began it. Names are
+constants: they are labels of a metric. Product code begins no task in another way (a test looks).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+_LOG = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 30.0
+SETTLED_S = 60.0
+"""A task that has run for so long starts again with the first delay."""
+
+Work = Coroutine[Any, Any, None]
+
+
+class BackgroundTasks:
+    """The tasks of one component.
+
+    Args:
+        owner: The component, for logs.
+        count_failure: Called with the name of a task that raised.
+    """
+
+    def __init__(self, owner: str, count_failure: Callable[[str], None] = lambda _: None) -> None:
+        self._owner = owner
+        self._count_failure = count_failure
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Work, name: str) -> asyncio.Task[None]:
+        """Run something once."""
+        return self._begin(self._once(work, name, None), name)
+
+    def vital(
+        self, work: Work, name: str, on_failure: Callable[[Exception], None]
+    ) -> asyncio.Task[None]:
+        """Run what the owner cannot go on without; ``on_failure`` is told why it broke."""
+        return self._begin(self._once(work, name, on_failure), name)
+
+    def keep(self, make: Callable[[], Work], name: str) -> asyncio.Task[None]:
+        """Run something until it returns; when it raises, begin it again after a pause.
+
+        Args:
+            make: Called for each run.
+            name: Of the task.
+        """
+        return self._begin(self._again(make, name), name)
+
+    @contextlib.asynccontextmanager
+    async def beside(self, work: Work, name: str) -> AsyncIterator[asyncio.Task[None]]:
+        """Run something as long as the block runs; it is cancelled, and awaited, at the end."""
+        task = self.spawn(work, name)
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Cancel all and wait for them; the caller's own task, if it is one of them, goes on."""
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _begin(self, work: Work, name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"{self._owner}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _once(
+        self, work: Work, name: str, on_failure: Callable[[Exception], None] | None
+    ) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - told to the log, the metric and the owner
+            self._note(name)
+            if on_failure is not None:
+                on_failure(error)
+
+    async def _again(self, make: Callable[[], Work], name: str) -> None:
+        loop = asyncio.get_running_loop()
+        delay_s = FIRST_DELAY_S
+        while True:
+            began_s = loop.time()
+            try:
+                await make()
+            except Exception:  # noqa: BLE001 - told to the log and the metric, then begun again
+                self._note(name)
+            else:
+                return
+            if loop.time() - began_s > SETTLED_S:
+                delay_s = FIRST_DELAY_S
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    def _note(self, name: str) -> None:
+        _LOG.exception("%s: the task %r broke", self._owner, name)
+        self._count_failure(name)

@@ -1,0 +1,106 @@
+"""Background tasks: none dies unheard, none outlives its owner."""
+
+import ast
+import asyncio
+import logging
+
+import pytest
+
+from telemetry import tasks as module
+from telemetry.tasks import BackgroundTasks
+from tests.house.imports import ROOT, modules
+
+
+async def broken() -> None:
+    raise RuntimeError("by design")
+
+
+@pytest.fixture
+def failures() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def tasks(failures: list[str]) -> BackgroundTasks:
+    return BackgroundTasks("test", failures.append)
+
+
+async def test_what_raises_is_logged_with_its_trace_and_counted(tasks, failures, caplog) -> None:
+    await tasks.spawn(broken(), "once")
+    assert failures == ["once"]
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is not None
+    assert len(tasks) == 0
+
+
+async def test_the_owner_of_a_vital_task_is_told(tasks, failures) -> None:
+    told: list[Exception] = []
+    await tasks.vital(broken(), "vital", told.append)
+    assert failures == ["vital"]
+    assert str(told[0]) == "by design"
+
+
+async def test_a_kept_task_is_begun_again_until_it_returns(tasks, failures, monkeypatch) -> None:
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.001)
+    runs = 0
+
+    async def third_time_lucky() -> None:
+        nonlocal runs
+        runs += 1
+        if runs < 3:
+            await broken()
+
+    await tasks.keep(third_time_lucky, "kept")
+    assert runs == 3
+    assert failures == ["kept", "kept"]
+
+
+async def test_the_pause_before_the_next_try_grows(tasks, failures, monkeypatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(delay_s: float) -> None:
+        pauses.append(delay_s)
+        if len(pauses) == 12:
+            raise asyncio.CancelledError
+        await sleep(0)
+
+    monkeypatch.setattr(module.asyncio, "sleep", note)
+    with pytest.raises(asyncio.CancelledError):
+        await tasks.keep(broken, "kept")
+    assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert pauses[-1] == module.MAX_DELAY_S
+
+
+async def test_what_runs_beside_a_block_ends_with_it(tasks, failures) -> None:
+    async with tasks.beside(asyncio.sleep(60), "beside") as task:
+        await asyncio.sleep(0)
+        assert not task.done()
+    assert task.cancelled()
+    assert failures == []
+
+
+async def test_close_ends_all_but_the_task_that_calls_it(tasks, failures) -> None:
+    done = asyncio.Event()
+
+    async def closer() -> None:
+        await tasks.close()
+        done.set()
+
+    other = tasks.spawn(asyncio.sleep(60), "other")
+    tasks.spawn(closer(), "closer")
+    async with asyncio.timeout(5):
+        await done.wait()
+    assert other.cancelled()
+
+
+def test_product_code_begins_tasks_in_no_other_way() -> None:
+    bare = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in modules().values()
+        if path != ROOT / "telemetry" / "tasks.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("create_task", "ensure_future")
+    ]
+    assert bare == []
