@@ -274,7 +274,7 @@ class HandoffIntake:
             case "accepted":
                 self._perform(self._machine.accepted(event.accepted.resumed, now_ns))
             case "heartbeat":
-                self._machine.queued(now_ns)
+                self._perform(self._machine.peer_lives(now_ns))
             case "published" if not self._one_token:
                 message = event.published
                 kv_slice = KvSlice(
@@ -301,7 +301,7 @@ class HandoffIntake:
                     )
                 )
             case "published" | "commit":  # not wanted, but prefill says nothing else meanwhile
-                self._machine.queued(now_ns)
+                self._perform(self._machine.peer_lives(now_ns))
             case "failed":
                 self._perform(self._machine.prefill_failed(event.failed.message))
 

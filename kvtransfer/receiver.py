@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
+from kvtransfer.coverage import Coverage
 from kvtransfer.kv_slice import KvSlice, cut
-from kvtransfer.sender import all_covered
 
 MAX_TRIES = 4  # of one frame
 MAX_REOPENS = 2
+MAX_BROKEN_PULLS = 3  # in a row, each with a sign of life behind it
 
 
 class ReceiverState(enum.Enum):
@@ -122,7 +123,7 @@ class HandoffReceiver:
     progress_ns: int = 0
     epoch: int = 0  # grows whenever everything starts over
     _bind_asked: bool = False
-    _rectangles: list[KvSlice] = field(default_factory=list)
+    _published: Coverage = field(init=False)
     _todo: deque[KvSlice] = field(default_factory=deque)
     _asked: set[KvSlice] = field(default_factory=set)
     _tries: dict[KvSlice, int] = field(default_factory=dict)
@@ -130,6 +131,11 @@ class HandoffReceiver:
     _reopens: int = 0
     _drains: int | None = None
     _take_over: bool = False
+    _broken_pulls: int = 0  # in a row; one whose frame was stored ends the row
+    _paused: bool = False  # since a pull broke: the control stream says whether the peer lives
+
+    def __post_init__(self) -> None:
+        self._published = Coverage(self.geometry, self.prompt_tokens)
 
     def reserved(self, generation: int, skip_blocks: int, now_ns: int) -> list[Action]:
         """The engine counted capacity for us."""
@@ -149,25 +155,32 @@ class HandoffReceiver:
             reopens = self._reopens
             self._restart(now_ns)
             self._reopens = reopens
-        self.progress_ns = now_ns
+        self.progress_ns, self._paused = now_ns, False
         if self.state is ReceiverState.OPENING:
             self.state = ReceiverState.PULLING
             return self._pulls()
         return []
 
-    def queued(self, now_ns: int) -> None:
-        """The peer lives: while nothing is asked of it, its queue and its engine may take time."""
+    def peer_lives(self, now_ns: int) -> list[Action]:
+        """A heartbeat came: pull again, if a pull had broken.
+
+        While nothing is asked of the peer, its queue and its engine may take their time.
+        """
         if not self._asked:
             self.progress_ns = now_ns
+        self._paused = False
+        return self._pulls()
 
     def published(self, kv_slice: KvSlice, now_ns: int) -> list[Action]:
         """The peer computed a rectangle; repeats after a resumed stream are ignored."""
-        if self.state is not ReceiverState.PULLING or kv_slice in self._rectangles:
+        if self.state is not ReceiverState.PULLING or kv_slice in self._published:
             return []
         self.progress_ns = now_ns
-        if not kv_slice.fits(self.geometry):
-            return self._give_up(f"published {kv_slice}, which is outside the model", died=False)
-        self._rectangles.append(kv_slice)
+        if not self._published.fits(kv_slice):
+            reason = f"published {kv_slice}, which is outside the model or the prompt"
+            return self._give_up(reason, died=False)
+        if not self._published.add(kv_slice):
+            return self._give_up(f"published parts of {kv_slice} twice", died=False)
         self._todo.extend(cut(kv_slice, self.geometry))
         if not self._bind_asked:
             self._bind_asked = True
@@ -196,6 +209,7 @@ class HandoffReceiver:
         if current and kv_slice in self._asked:
             self._asked.discard(kv_slice)
             self.progress_ns = now_ns
+            self._broken_pulls = 0
             self.payload_bytes += kv_slice.payload_bytes(self.geometry)
         return [*self._settle(), *self._pulls(), *self._finish()]
 
@@ -217,22 +231,37 @@ class HandoffReceiver:
     def frame_gone(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
         """The peer does not hold this frame any more (``writing`` - 1)."""
         self.writing -= 1
-        gone = self.pull_failed([kv_slice], "the blocks are gone at the peer", epoch)
-        return [*self._settle(), *gone]
-
-    def pull_failed(self, kv_slices: Sequence[KvSlice], reason: str, epoch: int) -> list[Action]:
-        """A pull ended without these frames (call broken, or the peer says they are gone)."""
-        if self.state is not ReceiverState.PULLING or epoch != self.epoch:
-            return []
-        lost = [kv_slice for kv_slice in kv_slices if kv_slice in self._asked]
-        if not lost:
-            return []
-        self._asked.difference_update(lost)
+        if not self._lost([kv_slice], epoch):
+            return self._settle()
         self._reopens += 1
         if self._reopens > MAX_REOPENS:
+            gone = self._give_up("the blocks are gone at the peer", died=False)
+            return [*self._settle(), *gone]
+        return [*self._settle(), *self._pulls()]
+
+    def pull_failed(self, kv_slices: Sequence[KvSlice], reason: str, epoch: int) -> list[Action]:
+        """A pull ended without these frames: call broken, too slow, or too few frames.
+
+        That is no evidence of the peer's death, nor of its life. Pulling pauses until the control
+        stream knows: a heartbeat goes on with it, a broken stream ends it. Pulls that fail together
+        count once.
+        """
+        if not self._lost(kv_slices, epoch) or self._paused:
+            return []
+        self._paused = True
+        self._broken_pulls += 1
+        if self._broken_pulls > MAX_BROKEN_PULLS:
             return self._give_up(reason, died=False)
+        return []
+
+    def _lost(self, kv_slices: Sequence[KvSlice], epoch: int) -> bool:
+        """Whether any of these frames was still expected; they are asked for again later."""
+        if self.state is not ReceiverState.PULLING or epoch != self.epoch:
+            return False
+        lost = [kv_slice for kv_slice in kv_slices if kv_slice in self._asked]
+        self._asked.difference_update(lost)
         self._todo.extendleft(reversed(lost))
-        return self._pulls()
+        return bool(lost)
 
     def commit_record(
         self, rectangles: int, payload_bytes: int, valid_tokens: int, manifest: int
@@ -241,14 +270,13 @@ class HandoffReceiver:
         if self.state is not ReceiverState.PULLING:
             return []
         ours = (
-            len(self._rectangles),
-            sum(kv_slice.payload_bytes(self.geometry) for kv_slice in self._rectangles),
+            len(self._published),
+            self._published.payload_bytes,
             self.prompt_tokens,
-            manifest_digest(self._rectangles),
+            manifest_digest(self._published.kv_slices),
         )
-        if ours != (rectangles, payload_bytes, valid_tokens, manifest) or not all_covered(
-            self._rectangles, self.geometry, self.prompt_tokens, self.skip_blocks
-        ):
+        said = (rectangles, payload_bytes, valid_tokens, manifest)
+        if ours != said or not self._published.complete(self.skip_blocks):
             return self._give_up("the commit record does not match what was published", died=False)
         self._committed = True
         if not self._bind_asked:  # nothing travels: decode had every block
@@ -315,13 +343,15 @@ class HandoffReceiver:
     # ---------------------------------------------------------------- inside
 
     def _restart(self, now_ns: int) -> None:
-        self._rectangles, self._todo, self._asked = [], deque(), set()
+        self._published = Coverage(self.geometry, self.prompt_tokens)
+        self._todo, self._asked = deque(), set()
+        self._broken_pulls, self._paused = 0, False
         self._committed, self._reopens, self._tries = False, 0, {}
         self.epoch += 1
         self.progress_ns = now_ns
 
     def _pulls(self) -> list[Action]:
-        if self.state is not ReceiverState.PULLING or not self.blocks:
+        if self.state is not ReceiverState.PULLING or not self.blocks or self._paused:
             return []
         free = self.window_frames - len(self._asked)
         kv_slices = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]

@@ -8,12 +8,12 @@ Blocks are given back in two phases. While frames are being read from the pages 
 """
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.events import ALL_LAYERS, PromptDone, Published
-from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
+from kvtransfer.coverage import Coverage
 from kvtransfer.kv_slice import KvSlice
 
 
@@ -78,13 +78,14 @@ class HandoffSender:
     now_ns: int
     state: SenderState = SenderState.OPEN
     blocks: tuple[int, ...] = ()
-    kv_slices: list[KvSlice] = field(default_factory=list)
+    published_kv: Coverage = field(init=False)
     done: PromptDone | None = None
     reading: int = 0
     renewed_ns: int = 0
 
     def __post_init__(self) -> None:
         self.renewed_ns = self.now_ns
+        self.published_kv = Coverage(self.geometry, self.prompt_tokens)
 
     def admitted(self, blocks: tuple[int, ...]) -> None:
         """The engine gave the prompt its pages."""
@@ -104,10 +105,8 @@ class HandoffSender:
             event.block_count,
             event.valid_tokens,
         )
-        if kv_slice in self.kv_slices:  # a step that was planned again after a neighbour's failure
-            return []
-        self.kv_slices.append(kv_slice)
-        return [Announce(kv_slice)]
+        # A step that was planned again after a neighbour's failure says the same once more.
+        return [Announce(kv_slice)] if self.published_kv.add(kv_slice) else []
 
     def prompt_done(self, event: PromptDone) -> list[Action]:
         """Everything is computed and published."""
@@ -117,20 +116,20 @@ class HandoffSender:
         return [AnnounceFirst(event), self._commit()]
 
     def _commit(self) -> AnnounceCommit:
-        total = sum(kv_slice.payload_bytes(self.geometry) for kv_slice in self.kv_slices)
-        digest = manifest_digest(self.kv_slices)
-        return AnnounceCommit(len(self.kv_slices), total, self.prompt_tokens, digest)
+        kv = self.published_kv
+        digest = manifest_digest(kv.kv_slices)
+        return AnnounceCommit(len(kv), kv.payload_bytes, self.prompt_tokens, digest)
 
     def replay(self) -> list[Action]:
         """All that was said so far, for a stream that broke and came back."""
-        said: list[Action] = [Announce(kv_slice) for kv_slice in self.kv_slices]
+        said: list[Action] = [Announce(kv_slice) for kv_slice in self.published_kv.kv_slices]
         if self.done is not None:
             said += [AnnounceFirst(self.done), self._commit()]
         return said
 
     def may_read(self, kv_slice: KvSlice) -> bool:
         """Whether ``kv_slice`` lies within what was published and is still held."""
-        return self.state is SenderState.OPEN and any(_covers(p, kv_slice) for p in self.kv_slices)
+        return self.state is SenderState.OPEN and self.published_kv.covers(kv_slice)
 
     def read_begins(self) -> None:
         """A frame is about to be read from the pages."""
@@ -170,44 +169,3 @@ class HandoffSender:
             self.state = SenderState.CLOSED
             return [GiveBack(cancel=self.done is None)]
         return []
-
-
-def _covers(outer: KvSlice, inner: KvSlice) -> bool:
-    def within(begin: int, count: int, outer_begin: int, outer_count: int) -> bool:
-        return outer_begin <= begin and begin + count <= outer_begin + outer_count
-
-    ends_inside = (
-        inner.block_begin + inner.block_count < outer.block_begin + outer.block_count
-        or _tail(inner) <= _tail(outer)
-    )
-    return (
-        inner.kv_group == outer.kv_group
-        and within(inner.layer_begin, inner.layer_count, outer.layer_begin, outer.layer_count)
-        and within(inner.head_begin, inner.head_count, outer.head_begin, outer.head_count)
-        and within(inner.block_begin, inner.block_count, outer.block_begin, outer.block_count)
-        and ends_inside
-    )
-
-
-def _tail(kv_slice: KvSlice) -> int:
-    """Valid tokens in the last block."""
-    return kv_slice.valid_tokens - (kv_slice.block_count - 1) * BLOCK_TOKENS
-
-
-def all_covered(kv_slices: Sequence[KvSlice], geometry: KvGeometry, tokens: int, skip: int) -> bool:
-    """Whether rectangles tile layers x blocks of a prompt behind ``skip`` blocks exactly once."""
-    block_tokens = geometry.block_tokens
-    blocks = -(-tokens // block_tokens)
-    seen = [[0] * blocks for _ in range(geometry.num_layers)]
-    for kv_slice in kv_slices:
-        if not kv_slice.fits(geometry) or kv_slice.block_begin + kv_slice.block_count > blocks:
-            return False
-        end_token = kv_slice.block_begin * block_tokens + kv_slice.valid_tokens
-        if end_token != min((kv_slice.block_begin + kv_slice.block_count) * block_tokens, tokens):
-            return False
-        for layer in range(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count):
-            for block in range(kv_slice.block_begin, kv_slice.block_begin + kv_slice.block_count):
-                seen[layer][block] += 1
-    return all(
-        count == (1 if block >= skip else 0) for layer in seen for block, count in enumerate(layer)
-    )

@@ -200,9 +200,12 @@ class Duo:
             return
         generation, life, kv_slice, epoch = handover.wanted.popleft()
         out = handover.out
-        gone = life != self.life or out is None or not out.may_read(kv_slice)
-        if gone or damage == "lost":
-            self.act(handover, handover.intake.pull_failed([kv_slice], "gone", epoch))
+        if life != self.life or damage == "lost":  # nobody answers any more, or not in time
+            self.act(handover, handover.intake.pull_failed([kv_slice], "broken", epoch))
+            return
+        if out is None or not out.may_read(kv_slice):
+            if handover.intake.frame_arrived(kv_slice, epoch):
+                self.act(handover, handover.intake.frame_gone(kv_slice, epoch))
             return
         out.read_begins()
         payload = self.prefill.view.read(out.blocks, kv_slice)
@@ -229,6 +232,11 @@ class Duo:
             self.decode.view.write(table, kv_slice, payload)
             self.act(handover, handover.intake.frame_stored(kv_slice, epoch, self.now_ns))
         self.finish_cancel(handover)
+
+    def heartbeat(self, handover: Handover) -> None:
+        """The prefill worker says that it lives."""
+        if handover.out is not None and handover.life == self.life:
+            self.act(handover, handover.intake.peer_lives(self.now_ns))
 
     def lose_stream(self, handover: Handover) -> None:
         handover.heard.clear()
@@ -380,6 +388,7 @@ class Duo:
                     handover.out.renew(self.now_ns)
                 self.replace(handover)
                 self.hear(handover)
+                self.heartbeat(handover)
                 self.fetch(handover)
                 self.store(handover)
             if all(h.ends for h in self.requests.values()):

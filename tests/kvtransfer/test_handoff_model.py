@@ -81,7 +81,7 @@ class Handovers(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         known = {(tuple(range(length)), 0): answer for length, answer in GOLDEN.items()}
-        # every other draft token is wrong: speculation adds its own kinds of trouble to all the others
+        # every other draft token is wrong: speculation adds its own kinds of trouble
         self.duo = Duo(prefill_blocks=9, decode_blocks=9, speculation=oracle(known, 0.5))
 
     def pick(self, index):
@@ -110,6 +110,11 @@ class Handovers(RuleBasedStateMachine):
     def hear(self, index, count):
         for _ in range(count):
             self.duo.hear(self.pick(index))
+
+    @rule(index=st.integers(0, 5))
+    @precondition(lambda self: self.duo.requests)
+    def heartbeat(self, index):
+        self.duo.heartbeat(self.pick(index))
 
     @rule(index=st.integers(0, 5), damage=st.sampled_from(["", "", "", "flip", "twice", "lost"]))
     @precondition(lambda self: self.duo.requests)

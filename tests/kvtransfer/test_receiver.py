@@ -1,0 +1,166 @@
+"""The receiving machine where peers die, lie, or publish a great deal."""
+
+import itertools
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.events import Published
+from engine.core.geometry import KvGeometry
+from kvtransfer.kv_slice import KvSlice, cut
+from kvtransfer.receiver import AskForPeer, HandoffReceiver, Pull, ReceiverState
+from kvtransfer.sender import HandoffSender
+
+GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
+
+
+def pulling(window_frames: int = 8) -> tuple[HandoffReceiver, list[KvSlice]]:
+    """A receiver that has its pages, and what it has asked for: the first layer."""
+    machine = HandoffReceiver(GEOMETRY, 40, window_frames=window_frames)
+    machine.reserved(1, 0, 0)
+    machine.accepted(resumed=False, now_ns=0)
+    machine.published(layer(0), 0)
+    return machine, asked_of(machine.bound(1, (5, 6, 7)))
+
+
+def layer(number: int, tokens: int = 40) -> KvSlice:
+    return KvSlice(number, 1, 0, 2, 0, -(-tokens // 16), tokens)
+
+
+def asked_of(actions: list) -> list[KvSlice]:
+    return [piece for action in actions if isinstance(action, Pull) for piece in action.kv_slices]
+
+
+def test_pulls_that_break_together_say_nothing_about_the_peer() -> None:
+    """Defect 1: the control stream is the judge, also when it speaks last."""
+    machine, first = pulling()
+    asked = [first, *(asked_of(machine.published(layer(n), 0)) for n in (1, 2, 3))]
+    assert all(asked)
+    for pieces in asked:
+        assert machine.pull_failed(pieces, "UNAVAILABLE", machine.epoch) == []
+    (_, ask) = machine.stream_lost(peer_gone=True, reason="refused")
+    assert ask == AskForPeer("refused", peer_died=True)
+
+
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations("ppphb"))))
+def test_a_death_is_a_death_in_whatever_order_its_signs_come(order: tuple[str, ...]) -> None:
+    """Pulls that break, a heartbeat and a rectangle that were under way: then the stream breaks."""
+    machine, asked = pulling(window_frames=2)
+    asked += asked_of(machine.published(layer(1), 0))
+    assert len(asked) == 2
+    number = 2
+    for sign in order:
+        match sign:
+            case "p" if asked:
+                machine.pull_failed([asked.pop()], "UNAVAILABLE", machine.epoch)
+            case "h":
+                asked += asked_of(machine.peer_lives(1))
+            case "b":
+                asked += asked_of(machine.published(layer(number), 1))
+                number += 1
+    actions = machine.stream_lost(peer_gone=True, reason="refused")
+    assert AskForPeer("refused", peer_died=True) in actions
+
+
+def test_a_heartbeat_goes_on_with_what_was_lost() -> None:
+    machine, pieces = pulling()
+    machine.pull_failed(pieces, "too slow", machine.epoch)
+    assert asked_of(machine.published(layer(1), 0)) == []  # paused
+    assert set(asked_of(machine.peer_lives(1))) == {*pieces, *cut(layer(1), GEOMETRY)}
+
+
+def test_a_peer_that_lives_and_serves_no_pull_is_given_up_alive() -> None:
+    machine, asked = pulling()
+    for _ in range(3):
+        assert machine.pull_failed(asked, "too slow", machine.epoch) == []
+        asked = asked_of(machine.peer_lives(1))
+    (_, ask) = machine.pull_failed(asked, "too slow", machine.epoch)
+    assert ask == AskForPeer("too slow", peer_died=False)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        KvSlice(0, 1, 0, 2, 0, 4, 64),  # inside the model, beyond a prompt of 40 tokens
+        KvSlice(0, 1, 0, 2, 2, 1, 9),  # one token beyond it
+        KvSlice(3, 2, 0, 2, 0, 1, 16),
+        KvSlice(0, 1, 1, 2, 0, 1, 16),
+        KvSlice(0, 1, 0, 2, 1 << 40, 1, 16),
+    ],
+)
+def test_a_rectangle_outside_the_prompt_gives_the_peer_up(strange: KvSlice) -> None:
+    """Defect 7: it must not come as far as the pages."""
+    machine, _ = pulling()
+    (_, ask) = machine.published(strange, 0)
+    assert "outside the model or the prompt" in ask.reason
+    assert machine.state is ReceiverState.NO_PEER
+
+
+def test_blocks_that_are_published_twice_give_the_peer_up() -> None:
+    machine, _ = pulling()
+    assert machine.published(layer(0), 0) == []  # the same words on a resumed stream
+    (_, ask) = machine.published(KvSlice(0, 2, 0, 2, 1, 1, 16), 0)
+    assert "twice" in ask.reason
+
+
+@pytest.mark.parametrize(
+    ("published", "complete"),
+    [
+        ([KvSlice(0, 4, 0, 2, 1, 2, 24)], True),
+        ([KvSlice(0, 4, 0, 1, 1, 2, 24), KvSlice(0, 4, 1, 1, 1, 2, 24)], True),
+        ([KvSlice(0, 4, 0, 1, 1, 2, 24)], False),  # half of the heads is not the whole
+        ([KvSlice(0, 3, 0, 2, 1, 2, 24)], False),
+        ([KvSlice(0, 4, 0, 2, 1, 1, 16)], False),
+        ([KvSlice(0, 4, 0, 2, 0, 3, 40)], False),  # what decode had is not to be sent
+        ([], False),
+    ],
+)
+def test_a_hand_off_is_complete_with_every_layer_block_and_head(published, complete) -> None:
+    machine = HandoffReceiver(GEOMETRY, 40)
+    machine.reserved(1, 1, 0)
+    machine.accepted(resumed=False, now_ns=0)
+    for kv_slice in published:
+        machine.published(kv_slice, 0)
+    assert machine._published.complete(machine.skip_blocks) is complete
+
+
+def python_calls(work: Callable[[], None]) -> int:
+    """Calls into Python functions, comparisons of dataclasses among them."""
+    count = 0
+
+    def note(_frame, event, _argument) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_work_grows_with_the_prompt_and_not_with_its_square(side: str) -> None:
+    """Defect 10: a rectangle and a frame cost their own blocks, however many went before."""
+    geometry = KvGeometry(num_layers=8, num_kv_heads=2, head_dim=8, num_blocks=1, dtype="bf16")
+
+    def hand_over(chunks: int) -> None:
+        tokens = chunks * 64
+        sender = HandoffSender(geometry, tokens, 0, 1, 0)
+        receiver = HandoffReceiver(geometry, tokens)
+        receiver.reserved(1, 0, 0)
+        receiver.accepted(resumed=False, now_ns=0)
+        for chunk in range(chunks):
+            for number in range(8):
+                event = Published("r", number, 1, 4 * chunk, 4, 64)
+                kv_slice = KvSlice(number, 1, 0, 2, 4 * chunk, 4, 64)
+                if side == "sender":
+                    sender.published(event)
+                    assert sender.may_read(kv_slice)
+                else:
+                    receiver.published(kv_slice, 0)
+
+    small, large = (python_calls(lambda n=n: hand_over(n)) for n in (20, 80))
+    assert large < 4.5 * small
