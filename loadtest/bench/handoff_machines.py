@@ -2,15 +2,14 @@
 
     python -m loadtest.bench.handoff_machines [--tokens 32768 131072]
 
-Shapes of an 8B model (32 layers, 8 KV heads of 128, bf16), chunks of 512 tokens, groups of layers of
-about 1 MiB: what a worker's shell spends on bookkeeping while KV streams through it.
+Shapes of an 8B model (32 layers, 8 KV heads of 128, bf16), chunks of 512 tokens, groups of
+layers of about 1 MiB: what a worker's shell spends on bookkeeping while KV streams through it.
 """
 
 import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 
 from engine.core.events import Published
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
@@ -22,52 +21,59 @@ GEOMETRY = KvGeometry(num_layers=32, num_kv_heads=8, head_dim=128, num_blocks=1,
 CHUNK_TOKENS = 512
 
 
-def run(tokens: int) -> tuple[float, float, int]:
-    """(seconds of the sender, seconds of the receiver, frames) for a prompt of ``tokens``."""
-    sender = HandoffSender(GEOMETRY, tokens, 0, 1 << 62, 0)
-    receiver = HandoffReceiver(GEOMETRY, tokens)
-    spent_ns = {"sender": 0, "receiver": 0}
-    frames = 0
+class HandOff:
+    """One prompt through both machines.
 
-    def timed(side: str, work: Callable[[], list[Action]]) -> list[Action]:
+    Args:
+        tokens: Of the prompt.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.sender_ns = self.receiver_ns = self.frames = 0
+        self._sender = HandoffSender(GEOMETRY, tokens, 0, 1 << 62, 0)
+        self._receiver = HandoffReceiver(GEOMETRY, tokens)
+        self._asked: deque[tuple[KvSlice, int]] = deque()
+
+    def run(self) -> None:
+        """Publish, read and store everything."""
+        blocks = CHUNK_TOKENS // BLOCK_TOKENS
+        self._receiver.reserved(1, 0, 0)
+        self._receiver.accepted(resumed=False, now_ns=0)
+        for chunk in range(self.tokens // CHUNK_TOKENS):
+            for layer in range(GEOMETRY.num_layers):
+                event = Published("r", layer, 1, chunk * blocks, blocks, CHUNK_TOKENS)
+                self._publish(event)
+                if not chunk and not layer:
+                    self._receiver.bound(1, tuple(range(self.tokens // BLOCK_TOKENS)))
+                while self._asked:
+                    self._move(*self._asked.popleft())
+
+    def _publish(self, event: Published) -> None:
         began_ns = time.perf_counter_ns()
-        actions = work()
-        spent_ns[side] += time.perf_counter_ns() - began_ns
-        return actions
+        said = self._sender.published(event)
+        heard_ns = time.perf_counter_ns()
+        for action in said:
+            if isinstance(action, Announce):
+                self._note(self._receiver.published(action.kv_slice, 0))
+        self.sender_ns += heard_ns - began_ns
+        self.receiver_ns += time.perf_counter_ns() - heard_ns
 
-    receiver.reserved(1, 0, 0)
-    receiver.accepted(resumed=False, now_ns=0)
-    receiver.bound(1, tuple(range(tokens // BLOCK_TOKENS)))
-    todo: deque[tuple[KvSlice, int]] = deque()
-    blocks = CHUNK_TOKENS // BLOCK_TOKENS
-    for chunk in range(tokens // CHUNK_TOKENS):
-        for layer in range(GEOMETRY.num_layers):
-            began_ns = time.perf_counter_ns()
-            said = sender.published(Published("r", layer, 1, chunk * blocks, blocks, CHUNK_TOKENS))
-            spent_ns["sender"] += time.perf_counter_ns() - began_ns
-            for action in said:
-                if isinstance(action, Announce):
-                    kv_slice = action.kv_slice
-                    _queue(todo, timed("receiver", lambda s=kv_slice: receiver.published(s, 0)))
-            while todo:
-                piece, epoch = todo.popleft()
-                began_ns = time.perf_counter_ns()
-                if not sender.may_read(piece):
-                    raise RuntimeError(f"{piece} was published and may not be read")
-                spent_ns["sender"] += time.perf_counter_ns() - began_ns
-                frames += 1
-                receiver.frame_arrived(piece, epoch)
-                _queue(
-                    todo,
-                    timed("receiver", lambda p=piece, e=epoch: receiver.frame_stored(p, e, 0)),
-                )
-    return spent_ns["sender"] / 1e9, spent_ns["receiver"] / 1e9, frames
+    def _move(self, piece: KvSlice, epoch: int) -> None:
+        began_ns = time.perf_counter_ns()
+        if not self._sender.may_read(piece):
+            raise RuntimeError(f"{piece} was published and may not be read")
+        read_ns = time.perf_counter_ns()
+        self._receiver.frame_arrived(piece, epoch)
+        self._note(self._receiver.frame_stored(piece, epoch, 0))
+        self.sender_ns += read_ns - began_ns
+        self.receiver_ns += time.perf_counter_ns() - read_ns
+        self.frames += 1
 
-
-def _queue(todo: deque[tuple[KvSlice, int]], actions: list[Action]) -> None:
-    for action in actions:
-        if isinstance(action, Pull):
-            todo.extend((kv_slice, action.epoch) for kv_slice in action.kv_slices)
+    def _note(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Pull):
+                self._asked.extend((kv_slice, action.epoch) for kv_slice in action.kv_slices)
 
 
 def main() -> None:
@@ -75,10 +81,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="*", default=[32_768, 131_072])
     for tokens in parser.parse_args().tokens:
-        sender_s, receiver_s, frames = run(tokens)
+        handoff = HandOff(tokens)
+        handoff.run()
         sys.stdout.write(
-            f"{tokens:8,} tokens, {frames:6,} frames: sender {sender_s:8.3f} s, "
-            f"receiver {receiver_s:8.3f} s\n"
+            f"{tokens:8,} tokens, {handoff.frames:6,} frames: sender "
+            f"{handoff.sender_ns / 1e9:8.3f} s, receiver {handoff.receiver_ns / 1e9:8.3f} s\n"
         )
 
 
