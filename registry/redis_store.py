@@ -18,9 +18,10 @@ Only commands of Redis 6.2 are used. Redis is never on a request's path, so ever
 """
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +42,9 @@ _NAME_BYTES = 16
 _TIMEOUT_S = 2.0
 
 Command = tuple[Any, ...]
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class RegistryUnavailableError(ConnectionError):
@@ -76,14 +80,18 @@ class Registry:
 
     def __init__(self, url: str, fleet: str) -> None:
         # Retries are ours: a repeated MULTI whose first try did take effect must be thought about.
-        self._redis = redis.asyncio.Redis.from_url(
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=_TIMEOUT_S,
             socket_timeout=_TIMEOUT_S,
             max_connections=8,
+            timeout=_TIMEOUT_S,  # calls beyond these wait for a connection
         )
+        self._redis = redis.asyncio.Redis.from_pool(pool)
+        self._skipped: dict[str, str] = {}
+        self.on_skipped: Callable[[str], None] = lambda _: None
         self._prefix = f"baton:{{{fleet}}}:"  # the braces keep a fleet on one cluster node
         self.fleet = fleet
 
@@ -132,6 +140,11 @@ class Registry:
         """Write what the controller says about a slot (starting, draining, dead)."""
         await self._write("slot", record, ttl_s)
 
+    async def write_slots(self, records: Sequence[WorkerRecord], ttl_s: float = SLOT_TTL_S) -> None:
+        """``write_slot`` for many, in one round trip."""
+        if records:
+            await self._send(*(c for record in records for c in self._put("slot", record, ttl_s)))
+
     async def remove_slot(self, worker_id: str) -> None:
         """Forget a slot that no longer exists."""
         await self._send(
@@ -140,7 +153,11 @@ class Registry:
         )
 
     async def records(self) -> tuple[dict[str, WorkerRecord], dict[str, WorkerRecord]]:
-        """All records by worker id: the controller's, and the workers' own."""
+        """All records by worker id: the controller's, and the workers' own.
+
+        One that cannot be read (of a future version, or damaged) is skipped, logged once by name,
+        and told to ``on_skipped``.
+        """
         (ids,) = await self._send(("SMEMBERS", self._key("slots")))
         names = sorted(worker_id.decode() for worker_id in ids)
         if not names:
@@ -148,20 +165,46 @@ class Registry:
         slot_keys = [self._key("slot", name) for name in names]
         worker_keys = [self._key("worker", name) for name in names]
         raw_slots, raw_workers = await self._send(("MGET", *slot_keys), ("MGET", *worker_keys))
-        slots = {name: _decode(raw) for name, raw in zip(names, raw_slots, strict=True) if raw}
-        workers = {name: _decode(raw) for name, raw in zip(names, raw_workers, strict=True) if raw}
-        gone = [name for name in names if name not in slots and name not in workers]
+        slots = self._readable(names, raw_slots)
+        workers = self._readable(names, raw_workers)
+        raw = zip(names, raw_slots, raw_workers, strict=True)
+        gone = [name for name, slot, worker in raw if slot is None and worker is None]
         if gone:
             await self._send(("SREM", self._key("slots"), *gone))
         return slots, workers
 
     async def _write(self, kind: str, record: WorkerRecord, ttl_s: float) -> None:
+        await self._send(*self._put(kind, record, ttl_s))
+
+    def _put(self, kind: str, record: WorkerRecord, ttl_s: float) -> list[Command]:
         stamped = msgspec.structs.replace(record, heartbeat_ms=_now_ms())
         value = msgspec.msgpack.encode(stamped)
-        await self._send(
+        return [
             ("SET", self._key(kind, record.worker_id), value, "PX", int(ttl_s * 1000)),
             ("SADD", self._key("slots"), record.worker_id),
-        )
+        ]
+
+    def _readable(
+        self, names: Sequence[str], raw: Sequence[bytes | None]
+    ) -> dict[str, WorkerRecord]:
+        records = {}
+        for name, value in zip(names, raw, strict=True):
+            if value is None:
+                continue
+            try:
+                records[name] = msgspec.msgpack.decode(value, type=WorkerRecord)
+            except msgspec.DecodeError as error:  # wrong types and unknown values among them
+                self._skip(name, str(error))
+            else:
+                self._skipped.pop(name, None)
+        return records
+
+    def _skip(self, name: str, reason: str) -> None:
+        """Log a record that cannot be read when it is new, or is wrong in a new way."""
+        if self._skipped.get(name) != reason:
+            self._skipped[name] = reason
+            _LOG.warning("the registry's record of %r cannot be read: %s", name, reason)
+            self.on_skipped(name)
 
     # ---- operators to the controller ------------------------------------------------------------
 
@@ -192,7 +235,13 @@ class Registry:
     async def take_order(self) -> "Order | None":
         """The oldest order, for the controller."""
         (raw,) = await self._send(("RPOP", self._key("orders")))
-        return None if raw is None else msgspec.msgpack.decode(raw, type=Order)
+        if raw is None:
+            return None
+        try:
+            return msgspec.msgpack.decode(raw, type=Order)
+        except msgspec.DecodeError as error:
+            self._skip("orders", str(error))
+            return None
 
     async def answer(self, order: "Order", text: str) -> None:
         """Answer an order: ``""`` when it is being done."""
@@ -257,13 +306,12 @@ class Registry:
         """
         names, meta = self._kv_keys(incarnation)
         ttl_ms = int(KV_TTL_S * 1000)
-        found, count, _, _, _, _ = await self._send(
+        found, count, _, _, _ = await self._send(
             ("HMGET", meta, "n", "x"),
             ("SCARD", names),
             ("PEXPIRE", meta, ttl_ms),
             ("PEXPIRE", names, ttl_ms),
             ("ZADD", self._key("kv:live"), _now_ms(), incarnation),
-            ("ZREMRANGEBYSCORE", self._key("kv:live"), "-inf", _now_ms() - 10 * ttl_ms),
             atomic=True,
         )
         return None if found[0] is None else (int(found[0]), int(found[1]), int(count))
@@ -283,12 +331,19 @@ class Registry:
     # ---- KV events: the reading side ------------------------------------------------------------
 
     async def live(self) -> dict[bytes, tuple[int, int]]:
-        """(sequence, checksum) of every incarnation in the index."""
+        """(sequence, checksum) of every incarnation in the index.
+
+        What has expired is taken off the list here, by Redis' own clock: a host whose clock is
+        wrong takes off nobody.
+        """
         (members,) = await self._send(("ZRANGE", self._key("kv:live"), 0, -1))
         if not members:
             return {}
         commands = [("HMGET", self._kv_keys(member)[1], "n", "x") for member in members]
         found = await self._send(*commands)
+        expired = [m for m, (sequence, _) in zip(members, found, strict=True) if sequence is None]
+        if expired:
+            await self._send(("ZREM", self._key("kv:live"), *expired))
         return {
             bytes(member): (int(sequence), int(checksum))
             for member, (sequence, checksum) in zip(members, found, strict=True)
@@ -382,10 +437,6 @@ def _split(packed: bytes) -> tuple[bytes, ...]:
 def _chunks(packed: bytes) -> Iterable[bytes]:
     for begin in range(0, len(packed), _NAME_BYTES):
         yield packed[begin : begin + _NAME_BYTES]
-
-
-def _decode(raw: bytes) -> WorkerRecord:
-    return msgspec.msgpack.decode(raw, type=WorkerRecord)
 
 
 def _now_ms() -> int:

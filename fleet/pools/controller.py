@@ -174,12 +174,29 @@ class FleetController:
         if not ready:
             slot.due_ns = now_ns + START_LIMIT_NS
 
+    def note_epoch(self, worker_id: str, epoch: int) -> None:
+        """A life of that number is known to have been: the next one is counted from there."""
+        slot = self.slots.get(worker_id)
+        if slot is None:
+            self._past_epochs[worker_id] = max(epoch, self._past_epochs.get(worker_id, 0))
+        elif slot.phase is Phase.WAITING:
+            slot.epoch = max(epoch, slot.epoch)
+
+    def wants(self, worker_id: str, epoch: int) -> bool:
+        """Whether a life that is being placed is still to be started."""
+        slot = self._current(worker_id, epoch)
+        return slot is not None and slot.phase is Phase.STARTING and not slot.stopping
+
     # ---- what happens ---------------------------------------------------------------------------
 
     def started(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
         """A life has loaded its model and takes requests."""
         slot = self._current(worker_id, epoch)
-        if slot is None or slot.phase is not Phase.STARTING or slot.stopping:
+        if slot is None:
+            return []
+        if slot.stopping:  # the word to stop came before there was anybody to hear it
+            return [Stop(worker_id, epoch)]
+        if slot.phase is not Phase.STARTING:
             return []
         self._enter(slot, Phase.READY, now_ns)
         slot.reason = ""

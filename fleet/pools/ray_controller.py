@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from fleet.pools.resources import (
 )
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import Role, WorkerRecord
+from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger("fleet.pools.controller")
 
@@ -82,7 +83,9 @@ class ControllerActor:
         self._machine = FleetController(pools, time.monotonic_ns())  # type: ignore[arg-type]
         self._actors: dict[str, tuple[int, Any]] = {}
         self._groups: dict[str, PlacementGroup] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("controller")
+        self._placing: dict[str, asyncio.Event] = {}  # set when a life is not wanted any more
+        self._beginning = asyncio.Lock()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._running = False
@@ -91,12 +94,14 @@ class ControllerActor:
 
     async def run(self) -> None:
         """Begin, or go on after a restart of this actor. Returns at once; may be called again."""
-        if self._running:
-            return
-        self._running = True
-        self._adopt()
-        self._spawn(self._loop())
-        self._spawn(self._answer_operators())
+        async with self._beginning:
+            if self._running:
+                return
+            await self._learn_epochs()
+            self._adopt()
+            self._tasks.keep(self._loop, "controller loop")
+            self._tasks.keep(self._answer_operators, "operators")
+            self._running = True
 
     async def status(self) -> list[dict[str, Any]]:
         """The slots: worker_id, phase, epoch, reason."""
@@ -122,6 +127,11 @@ class ControllerActor:
             self._remove_group(worker_id)
         return self._machine.idle
 
+    async def close(self) -> None:
+        """Let go of everything without ending a worker: another controller may adopt them."""
+        await self._tasks.close()
+        await self._registry.close()
+
     # ---- the loop -------------------------------------------------------------------------------
 
     async def _loop(self) -> None:
@@ -131,8 +141,7 @@ class ControllerActor:
             self._wake.clear()
             if time.monotonic() >= next_refresh_s:
                 next_refresh_s = time.monotonic() + _REFRESH_S
-                for slot in self._machine.slots.values():
-                    self._spawn(self._publish(self._machine.describe(slot)))
+                self._tasks.spawn(self._refresh(), "refresh")
             wait_s = (self._machine.next_due_ns - time.monotonic_ns()) / _NS
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(max(wait_s, 0.0), 1.0)):
@@ -142,44 +151,54 @@ class ControllerActor:
         for action in actions:
             match action:
                 case Launch():
-                    self._spawn(self._live(action))
+                    self._follow(action, self._live(action))
                 case Drain():
-                    self._spawn(self._drain(action))
+                    self._tasks.spawn(self._drain(action), "drain")
                 case Stop():
-                    self._spawn(self._stop(action))
+                    self._tasks.spawn(self._stop(action), "stop")
                 case Publish():
                     _LOG.info(
                         "%s life %d: %s %s",
                         *(action.worker_id, action.epoch, action.state, action.reason),
                     )
-                    self._spawn(self._publish(action))
+                    self._tasks.spawn(self._publish(action), "publish")
                 case Remove():
                     self._remove_group(action.worker_id)
         self._wake.set()
         if self._machine.stopped and self._machine.idle:
             self._idle.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+    def _follow(self, launch: Launch, work: Coroutine[Any, Any, None]) -> None:
+        """Run a life; a fault of our own ends it too, so that no slot waits for it for ever."""
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _LOG.error("the controller's own fault", exc_info=task.exception())
+        def lost(error: Exception) -> None:
+            _, actor = self._actors.pop(launch.worker_id, (0, None))
+            if actor is not None:
+                with contextlib.suppress(RayError):
+                    ray.kill(actor)
+            reason = f"the controller lost sight of it: {error!r}"
+            self._apply(self._machine.ended(launch.worker_id, launch.epoch, reason, _now_ns()))
+
+        self._tasks.vital(work, "life", lost)
 
     # ---- one life -------------------------------------------------------------------------------
 
     async def _live(self, launch: Launch) -> None:
         """From the start of a life to its end."""
         worker_id, epoch = launch.worker_id, launch.epoch
+        unwanted = self._placing[worker_id] = asyncio.Event()
         try:
-            group = await self._group(worker_id, launch.role)
+            group = await self._group(worker_id, launch.role, unwanted)
+            if not self._machine.wants(worker_id, epoch):
+                reason = "stopped before it was placed"
+                self._apply(self._machine.ended(worker_id, epoch, reason, _now_ns()))
+                return
             actor = self._start_actor(launch, group)
         except (RayError, RuntimeError, ValueError) as error:
             self._apply(self._machine.ended(worker_id, epoch, f"cannot place: {error}", _now_ns()))
             return
+        finally:
+            self._placing.pop(worker_id, None)
         await self._watch(worker_id, epoch, actor, actor.start)
 
     async def _watch(self, worker_id: str, epoch: int, actor: Any, first: Any) -> None:
@@ -195,6 +214,8 @@ class ControllerActor:
             reason = f"failed: {error.cause!r}"
         except RayActorError:
             reason = "its process is gone"
+        except RayError as error:  # its node died, it cannot be scheduled any more, ...
+            reason = f"lost: {error!r}"
         with contextlib.suppress(RayError):
             ray.kill(actor)
         self._actors.pop(worker_id, None)
@@ -238,6 +259,8 @@ class ControllerActor:
     async def _stop(self, stop: Stop) -> None:
         epoch, actor = self._actors.get(stop.worker_id, (0, None))
         if actor is None or epoch != stop.epoch:
+            if (unwanted := self._placing.get(stop.worker_id)) is not None:
+                unwanted.set()
             return
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
@@ -248,7 +271,8 @@ class ControllerActor:
 
     # ---- placement and adoption -----------------------------------------------------------------
 
-    async def _group(self, worker_id: str, role: Role) -> PlacementGroup:
+    async def _group(self, worker_id: str, role: Role, unwanted: asyncio.Event) -> PlacementGroup:
+        """The slot's placement, once it is ready or ``unwanted`` is set."""
         group = self._groups.get(worker_id)
         if group is None:
             group = self._groups[worker_id] = placement_group(
@@ -259,7 +283,8 @@ class ControllerActor:
             )
         try:
             async with asyncio.timeout(_PLACEMENT_LIMIT_S):
-                await group.ready()
+                async with self._tasks.beside(_set_when(group.ready(), unwanted), "placement"):
+                    await unwanted.wait()
         except TimeoutError as error:
             raise RuntimeError(
                 f"no node had {self._config.cpus_per_rank:g} free CPUs (cpus_per_rank) for each of "
@@ -276,20 +301,42 @@ class ControllerActor:
     def _adopt(self) -> None:
         names = ray.util.list_named_actors(all_namespaces=True)
         for worker_id, epoch in lives_among(names, self._config.fleet).items():
-            actor = ray.get_actor(
-                actor_name(self._config.fleet, worker_id, epoch), namespace=NAMESPACE
-            )
+            name = actor_name(self._config.fleet, worker_id, epoch)
+            try:
+                actor = ray.get_actor(name, namespace=NAMESPACE)
+            except ValueError:  # it ended since it was listed
+                self._machine.note_epoch(worker_id, epoch)
+                continue
             with contextlib.suppress(ValueError):
                 group = get_placement_group(f"baton-{self._config.fleet}-{worker_id}")
                 self._groups[worker_id] = group
             _LOG.info("%s life %d: adopted", worker_id, epoch)
             self._machine.adopt(worker_id, epoch, ready=False, now_ns=_now_ns())
-            self._spawn(self._watch(worker_id, epoch, actor, actor.record))
+            role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+            life = self._watch(worker_id, epoch, actor, actor.record)
+            self._follow(Launch(worker_id, role, epoch), life)
 
     # ---- the registry ---------------------------------------------------------------------------
 
+    async def _learn_epochs(self) -> None:
+        """Lives that ended with an earlier controller count: no epoch is given twice."""
+        with contextlib.suppress(RegistryUnavailableError):
+            for records in await self._registry.records():
+                for record in records.values():
+                    self._machine.note_epoch(record.worker_id, record.epoch)
+
+    async def _refresh(self) -> None:
+        """Write all slots again before their records expire."""
+        news = [self._machine.describe(slot) for slot in self._machine.slots.values()]
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._registry.write_slots([self._record(item) for item in news])
+
     async def _publish(self, news: Publish) -> None:
-        record = WorkerRecord(
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._registry.write_slot(self._record(news))
+
+    def _record(self, news: Publish) -> WorkerRecord:
+        return WorkerRecord(
             worker_id=news.worker_id,
             role=news.role,
             state=news.state,
@@ -297,8 +344,6 @@ class ControllerActor:
             threads=self._config.threads_per_rank * self._config.pools.width(news.role),
             reason=news.reason,
         )
-        with contextlib.suppress(RegistryUnavailableError):
-            await self._registry.write_slot(record)
 
     async def _answer_operators(self) -> None:
         """``baton drain`` and ``baton restart`` come through Redis, from any process."""
@@ -328,6 +373,13 @@ class ControllerActor:
         else:
             return f"unknown command {verb}"
         return ""
+
+
+async def _set_when(ready: Awaitable[Any], event: asyncio.Event) -> None:
+    try:
+        await ready
+    finally:  # if it failed, to start the actor will fail too, and say why
+        event.set()
 
 
 def _now_ns() -> int:

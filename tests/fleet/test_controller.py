@@ -215,3 +215,27 @@ class AnyFleet(RuleBasedStateMachine):
 
 AnyFleet.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestAnyFleet = AnyFleet.TestCase
+
+
+def test_a_life_that_is_stopped_while_it_is_placed_is_stopped_when_it_comes() -> None:
+    """Defect 5c: the first Stop finds nobody; the life must hear a second one."""
+    fleet = FleetController({"prefill": 1, "decode": 0}, 0)
+    fleet.tick(0)
+    assert only(Stop, fleet.drain("prefill-0", 1)) == ["prefill-0"]
+    assert not fleet.wants("prefill-0", 1)
+    assert fleet.started("prefill-0", 1, 2) == [Stop("prefill-0", 1)]
+    fleet.ended("prefill-0", 1, "exit code 0", 3)
+    assert only(Launch, fleet.restart(["prefill-0"], 4, rolling=False)) == ["prefill-0"]
+    assert fleet.wants("prefill-0", 2)
+
+
+def test_epochs_go_on_behind_lives_that_an_earlier_controller_started() -> None:
+    """Defect 5e: an epoch that was given once is not given again, whoever remembers it."""
+    fleet = FleetController({"prefill": 1, "decode": 1}, 0)
+    fleet.note_epoch("prefill-0", 7)
+    fleet.note_epoch("decode-1", 3)  # a slot that is not there at present
+    assert [action.epoch for action in fleet.tick(0) if isinstance(action, Launch)] == [8, 1]
+    fleet.note_epoch("prefill-0", 9)  # of a life that is running: known better here
+    assert fleet.slots["prefill-0"].epoch == 8
+    launched = fleet.resize("decode", 2, 1)
+    assert [action.epoch for action in launched if isinstance(action, Launch)] == [4]

@@ -2,14 +2,17 @@
 
 import asyncio
 import secrets
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
+import redis
 
 from fleet.local.redis_server import EmbeddedRedis
+from registry import redis_store
 from registry.redis_store import Registry, RegistryUnavailableError
-from registry.types import WorkerRecord
+from registry.types import EventBatch, WorkerRecord
 from registry.workers import Presence, RegistryWatcher, merged
 from tests.registry.conftest import eventually
 
@@ -114,3 +117,47 @@ def test_within_a_life_the_controller_knows_of_death_and_the_worker_of_its_addre
     assert (both.state, both.reason, both.pid) == ("dead", "exit code -9", 4711)
     starting = worker(state="starting", incarnation=b"")
     assert merged({"decode-0": starting}, {"decode-0": alive})["decode-0"] is alive
+
+
+async def test_a_record_of_a_future_version_is_skipped_named_and_counted(
+    registry: Registry, redis_server: EmbeddedRedis, caplog
+) -> None:
+    """Defect 3: one rolling upgrade must not blind the routers."""
+    skipped: list[str] = []
+    registry.on_skipped = skipped.append
+    watcher = RegistryWatcher(registry)
+    await registry.register(worker("decode-0"))
+    strange = {**msgspec.to_builtins(worker("decode-1")), "role": "verify"}
+    with redis.Redis.from_url(redis_server.url) as raw:
+        raw.set("baton:{test}:worker:decode-1", msgspec.msgpack.encode(strange), px=10_000)
+        raw.set("baton:{test}:slot:decode-2", b"\xff not msgpack", px=10_000)
+        raw.sadd("baton:{test}:slots", "decode-1", "decode-2")
+    for _ in range(3):
+        await watcher.poll()
+    assert list(watcher.workers) == ["decode-0"]
+    assert sorted(skipped) == ["decode-1", "decode-2"]  # once each, not once per look
+    assert "decode-1" in caplog.text
+    await registry.register(worker("decode-3"))
+    assert [change.worker_id for change in await watcher.poll()] == ["decode-3"]
+
+
+async def test_many_slots_are_written_at_once_and_many_calls_wait_for_a_connection(
+    registry: Registry,
+) -> None:
+    """Defect 11: with more than eight workers some records were never written."""
+    many = [worker(f"prefill-{n}") for n in range(40)]
+    await registry.write_slots(many[:20])
+    await asyncio.gather(*(registry.write_slot(one) for one in many[20:]))
+    slots, _ = await registry.records()
+    assert len(slots) == 40
+
+
+async def test_a_host_whose_clock_is_ahead_takes_nobody_off_the_index(
+    registry: Registry, monkeypatch
+) -> None:
+    """Defect 12: only Redis' own clock lets an incarnation expire."""
+    await registry.publish(EventBatch(incarnation=b"a" * 16, sequence=1, stored=(b"n" * 16,)), 0)
+    monkeypatch.setattr(redis_store, "_now_ms", lambda: (time.time_ns() // 10**6) + 3_600_000)
+    await registry.publish(EventBatch(incarnation=b"b" * 16, sequence=1, stored=()), 0)
+    await registry.refresh(b"b" * 16)
+    assert set(await registry.live()) == {b"a" * 16, b"b" * 16}
