@@ -167,7 +167,7 @@ class FleetController:
     def adopt(self, worker_id: str, epoch: int, *, ready: bool, now_ns: int) -> None:
         """A life that an earlier controller started is still there."""
         slot = self.slots.get(worker_id)
-        if slot is None or epoch <= slot.epoch:
+        if slot is None or epoch < slot.epoch or slot.phase is not Phase.WAITING:
             return
         slot.epoch = epoch
         self._enter(slot, Phase.READY if ready else Phase.STARTING, now_ns)

@@ -239,3 +239,12 @@ def test_epochs_go_on_behind_lives_that_an_earlier_controller_started() -> None:
     assert fleet.slots["prefill-0"].epoch == 8
     launched = fleet.resize("decode", 2, 1)
     assert [action.epoch for action in launched if isinstance(action, Launch)] == [4]
+
+
+def test_a_life_that_the_registry_names_too_is_adopted() -> None:
+    fleet = FleetController({"prefill": 1, "decode": 0}, 0)
+    fleet.note_epoch("prefill-0", 4)
+    fleet.adopt("prefill-0", 4, ready=False, now_ns=0)
+    assert only(Launch, fleet.tick(0)) == []
+    fleet.started("prefill-0", 4, 1)
+    assert fleet.ready
