@@ -1,9 +1,9 @@
-"""What a request wants of its prompt's rows beside their KV: scores of its tokens, or one vector.
+"""What a request asks of its prompt's rows beside their KV: scores of its tokens, or one vector.
 
-    plan row ──rows of the prompt──▶ PromptOutputs (of the sequence) ──prompt done──▶ event PromptOutputsReady
+    plan row ──rows of the prompt──▶ PromptOutputs (of the sequence) ──prompt done──▶ an event
 
-A harvest grows with the prompt's chunks and is thrown away when its sequence is preempted, so each
-row is in it once and in order. Every row's part depends on that row alone, and sums run row by row
+``PromptOutputs`` grows with the prompt's chunks and is thrown away when its sequence is preempted,
+so each row is in it once and in order. Every row's part depends on that row alone, and sums run row by row
 in fp64 in the order of positions: chunks and neighbours cannot show in the result.
 """
 
