@@ -1,8 +1,8 @@
 """An engine without torch or weights, for protocol tests and the simulator.
 
-Its "KV" is bytes that depend on the token, the position and the layer, and the token that it samples
-is a digest over all KV bytes of the sequence in the pool. So a hand-off that loses, swaps or stales
-a single byte shows in the tokens, exactly as with a real model, only louder.
+Its "KV" is bytes that depend on the token, the position and the layer, and the token that it
+samples is a digest over all KV bytes of the sequence in the pool. So a hand-off that loses, swaps
+or stales a single byte shows in the tokens, exactly as with a real model, only louder.
 """
 
 import time
@@ -93,7 +93,7 @@ class EmulatedRunner:
 
     @property
     def rewritten_rows(self) -> tuple[int, ...]:
-        """None: nothing here is computed twice."""
+        """None: no row is computed twice."""
         return ()
 
     @property
@@ -103,7 +103,7 @@ class EmulatedRunner:
 
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
-        """None: a grammar has nothing to act on here."""
+        """None: grammars are refused at submit."""
         return {}
 
     @property
@@ -112,7 +112,7 @@ class EmulatedRunner:
         return 0
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """All: there are no grammars here."""
+        """All: grammars are refused at submit."""
         return len(draft_tokens)
 
     def execute(

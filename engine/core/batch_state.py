@@ -65,7 +65,7 @@ class BatchState:
         running |= {
             reservation.request.request_id
             for reservation in self.reservations
-            if reservation.state is not ReservationState.WANTED
+            if reservation.state is not ReservationState.WAITING
         }
         waiting = {item.request.request_id for item in self.queue} - running
         queued_tokens = sum(

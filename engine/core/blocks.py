@@ -136,7 +136,7 @@ class BlockPool:
             self._removed.append(block_hash)
 
     def set_hash(self, block: int, block_hash: bytes) -> None:
-        """Make a fully computed block in use findable; a hash that another block has stays there."""
+        """Make a fully computed block findable; a hash that another block has stays there."""
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return
         self._hash_of[block] = block_hash

@@ -94,7 +94,7 @@ class ModelRunner(Protocol):
 
     @property
     def grammars(self) -> GrammarStore | None:
-        """Compiles what rows may name in ``params.grammar``; None where they may name none."""
+        """Compiles what rows may name in ``params.grammar``; None where there are no grammars."""
 
     @property
     def geometry(self) -> KvGeometry:

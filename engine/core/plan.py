@@ -31,9 +31,10 @@ class PlanRow:
     holds one entry per choice, all sampled from the last row. ``prompt_outputs`` takes these rows'
     part when the step has succeeded, and not before.
 
-    The last ``num_draft_tokens`` tokens may be draft tokens. Then ``samples`` has one entry for each
-    of the last ``1 + num_draft_tokens`` rows, in order, with a history that takes the draft tokens
-    before it for granted; what is sampled counts as far as the draft tokens before it were right.
+    The last ``num_draft_tokens`` tokens may be draft tokens. Then ``samples`` has one entry for
+    each of the last ``1 + num_draft_tokens`` rows, in order, with a history that takes the draft
+    tokens before it for granted; what is sampled counts as far as the draft tokens before it were
+    right.
     """
 
     sequence_id: int

@@ -1,8 +1,8 @@
 """Pages that decode reserves for a prompt whose KV arrives from elsewhere.
 
-    WANTED ──granted at its ticket──▶ RESERVED ──first publication──▶ BOUND ──commit──▶ (a sequence)
-       ▲                                 │                              │
-       └────────── revoked, new generation ────────────(pages drain)────┘
+    WAITING ──granted at its ticket──▶ RESERVED ──first publication──▶ BOUND ──commit──▶ sequence
+       ▲                                  │                              │
+       └────────── revoked, new generation ─────────────(pages drain)────┘
 
 A generation is one reservation; its number is never used again in this incarnation, so that a late
 chunk for an old reservation can be told from one for the new.
@@ -20,7 +20,7 @@ from engine.core.sequence import EngineRequest, TokenSequence, blocks_for
 class ReservationState(enum.Enum):
     """Where a reservation stands."""
 
-    WANTED = "wanted"
+    WAITING = "waiting"
     RESERVED = "reserved"
     BOUND = "bound"
 
@@ -31,7 +31,7 @@ class Reservation:
 
     request: EngineRequest
     generation: int
-    state: ReservationState = ReservationState.WANTED
+    state: ReservationState = ReservationState.WAITING
     pinned: list[int] = field(default_factory=list)  # own cached prefix: will not travel
     need_blocks: int = 0  # counted, not yet taken (RESERVED)
     pages: list[int] = field(default_factory=list)  # taken for what arrives (BOUND)
@@ -88,7 +88,7 @@ class Reservations:
     @property
     def granted(self) -> int:
         """Reservations that have capacity: each is a request that will run."""
-        return sum(reservation.state is not ReservationState.WANTED for reservation in self)
+        return sum(reservation.state is not ReservationState.WAITING for reservation in self)
 
     @property
     def reserved_blocks(self) -> int:

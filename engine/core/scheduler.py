@@ -5,7 +5,7 @@ here and reservations for KV that arrives from elsewhere. The head waits until i
 overtakes it, so two workers that follow the same tickets cannot wait for each other in a circle.
 
 A step is: running decodes, then running prompt chunks, then admissions, within a token budget.
-Growth preempts the lowest ticket; the blocks of what is preempted stay findable in the cache, and it
+Growth preempts the lowest ticket; the blocks of a preempted sequence stay findable in the cache. It
 comes back through the queue with all its tokens, behind which only the next one is sampled.
 """
 
@@ -341,7 +341,7 @@ class Scheduler:
         )
 
     def _collect(self, sequence: TokenSequence, prompt_outputs: PromptOutputs, now_ns: int) -> None:
-        """The prompt is computed: tell what was gathered of it. A vector is an answer by itself."""
+        """The prompt is computed: report its outputs. A pooled vector is the whole answer."""
         request, sequence.prompt_outputs = sequence.request, None
         scores, vector = prompt_outputs.scores(), prompt_outputs.vector()
         self.batch.events.append(ev.PromptOutputsReady(request.request_id, scores, vector))

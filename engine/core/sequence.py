@@ -22,8 +22,8 @@ class Kind(enum.Enum):
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of an engine, beside the prompt.
 
-    The gRPC shell fills it once (``wire.codecs.request_spec_from_wire``), ``messages.Submit`` carries
-    it, and ``EngineRequest`` holds it: a new field is added here and where it is used.
+    The gRPC shell fills it once (``wire.codecs.request_spec_from_wire``), ``messages.Submit``
+    carries it, and ``EngineRequest`` holds it: a new field is added here and where it is used.
     """
 
     kind: Kind

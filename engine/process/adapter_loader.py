@@ -44,14 +44,14 @@ class AdapterLoader:
         """Readable when ``advance`` has something to do."""
         return self._wakeup
 
-    def want(self, command: messages.Submit) -> None:
-        """A request asks for an adapter."""
+    def add(self, command: messages.Submit) -> None:
+        """A request needs an adapter; ``advance`` returns it when that is loaded."""
         ref = command.spec.adapter
         if ref is None or not self._cache.max_loaded:
             error = AdapterLoadError("this worker serves no adapters (adapters.max_loaded is 0)")
             self._end(command.request_id, error)
         else:
-            self._cache.want(command.request_id, ref, command)
+            self._cache.add(command.request_id, ref, command)
 
     def cancel(self, command: messages.Cancel) -> bool:
         """End a request that still waits for its adapter; False when none does."""

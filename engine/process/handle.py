@@ -1,4 +1,4 @@
-"""Routes an engine's reports to whoever asked for the work, and keeps its latest load."""
+"""Routes an engine's reports to the requests they are about, and keeps its latest load."""
 
 import statistics
 from collections import deque

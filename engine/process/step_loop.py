@@ -3,8 +3,8 @@
     python -m engine.process.step_loop CONTROL_FD POOL_FD SETTINGS_JSON
 
 ``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/process/messages.py``), ``POOL_FD`` an
-empty memory file that becomes the KV pool; the shell maps the same file. The process ends when it is
-told to, when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
+empty memory file that becomes the KV pool; the shell maps the same file. The process ends when it
+is told to, when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
 """
 
 import os
@@ -40,7 +40,7 @@ from engine.settings import EngineSettings
 
 EMULATED = "emulated"
 _IDLE_S = 1.0
-_COMPILING_S = 0.002  # while a grammar is being compiled and there is nothing else to do
+_COMPILING_S = 0.002  # while a grammar is being compiled and nothing else is to be computed
 
 
 class EngineProcess:
@@ -107,7 +107,7 @@ class EngineProcess:
         settings = self._settings
         if settings.model == EMULATED:
             return self._build_emulated()
-        from engine.cpu.build import open_runner  # torch is loaded here and nowhere else
+        from engine.cpu.build import open_runner  # this import loads torch
 
         if settings.tensor_parallel > 1:
             self._ranks = RankProcesses(settings, self._pool_fd)
@@ -210,7 +210,7 @@ class EngineProcess:
             self._submit(command, time.monotonic_ns())
         else:
             self._waiting.setdefault(command.request_id, [])
-            self._adapters.want(command)
+            self._adapters.add(command)
 
     def _submit_prepared(self) -> None:
         """Go on with the requests whose grammar or adapter is there."""

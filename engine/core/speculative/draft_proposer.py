@@ -17,7 +17,7 @@ from engine.core.model_runner import ModelRunner
 from engine.core.params import SamplingParams, finish_reason
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
-from engine.core.speculative.proposers import MAX_DRAFT_TOKENS, Ask, Proposal
+from engine.core.speculative.proposers import MAX_DRAFT_TOKENS, Candidate, Proposal
 
 
 @dataclass(slots=True)
@@ -77,10 +77,10 @@ class DraftProposer:
         self._pool = BlockPool(runner.geometry.num_blocks)
         self._drafts: dict[int, _Draft] = {}
 
-    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
+    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
         """See ``Proposer``. One forward pass per draft token, over all sequences together."""
         self.untimed = False
-        drafts = [self._draft(ask) for ask in asks]
+        drafts = [self._draft(candidate) for candidate in candidates]
         ready = self._catch_up(drafts, budget_tokens)
         while ready:
             self._propose_next(ready)
@@ -101,14 +101,14 @@ class DraftProposer:
         """Recount the draft's blocks; see ``BlockPool.check_integrity``."""
         self._pool.check_integrity([draft.blocks for draft in self._drafts.values()])
 
-    def _draft(self, ask: Ask) -> _Draft:
-        sequence = ask.sequence
+    def _draft(self, candidate: Candidate) -> _Draft:
+        sequence = candidate.sequence
         draft = self._drafts.get(sequence.sequence_id)
         if draft is None:
             params = msgspec.structs.replace(sequence.request.spec.params, logprobs=None)
             draft = self._drafts[sequence.sequence_id] = _Draft(sequence, params)
         draft.draft_tokens = []
-        draft.target = 0 if draft.broken else ask.allowed(0)
+        draft.target = 0 if draft.broken else candidate.allowed(0)
         if draft.target:
             need = blocks_for(len(sequence.tokens) + draft.target) - len(draft.blocks)
             after = draft.blocks[-1] if draft.blocks else None
@@ -121,7 +121,7 @@ class DraftProposer:
         return draft
 
     def _catch_up(self, drafts: Sequence[_Draft], budget_tokens: int) -> list[_Draft]:
-        """Compute prompts as far as the budget goes; returns those that can propose in this step."""
+        """Compute prompts as far as the budget goes; returns the drafts that can propose now."""
         ready, rows, late = [], [], []
         for draft in drafts:
             missing = draft.missing()
@@ -151,7 +151,7 @@ class DraftProposer:
         return bool(finish_reason(draft.params, self._eos, token, generated)[0])
 
     def _run(self, drafts: Sequence[_Draft], rows: Sequence[PlanRow]) -> list[list[int]]:
-        """Tokens sampled for each row; none at all when one met NaN, which then proposes no more."""
+        """Tokens sampled for each row; none when one met NaN, which then proposes no more."""
         try:
             results = self._runner.execute(StepPlan(tuple(rows)))
         except NumericsError as error:

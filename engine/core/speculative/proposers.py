@@ -50,7 +50,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Candidate:
     """A sequence that may get draft tokens; ``allowed(kind)`` says how many of a kind pay."""
 
     sequence: TokenSequence
@@ -62,13 +62,13 @@ class Proposer(Protocol):
 
     @property
     def untimed(self) -> bool:
-        """Whether the last call did work that other steps do not have (its time says nothing)."""
+        """Whether the last call did work that other steps do not have; its time is not counted."""
 
-    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
-        """One proposal per ask, possibly empty.
+    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
+        """One proposal per candidate, possibly empty.
 
         Args:
-            asks: Running sequences that decode in this step.
+            candidates: Running sequences that decode in this step.
             budget_tokens: Tokens that may be computed for it, beside the draft tokens.
         """
 
@@ -161,7 +161,7 @@ class Speculation:
         self._cost = cost or StepCost()
         self._paces: dict[int, _Pace] = {}
         self._hopeless = 0
-        self._untimed = False  # the step under way says nothing about times
+        self._untimed = False  # the time of the step under way is not counted
         self._kinds: dict[int, int] = {}  # of the draft tokens in the step under way
 
     def extend(
@@ -196,21 +196,22 @@ class Speculation:
                 return plan
             cost, decoding = _DRAFT_TOKEN_SHARE, decoding[:1]
         sequences = [running[plan.rows[i].sequence_id] for i in decoding]
-        asks = [
-            self._ask(sequence, cost, min(self._max_draft_tokens, room)) for sequence in sequences
+        candidates = [
+            self._candidate(sequence, cost, min(self._max_draft_tokens, room))
+            for sequence in sequences
         ]
-        proposals = self._proposer.propose(asks, room)
+        proposals = self._proposer.propose(candidates, room)
         self._untimed = self._proposer.untimed
         rows = list(plan.rows)
-        for index, ask, proposal in zip(decoding, asks, proposals, strict=True):
+        for index, candidate, proposal in zip(decoding, candidates, proposals, strict=True):
             draft_tokens = list(proposal.tokens[:room])
             count = admissible(rows[index].samples[0], draft_tokens) if draft_tokens else 0
-            count = lend(ask.sequence, count) if count else 0
+            count = lend(candidate.sequence, count) if count else 0
             if not count:
                 continue
             room -= count
             self._kinds[rows[index].sequence_id] = proposal.kind
-            rows[index] = _with_draft_tokens(rows[index], ask.sequence, draft_tokens[:count])
+            rows[index] = _with_draft_tokens(rows[index], candidate.sequence, draft_tokens[:count])
         return replace(plan, rows=tuple(rows))
 
     def observe(
@@ -235,11 +236,11 @@ class Speculation:
         """No more draft tokens for a sequence: it met NaN with some, so it goes on without."""
         self._paces.setdefault(sequence_id, _Pace()).banned = True
 
-    def _ask(self, sequence: TokenSequence, cost: float, most: int) -> Ask:
+    def _candidate(self, sequence: TokenSequence, cost: float, most: int) -> Candidate:
         pace = self._paces.setdefault(sequence.sequence_id, _Pace())
         # an answer's last token is sampled and never computed: nothing is proposed behind it
         most = min(most, sequence.request.spec.params.max_tokens - sequence.generated - 1)
-        return Ask(sequence, lambda kind: pace.allowed(kind, cost, most))
+        return Candidate(sequence, lambda kind: pace.allowed(kind, cost, most))
 
 
 class NgramProposer:
@@ -255,20 +256,20 @@ class NgramProposer:
     def __init__(self) -> None:
         self._indexes: dict[int, _PlaceIndex] = {}
 
-    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
+    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
         """See ``Proposer``; computes nothing."""
-        return [self._one(ask) for ask in asks]
+        return [self._one(candidate) for candidate in candidates]
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
         """See ``Proposer``."""
         if any(i not in sequence_ids for i in self._indexes):
             self._indexes = {i: x for i, x in self._indexes.items() if i in sequence_ids}
 
-    def _one(self, ask: Ask) -> Proposal:
-        tokens = ask.sequence.tokens
-        index = self._indexes.setdefault(ask.sequence.sequence_id, _PlaceIndex())
+    def _one(self, candidate: Candidate) -> Proposal:
+        tokens = candidate.sequence.tokens
+        index = self._indexes.setdefault(candidate.sequence.sequence_id, _PlaceIndex())
         place, length = index.match(tokens)
-        count = ask.allowed(length) if length else 0
+        count = candidate.allowed(length) if length else 0
         draft_tokens: list[int] = []
         for position in range(place, place + count):
             beyond = position - len(tokens)

@@ -13,7 +13,13 @@ from engine.core.plan import PlanRow, SampleSpec
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, RequestSpec, TokenSequence
 from engine.core.speculative.acceptance import accepted_draft_tokens
-from engine.core.speculative.proposers import Ask, NgramProposer, Proposal, Speculation, StepCost
+from engine.core.speculative.proposers import (
+    Candidate,
+    NgramProposer,
+    Proposal,
+    Speculation,
+    StepCost,
+)
 from engine.emulated import EmulatedRunner
 from tests.engine.core.draft_tokens import FreeDraftTokens, Oracle, oracle
 from tests.engine.core.test_scheduler import SEED, answers, ends, golden, request, run
@@ -228,11 +234,11 @@ def run_steps(core: EngineCore, count: int) -> list[ev.Event]:
 # ---------------------------------------------------------------- n-grams
 
 
-def asked(tokens: list[int], allowed=lambda kind: 4, sequence_id: int = 1) -> Ask:
+def asked(tokens: list[int], allowed=lambda kind: 4, sequence_id: int = 1) -> Candidate:
     params = SamplingParams(max_tokens=99)
     spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=SEED)
     inside = EngineRequest(request_id="a", prompt=tokens[:1], spec=spec)
-    return Ask(
+    return Candidate(
         TokenSequence(sequence_id=sequence_id, request=inside, choice=0, tokens=tokens), allowed
     )
 
@@ -254,16 +260,16 @@ def test_ngrams_say_what_followed_last_time(tokens, draft_tokens, kind):
 
 
 def test_the_ngram_index_grows_with_the_answer():
-    proposer, ask = NgramProposer(), asked([1, 2, 3, 4])
-    assert not proposer.propose([ask], 0)[0].tokens
-    ask.sequence.tokens += [1, 2]
-    assert list(proposer.propose([ask], 0)[0].tokens) == [3, 4, 1, 2]
+    proposer, candidate = NgramProposer(), asked([1, 2, 3, 4])
+    assert not proposer.propose([candidate], 0)[0].tokens
+    candidate.sequence.tokens += [1, 2]
+    assert list(proposer.propose([candidate], 0)[0].tokens) == [3, 4, 1, 2]
     proposer.retain({})
     assert not proposer.propose([asked([9])], 0)[0].tokens, "nothing of the former is left"
 
 
 def test_an_engine_that_repeats_itself_is_found_out():
-    """Two tokens only: half of the draft tokens are right by chance, and the tokens are the same."""
+    """Two tokens only: half of the draft tokens are right by chance; the answer is the same."""
     cores = [
         make_core(None, vocab=2),
         make_core(Speculation(NgramProposer(), 4, FreeDraftTokens()), vocab=2),
@@ -346,10 +352,12 @@ def test_a_step_without_guesses_is_timed_even_if_the_one_before_said_nothing():
     class CatchesUpTwice(Oracle):
         calls = 0
 
-        def propose(self, asks, budget_tokens):
+        def propose(self, candidates, budget_tokens):
             self.calls += 1
             self.untimed = self.calls <= 2
-            return [Proposal() for _ in asks] if self.untimed else super().propose(asks, 0)
+            return (
+                [Proposal() for _ in candidates] if self.untimed else super().propose(candidates, 0)
+            )
 
     prompts = {"a": [1, *PROMPT], "b": [2, *PROMPT]}
     known = {(tuple(p), 0): golden(p, max_tokens=60) for p in prompts.values()}

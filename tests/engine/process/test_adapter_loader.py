@@ -52,7 +52,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests() -> None:
 
     loader = AdapterLoader(max_loaded=1)
     loader.open(Unreadable())
-    loader.want(submit("first", "a"))
+    loader.add(submit("first", "a"))
     assert loader.advance() == []
     assert wakes(loader, 5.0)
     assert loader.advance() == []
@@ -64,10 +64,10 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests() -> None:
 def test_a_place_that_falls_free_wakes_the_idle_loop() -> None:
     loader = AdapterLoader(max_loaded=1)
     loader.open(Store())
-    loader.want(submit("first", "a"))
+    loader.add(submit("first", "a"))
     (first,) = advance_until(loader, bool)
     assert first.request_id == "first"
-    loader.want(submit("second", "b"))
+    loader.add(submit("second", "b"))
     assert loader.advance() == []
     assert not wakes(loader, 0.0)
     loader.note([Ended("first")])
