@@ -11,10 +11,10 @@ def ref(name: str) -> AdapterRef:
 
 
 class Engine:
-    """A room, and what would be in memory."""
+    """A cache, and what would be in memory."""
 
     def __init__(self, max_loaded: int) -> None:
-        self.room: AdapterCache[str] = AdapterCache(max_loaded)
+        self.cache: AdapterCache[str] = AdapterCache(max_loaded)
         self.max_loaded = max_loaded
         self.held: set[str] = set()
         self.loading: list[str] = []
@@ -22,19 +22,19 @@ class Engine:
         self.log: list[str] = []
 
     def add(self, request: str, adapter: str) -> None:
-        self.room.add(request, ref(adapter), f"{request}/{adapter}")
+        self.cache.add(request, ref(adapter), f"{request}/{adapter}")
 
     def end(self, request: str) -> None:
         del self.using[request]
-        self.room.ended(request)
+        self.cache.ended(request)
 
     def load(self) -> None:
         adapter = self.loading.pop(0)
         self.held.add(adapter)
-        self.room.loaded(adapter)
+        self.cache.loaded(adapter)
 
     def advance(self) -> list[str]:
-        evicted, to_load, ready = self.room.advance()
+        evicted, to_load, ready = self.cache.advance()
         for adapter in evicted:
             assert adapter not in self.using.values(), "never taken from under a request"
             self.held.remove(adapter)
