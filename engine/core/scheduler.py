@@ -254,7 +254,12 @@ class Scheduler:
         if first:
             sequence.choice = choices[0]
         return tuple(
-            SampleSpec(choice, request.spec.params, sequence.tokens, len(request.prompt))
+            SampleSpec(
+                choice=choice,
+                params=request.spec.params,
+                history=sequence.tokens,
+                prompt_tokens=len(request.prompt),
+            )
             for choice in choices
         )
 

@@ -1,6 +1,7 @@
-"""The shell's side of a step-loop process: start it, send commands, receive reports."""
+"""The shell's handle on a step-loop process: start it, send commands, hear reports."""
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -41,11 +42,8 @@ class EngineClient:
         self._on_progress = on_progress
         self._stderr = stderr
         self._reader = messages.report_reader()
-        self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._fatal = ""
-        self._last_report_s = 0.0
+        self._heard_s = 0.0
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
 
@@ -64,7 +62,7 @@ class EngineClient:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         pool_fd = os.memfd_create("baton-kv")  # the kernel frees it with its last user
         try:
-            self._process = process = await asyncio.create_subprocess_exec(
+            self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "engine.process.step_loop",
@@ -78,8 +76,8 @@ class EngineClient:
             theirs.close()
             reader, self._writer = await asyncio.open_connection(sock=ours)
             self._tasks = [
-                asyncio.create_task(self._listen(reader, process)),
-                asyncio.create_task(self._watch(process)),
+                asyncio.create_task(self._listen(reader)),
+                asyncio.create_task(self._watch()),
             ]
             self.ready = await self._until_ready(timeout_s)
             self.pool = memoryview(mmap.mmap(pool_fd, self.ready.geometry.pool_bytes))
@@ -91,8 +89,8 @@ class EngineClient:
         return self.ready
 
     async def _until_ready(self, timeout_s: float) -> messages.Ready:
-        self._last_report_s = time.monotonic()
-        while (left_s := self._last_report_s + timeout_s - time.monotonic()) > 0:
+        self._heard_s = time.monotonic()
+        while (left_s := self._heard_s + timeout_s - time.monotonic()) > 0:
             done, _ = await asyncio.wait([self._ready], timeout=left_s)
             if done:
                 return self._ready.result()
@@ -109,57 +107,47 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """The process that holds the model.
-
-        Raises:
-            InternalError: It was never started.
-        """
-        if self._process is None:
-            raise InternalError("the engine process was not started")
+        """The process that holds the model."""
         return self._process.pid
 
     def send(self, *commands: messages.Command) -> None:
         """Queue commands; they are lost, and that is harmless, when the process is dying."""
-        if self._writer is not None and not self._writer.is_closing():
+        if not self._writer.is_closing():
             self._writer.write(messages.frame(list(commands)))
 
     async def stop(self, grace_s: float = 3.0) -> int:
-        """End the process, by force after ``grace_s``; returns its exit code (0: never started)."""
-        process = self._process
-        if process is None:
-            return 0
-        if process.returncode is None:
-            self.send(messages.Stop())
+        """End the process, by force after ``grace_s``; returns its exit code."""
+        if self._process.returncode is None:
+            with contextlib.suppress(AttributeError):  # before the socket was there
+                self.send(messages.Stop())
             try:
                 async with asyncio.timeout(grace_s):
-                    await process.wait()
+                    await self._process.wait()
             except TimeoutError:
-                process.kill()
-        code = await process.wait()
-        for task in self._tasks:
+                self._process.kill()
+        code = await self._process.wait()
+        for task in getattr(self, "_tasks", ()):
             task.cancel()
-        if self._writer is not None:
+        if hasattr(self, "_writer"):
             self._writer.close()
         return code
 
-    async def _listen(
-        self, reader: asyncio.StreamReader, process: asyncio.subprocess.Process
-    ) -> None:
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
         try:
             while data := await reader.read(1 << 20):
                 self._dispatch(self._reader.feed(data))
         except ConnectionError:
             return  # the process is ending: `_watch` tells
-        except Exception as error:  # noqa: BLE001 - no request would hear of its end
+        except Exception as error:  # noqa: BLE001 - better dead than deaf
             _LOG.exception("a report could not be handled")
             self._fatal = f"{type(error).__name__}: {error}"
-            process.kill()
+            self._process.kill()
 
     def _dispatch(self, reports: Sequence[messages.Report]) -> None:
         for report in reports:
             match report:
                 case messages.Progress():
-                    self._last_report_s = time.monotonic()
+                    self._heard_s = time.monotonic()
                     self._on_progress(report.what)
                 case messages.Ready():
                     if not self._ready.done():
@@ -169,8 +157,8 @@ class EngineClient:
                 case _:
                     self._on_report(report)
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+    async def _watch(self) -> None:
+        code = await self._process.wait()
         await asyncio.sleep(0)  # let a last report be read
         if not self._ready.done():
             self._ready.set_exception(

@@ -52,8 +52,13 @@ class _Draft:
         start, end = len(self.computed), len(self.computed) + count
         samples: tuple[SampleSpec, ...] = ()
         if end == len(known):
-            prompt_tokens = len(self.sequence.request.prompt)
-            samples = (SampleSpec(self.sequence.choice, self.params, known, prompt_tokens),)
+            sample = SampleSpec(
+                choice=self.sequence.choice,
+                params=self.params,
+                history=known,
+                prompt_tokens=len(self.sequence.request.prompt),
+            )
+            samples = (sample,)
         return PlanRow(
             sequence_id=self.sequence.sequence_id,
             tokens=known[start:end],

@@ -155,7 +155,7 @@ def test_a_row_with_something_unknown_is_a_typed_error() -> None:
     c = tiny.config(layers=1)
     runner = tiny.cuda_runner(c, "fp32", pools(c, "fp32")[0])
     with pytest.raises(InternalError, match="colour of a plan's row is not known on CUDA"):
-        tiny.step(runner, NewRow(1, [5], 0, [3], colour="red"))
+        tiny.step(runner, NewRow(sequence_id=1, tokens=[5], start=0, block_ids=[3], colour="red"))
 
 
 @pytest.mark.parametrize(
