@@ -15,6 +15,7 @@ from engine.core import events as ev
 from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
+from engine.core.sequence import Kind
 from engine.process import messages
 from engine.process.handle import EngineHandle
 from kvtransfer import chunk
@@ -66,7 +67,9 @@ class DecodeRequest:
         self.ended_ns = 0
         self._parts = parts
         self._engine_id = f"d/{submission.request_id}/{submission.attempt}"
-        self._params = codecs.sampling_from_wire(submission.sampling)
+        kind = Kind.REMOTE if submission.HasField("prefill") else Kind.FULL
+        self._spec = codecs.request_spec_from_wire(submission, kind)
+        self._params = self._spec.params
         choices = range(self._params.n)
         self._tokens: list[list[SampledToken]] = [[] for _ in choices]
         self._finish: list[tuple[str, int | None]] = [("", None) for _ in choices]
@@ -101,23 +104,10 @@ class DecodeRequest:
     def start(self) -> None:
         """Hand the request to the engine and set its deadline."""
         request = self.submission
-        kind = "remote" if self._intake is not None else "full"
-        self._parts.engine.submit(
-            messages.Submit(
-                self._engine_id,
-                kind,
-                request.prompt_tokens,
-                self._params,
-                request.hash_seed,
-                request.priority,
-                request.ticket,
-                0,
-                not request.probe,
-                codecs.adapter_from_wire(request.adapter),
-                request.pooling,
-            ),
-            self._on_report,
+        command = messages.Submit(
+            request_id=self._engine_id, prompt_token_ids=request.prompt_tokens, spec=self._spec
         )
+        self._parts.engine.submit(command, self._on_report)
         if request.deadline_remaining_ns:
             self._deadline = asyncio.get_running_loop().call_later(
                 request.deadline_remaining_ns / 1e9,

@@ -27,7 +27,7 @@ from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLong
 from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.prompt_outputs import MEAN, Floats, PromptLogprobs
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.proposers import Speculation
 from engine.cpu.build import attention_layout, geometry_of, numerics_id, open_grammars, verify_exact
 from engine.cpu.load import load_model
@@ -55,7 +55,7 @@ class Output:
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids that were drawn."""
+        """The ids that were sampled."""
         return [sampled.token for sampled in self.tokens]
 
 
@@ -72,7 +72,7 @@ class LLM:
         threads: Threads of torch, for the whole process; ``None`` leaves them alone.
         max_batch_requests: Sequences that run together.
         max_step_tokens: Tokens computed in one step.
-        speculation: Draft tokens the next tokens of answers.
+        speculation: Proposes the next tokens of answers.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -113,6 +113,7 @@ class LLM:
         self._identity = (self.artifact.weights_digest, kv_dtype or dtype, identity)
         limits = SchedulerConfig(max_batch_requests, max_step_tokens)
         self.core = EngineCore(self.runner, limits, speculation=speculation)
+        self._adapters: dict[str, AdapterRef] = {}  # loaded ones by digest
         self._tickets = itertools.count()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Output:
@@ -140,6 +141,7 @@ class LLM:
         artifact = read_adapter(path, self.artifact.config, max_rank)
         ref = AdapterRef(artifact.path.name, artifact.digest.hex(), str(path))
         self.runner.adapters.add(ref, self.runner.adapters.prepare(ref))
+        self._adapters[ref.digest] = ref
         return ref.digest
 
     def generate(
@@ -171,10 +173,10 @@ class LLM:
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
         if params.grammar:
             self._grammars.prepare(params.grammar)
-        found = self._answers(prompts, params, adapter=adapter)
-        for output in found:
+        outputs = self._answers(prompts, params, adapter=adapter)
+        for output in outputs:
             output.text = self.tokenizer.decode(output.token_ids)
-        return found
+        return outputs
 
     def embed(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], pooling: str = MEAN
@@ -188,8 +190,8 @@ class LLM:
         Raises:
             InvalidRequestError: A prompt is empty or can never fit into the pool.
         """
-        found = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
-        vectors = [np.frombuffer(output.vector, "<f4") for output in found]
+        outputs = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
+        vectors = [np.frombuffer(output.vector, "<f4") for output in outputs]
         return [vector / np.linalg.norm(vector) for vector in vectors]
 
     def _answers(
@@ -210,17 +212,15 @@ class LLM:
             )
             self._check(ids, params)
             ticket = next(self._tickets)
-            seed = hash_seed(*self._identity, chosen)
-            request = EngineRequest(
-                f"llm-{ticket}",
-                Kind.FULL,
-                ids,
-                params,
-                seed,
+            spec = RequestSpec(
+                kind=Kind.FULL,
+                params=params,
+                hash_seed=hash_seed(*self._identity, chosen),
                 ticket=ticket,
-                adapter=chosen,
+                adapter=self._adapters[chosen] if chosen else None,
                 pooling=pooling,
             )
+            request = EngineRequest(request_id=f"llm-{ticket}", prompt=ids, spec=spec)
             self.core.scheduler.submit(request, time.monotonic_ns())
             outputs[request.request_id] = [Output(len(ids), c) for c in range(params.n)]
         self._run(outputs)

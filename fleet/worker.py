@@ -25,6 +25,7 @@ from decode_worker.service import DecodeService
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
 from engine.core.params import SamplingParams
+from engine.core.sequence import Kind, RequestSpec
 from engine.core.speculative.proposers import SpeculationSettings
 from engine.ipc import die_with_parent
 from engine.process import messages
@@ -303,12 +304,12 @@ class Worker:
         while True:
             await asyncio.sleep(0.5)
             load = self._engine.load
-            any_s = any_s + 0.5 if load.quarantined else 0.0
-            many = load.quarantined > QUARANTINE_FRACTION * load.total
+            any_s = any_s + 0.5 if load.blocks.quarantined else 0.0
+            many = load.blocks.quarantined > QUARANTINE_FRACTION * load.blocks.total
             many_s = many_s + 0.5 if many else 0.0
             if many_s > QUARANTINE_S or any_s > QUARANTINE_LONG_S:
                 self._metrics.inc("baton_quarantines")
-                await self._fail(f"{load.quarantined} KV blocks are stuck in quarantine", 1)
+                await self._fail(f"{load.blocks.quarantined} KV blocks are stuck in quarantine", 1)
                 return
 
     # ---------------------------------------------------------------- health
@@ -350,7 +351,10 @@ class Worker:
         name = f"canary/{secrets.token_hex(8)}"
         params = SamplingParams(max_tokens=_CANARY_TOKENS, temperature=0.0, ignore_eos=True)
         prompt = pack_tokens(_CANARY_PROMPT)
-        command = messages.Submit(name, "full", prompt, params, bytes(16), -1, 0, cacheable=False)
+        spec = RequestSpec(
+            kind=Kind.FULL, params=params, hash_seed=bytes(16), priority=-1, cacheable=False
+        )
+        command = messages.Submit(request_id=name, prompt_token_ids=prompt, spec=spec)
         self._engine.submit(command, on_report)
         try:
             async with asyncio.timeout(timeout_s):
@@ -389,9 +393,16 @@ class Worker:
 
     def _note_step(self, step: ev.StepDone) -> None:
         metrics = self._metrics
-        for state in ("total", "free", "cached", "leased", "quarantined"):
-            metrics.set("baton_kv_blocks", getattr(step, state), state=state)
-        metrics.set("baton_kv_usage_ratio", step.leased / max(step.total, 1))
+        blocks = step.blocks
+        for state, count in (
+            ("total", blocks.total),
+            ("free", blocks.free),
+            ("cached", blocks.cached),
+            ("leased", blocks.in_use),
+            ("quarantined", blocks.quarantined),
+        ):
+            metrics.set("baton_kv_blocks", count, state=state)
+        metrics.set("baton_kv_usage_ratio", blocks.in_use / max(blocks.total, 1))
         metrics.set("baton_running_requests", step.running)
         metrics.set("baton_waiting_requests", step.waiting)
         self._count_up("baton_kv_evictions", step.evictions)

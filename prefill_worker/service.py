@@ -17,6 +17,7 @@ from batonpb import prefill_pb2 as pb
 
 from engine.core import events as ev
 from engine.core.errors import BatonError, UnavailableError
+from engine.core.sequence import Kind
 from engine.process import messages
 from engine.process.handle import EngineHandle
 from kvtransfer import chunk, sender
@@ -167,17 +168,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         handoff_span.set_attribute("baton.prompt_tokens", len(prompt))
         handoff_span.set_attribute("baton.worker_id", self._identity.worker_id)
         command = messages.Submit(
-            engine_id,
-            "prefill",
-            start.prompt_tokens,
-            codecs.sampling_from_wire(start.sampling),
-            start.hash_seed,
-            start.priority,
-            start.ticket,
-            start.skip_blocks,
-            not start.probe,
-            codecs.adapter_from_wire(start.adapter),
-            start.pooling,
+            request_id=engine_id,
+            prompt_token_ids=start.prompt_tokens,
+            spec=codecs.request_spec_from_wire(start, Kind.PREFILL, start.skip_blocks),
         )
         self._engine.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
         return handoff, False

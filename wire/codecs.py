@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 
 from batonpb import common_pb2 as pb
+from batonpb import decode_pb2, prefill_pb2
 
 from engine.core.errors import BatonError, from_code
 from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.prompt_outputs import PromptLogprobs
+from engine.core.sequence import Kind, RequestSpec
 from wire.tokens import pack_tokens, unpack_tokens
 
 SCORES_BYTES = 256 * 1024  # of one slice
@@ -70,6 +72,23 @@ def adapter_from_wire(message: pb.Adapter) -> AdapterRef | None:
     if not message.digest:
         return None
     return AdapterRef(message.name, message.digest.hex(), message.path)
+
+
+def request_spec_from_wire(
+    message: decode_pb2.Submission | prefill_pb2.PrefillStart, kind: Kind, skip_blocks: int = 0
+) -> RequestSpec:
+    """What a submission, or a start of its prefill, asks of the engine beside the prompt."""
+    return RequestSpec(
+        kind=kind,
+        params=sampling_from_wire(message.sampling),
+        hash_seed=message.hash_seed,
+        priority=message.priority,
+        ticket=message.ticket,
+        skip_blocks=skip_blocks,
+        cacheable=not message.probe,
+        adapter=adapter_from_wire(message.adapter),
+        pooling=message.pooling,
+    )
 
 
 def error_to_wire(error: BatonError) -> pb.Error:

@@ -86,7 +86,12 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "")
     tables = [list(range(6)), [6 + (5 * i) % 6 for i in range(6)], list(range(12, 18))]
 
     def part(table: list[int], start: int, end: int) -> PlanRow:
-        return PlanRow(table[0], tokens[start:end], start, table[: -(-end // BLOCK_TOKENS)])
+        return PlanRow(
+            sequence_id=table[0],
+            tokens=tokens[start:end],
+            start=start,
+            block_ids=table[: -(-end // BLOCK_TOKENS)],
+        )
 
     whole = runner.hidden(StepPlan((part(tables[0], 0, length),)))[0]
     steps = [
@@ -126,7 +131,9 @@ def numerics_id(
     runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
     tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
     blocks = list(range(19))
-    hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
+    hidden = runner.hidden(
+        StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=blocks),))
+    )[0]
     logits = model.logits(hidden[-1:]).raw_SV
     cut = f"u{layout.unit}t{layout.tile}"
     kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)

@@ -19,9 +19,10 @@ import torch
 
 from engine.core.errors import BatonError, GrammarError, NumericsError
 from engine.core.geometry import KvGeometry
+from engine.core.model_runner import RunnerCapabilities
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
+from engine.core.prompt_outputs import POOLINGS, Floats, PromptOutputs, Scores
 from engine.cpu.attention import Attention, Layout, PagedAttention, Span, slots_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import kv_codec
@@ -75,7 +76,9 @@ class CpuRunner:
         shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
-        self.takes_prompt_outputs = True
+        self.capabilities = RunnerCapabilities(
+            prompt_logprobs=True, poolings=POOLINGS, grammars=grammars is not None, adapters=True
+        )
         self._refused: dict[int, GrammarError] = {}
         self._mask_ns = 0
         self._model = model
@@ -149,7 +152,7 @@ class CpuRunner:
         wanted = [
             (index, batch.last_rows[index] - back)
             for index, row in enumerate(plan.rows)
-            for back, _ in row.draws()
+            for back, _ in row.samples_by_row()
         ]
         broken = self._broken_rows(plan, batch, hidden_TE)
         self._rewritten = tuple(sorted(broken))
@@ -320,6 +323,6 @@ class CpuRunner:
     def _fail(self, plan: StepPlan, broken: set[int]) -> None:
         rows = tuple(sorted(broken))
         self._clear(plan, rows)
-        error = NumericsError(f"NaN or Inf in the logits of {len(rows)} of {len(plan.rows)} rows")
-        error.rows = rows  # type: ignore[attr-defined]
-        raise error
+        raise NumericsError(
+            f"NaN or Inf in the logits of {len(rows)} of {len(plan.rows)} rows", rows=rows
+        )

@@ -17,9 +17,10 @@ import torch
 
 from engine.core.errors import BatonError, InternalError, NumericsError
 from engine.core.geometry import KvGeometry
+from engine.core.model_runner import RunnerCapabilities
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
+from engine.core.prompt_outputs import POOLINGS, Floats, PromptOutputs, Scores
 from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.host_pool import HostPoolSync
@@ -108,7 +109,9 @@ class CudaRunner:
         self.steps = DecodeSteps(decoder, longest)
         self.adapters = adapters
         self.grammars = grammars
-        self.takes_prompt_outputs = True
+        self.capabilities = RunnerCapabilities(
+            prompt_logprobs=True, poolings=POOLINGS, grammars=grammars is not None, adapters=True
+        )
         self.refused_rows: Mapping[int, BatonError] = {}
 
     @property
@@ -197,7 +200,7 @@ class CudaRunner:
         wanted: list[tuple[int, int, Specs]] = [
             (index, end - 1 - back, specs)
             for index, (row, end) in enumerate(zip(rows, ends, strict=True))
-            for back, specs in row.draws()
+            for back, specs in row.samples_by_row()
         ]
         fine: list[bool] = torch.isfinite(hidden_TE.sum(dim=-1)).tolist()
         broken = {
@@ -262,9 +265,9 @@ class CudaRunner:
         if good:
             self._mirror.after(good)
         self._mirror.clear(plan_rows[index] for index in rows)
-        error = NumericsError(f"NaN or Inf in the logits of {len(rows)} of {len(plan_rows)} rows")
-        error.rows = rows  # type: ignore[attr-defined]
-        raise error
+        raise NumericsError(
+            f"NaN or Inf in the logits of {len(rows)} of {len(plan_rows)} rows", rows=rows
+        )
 
 
 def _decodes_plainly(row: PlanRow) -> bool:

@@ -1,4 +1,4 @@
-"""Routes an engine's reports to whoever asked for the work, and keeps its latest load."""
+"""Routes an engine's reports to the requests they are about, and keeps its latest load."""
 
 import statistics
 from collections import deque
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import IO
 
 from engine.core import events as ev
+from engine.core.blocks import BlockCounts
 from engine.core.params import AdapterRef
 from engine.process import messages
 from engine.process.client import EngineClient
@@ -13,7 +14,6 @@ from engine.settings import EngineSettings
 
 Handler = Callable[[messages.RequestReport | ev.Ended], None]
 
-_IDLE = ev.StepDone(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 _PRIOR_PREFILL_TOKENS_PER_S = 500.0
 _PRIOR_DECODE_STEP_S = 0.03
 
@@ -34,14 +34,14 @@ class EngineHandle:
         stderr: IO[bytes] | None = None,
     ) -> None:
         self.client = EngineClient(settings, self._on_report, on_progress, stderr)
-        self.load = _IDLE
+        self.load = ev.StepDone()
         self.sick = ""
         self.adapters: set[bytes] = set()  # digests of those that the engine holds
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
-        self._wanted: dict[str, AdapterRef] = {}  # by live requests
+        self._adapter_of: dict[str, AdapterRef] = {}  # by live request
         self._prefill_rate = 0.0
         self._decode_steps_s: deque[float] = deque(maxlen=64)
 
@@ -49,21 +49,21 @@ class EngineHandle:
         """Start the engine; see ``EngineClient.start``."""
         ready = await self.client.start(timeout_s)
         total = ready.geometry.num_blocks
-        self.load = ev.StepDone(0, 0, 0, 0, 0, 0, 0, total, total, 0, 0, 0, 0, 0)
+        self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))
         return ready
 
     def submit(self, command: messages.Submit, handler: Handler) -> None:
-        """Queue a request; ``handler`` hears all about it, ``Ended`` last."""
+        """Queue a request; ``handler`` gets all its reports, ``Ended`` last."""
         self._handlers[command.request_id] = handler
-        if command.adapter is not None:
-            self._wanted[command.request_id] = command.adapter
+        if command.spec.adapter is not None:
+            self._adapter_of[command.request_id] = command.spec.adapter
         self.client.send(command)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Names of live requests' adapters: those that are held, and those that are waited for."""
         held: set[str] = set()
         waiting: set[str] = set()
-        for ref in self._wanted.values():
+        for ref in self._adapter_of.values():
             (held if bytes.fromhex(ref.digest) in self.adapters else waiting).add(ref.name)
         return sorted(held), sorted(waiting)
 
@@ -89,7 +89,7 @@ class EngineHandle:
             case messages.Sick():
                 self.sick = report.message
             case ev.Ended():
-                self._wanted.pop(report.request_id, None)
+                self._adapter_of.pop(report.request_id, None)
                 handler = self._handlers.pop(report.request_id, None)
                 if handler is not None:
                     handler(report)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from engine.core.errors import BatonError, GrammarError
+from engine.core.model_runner import GrammarStore
 from engine.core.plan import SampleSpec
 from engine.text.grammar import GrammarCompiler, Vocabulary, check
 
@@ -218,7 +219,7 @@ class GrammarCompileQueue(Generic[_T]):
         grammars: Where compiled grammars go.
     """
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: GrammarStore) -> None:
         self._grammars = grammars
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, tuple[_T, Future[LLMatcher]]] = {}

@@ -49,7 +49,7 @@ def draw_by(
 
     Args:
         sample: Draws from rows of ``logits``, as ``engine.sampling.sample.sample`` does.
-        logits: Rows in the order of ``PlanRow.draws``, plan row by plan row.
+        logits: Rows in the order of ``PlanRow.samples_by_row``, plan row by plan row.
         rows: Of the plan.
         eos_token_ids: The model's end tokens.
         masks: What the grammars allow.
@@ -62,14 +62,14 @@ def draw_by(
     begins, begin = [], 0
     for row in rows:
         begins.append(begin)
-        begin += len(row.draws())
+        begin += len(row.samples_by_row())
     eos = frozenset(eos_token_ids)
     alive = [index for index, row in enumerate(rows) if row.samples]
     step = 0
     while alive:
         whole = len(alive) == begin  # every row of logits: no copy
         part = logits if whole else logits.rows([begins[index] + step for index in alive])
-        specs = [rows[index].draws()[step][1] for index in alive]
+        specs = [rows[index].samples_by_row()[step][1] for index in alive]
         allowed, faults = masks(specs)
         drawn = sample(part, specs, eos_token_ids, allowed)
         going_on = []

@@ -26,7 +26,7 @@ from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.core import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
@@ -76,8 +76,10 @@ class EngineUnderTest:
         prompt = torch.randint(self._vocab, (prompt_tokens,), generator=generator).tolist()
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         name = f"bench-{self._count}"
-        request = EngineRequest(name, Kind.FULL, prompt, params, b"bench", ticket=self._count)
-        request.cacheable = False
+        spec = RequestSpec(
+            kind=Kind.FULL, params=params, hash_seed=b"bench", ticket=self._count, cacheable=False
+        )
+        request = EngineRequest(request_id=name, prompt=prompt, spec=spec)
         self.core.scheduler.submit(request, time.monotonic_ns())
         return name
 
@@ -97,7 +99,7 @@ class EngineUnderTest:
     def prefill(self, tokens: int) -> None:
         """Compute one prompt and draw one token."""
         self.submit(tokens, max_tokens=1)
-        while self.core.scheduler.has_work():
+        while self.core.batch.has_work():
             self.step()
 
     def warm(self, batch: int, context: int) -> list[str]:

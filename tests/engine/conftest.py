@@ -103,7 +103,13 @@ class Driver:
             samples = tuple(
                 SampleSpec(choice, params, tokens, prompt) for choice in range(params.n)
             )
-        return PlanRow(table[0], tokens[start:end], start, table[: -(-end // BLOCK)], samples)
+        return PlanRow(
+            sequence_id=table[0],
+            tokens=tokens[start:end],
+            start=start,
+            block_ids=table[: -(-end // BLOCK)],
+            samples=samples,
+        )
 
     def step(self, *rows: PlanRow) -> list[list[SampledToken]]:
         return self.runner.execute(StepPlan(rows))

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core import events as ev
 from engine.core.core import EngineCore
-from engine.core.params import SampledToken, SamplingParams
+from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import (
     NgramProposer,
@@ -109,7 +109,8 @@ class Bench:
         for index, (prompt, fields) in enumerate(zip(prompts, params, strict=True)):
             ids = self.tokenizer.encode(prompt)
             sampling = SamplingParams(max_tokens=length, **{"ignore_eos": True, **fields})
-            request = EngineRequest(f"{index}", Kind.FULL, ids, sampling, b"s" * 16, ticket=index)
+            spec = RequestSpec(kind=Kind.FULL, params=sampling, hash_seed=b"s" * 16, ticket=index)
+            request = EngineRequest(request_id=f"{index}", prompt=ids, spec=spec)
             core.scheduler.submit(request, 0)
         found: Answers = {}
         for now_ns in itertools.count():
@@ -118,11 +119,11 @@ class Bench:
                 break
             duration_ns = 1000 + 100 * sum(row.num_draft_tokens for row in plan.rows)  # as if
             for event in core.apply(plan, core.runner.execute(plan), now_ns, duration_ns):
-                core.scheduler.check_integrity()
+                core.batch.check_integrity()
                 if isinstance(event, ev.Tokens):
                     answer = found.setdefault((int(event.request_id), event.choice), [])
                     answer += event.tokens
-        assert core.pool.counts().leased == 0
+        assert core.pool.counts().in_use == 0
         return found
 
 
@@ -154,7 +155,7 @@ def test_ngram_guesses_change_no_token_and_no_logprob(bench: Bench, plain: Answe
 def test_preempted_with_draft_tokens_the_tokens_are_the_same(bench: Bench, plain: Answers) -> None:
     core = bench.core(NgramProposer(), blocks=15)
     assert bench.answers(core, PROMPTS, PARAMS) == plain
-    assert core.scheduler.preemptions > 0
+    assert core.batch.preemptions > 0
 
 
 def test_a_repetitive_answer_takes_fewer_steps(bench: Bench, plain: Answers) -> None:
@@ -205,7 +206,8 @@ def test_guesses_are_verified_by_all_ranks_of_a_replica(tmp_path: Path) -> None:
     def answer(ranks: int, speculation: Speculation | None) -> list[int]:
         with replica(model, ranks) as one:
             core = EngineCore(one.runner, SchedulerConfig(8, 64), speculation=speculation)
-            request = EngineRequest("a", Kind.FULL, list(prompt), params, b"s" * 16)
+            spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=b"s" * 16)
+            request = EngineRequest(request_id="a", prompt=list(prompt), spec=spec)
             core.scheduler.submit(request, 0)
             return answers(run(core))["a", 0]
 
@@ -229,12 +231,12 @@ def test_with_adapters_in_the_batch_guesses_do_not_show(tmp_path: Path) -> None:
         for ticket, adapter in enumerate(digests):
             prompt = [(31 * i + ticket) % artifact.config.vocab_size for i in range(40)]
             seed = b"%16d" % ticket
-            core.scheduler.submit(
-                EngineRequest(
-                    adapter, Kind.FULL, prompt, seeded, seed, ticket=ticket, adapter=adapter
-                ),
-                0,
+            ref = AdapterRef("", adapter, "") if adapter else None
+            spec = RequestSpec(
+                kind=Kind.FULL, params=seeded, hash_seed=seed, ticket=ticket, adapter=ref
             )
+            request = EngineRequest(request_id=adapter, prompt=prompt, spec=spec)
+            core.scheduler.submit(request, 0)
         return answers(run(core))
 
     plain = together(None)

@@ -8,7 +8,7 @@ from engine.core.core import EngineCore
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.proposers import Speculation
 from engine.emulated import EmulatedRunner
 from kvtransfer import chunk, receiver, sender
@@ -20,6 +20,12 @@ SEED = b"s" * 16
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
 LEASE_NS = 3_000_000_000
 LAYERS = 3
+
+
+def spec_of(kind: Kind, ticket: int = 0, skip_blocks: int = 0) -> RequestSpec:
+    return RequestSpec(
+        kind=kind, params=PARAMS, hash_seed=SEED, ticket=ticket, skip_blocks=skip_blocks
+    )
 
 
 class Engine:
@@ -57,7 +63,9 @@ class Engine:
 
 def golden(prompt: list[int]) -> list[int]:
     engine = Engine(64)
-    engine.core.scheduler.submit(EngineRequest("g", Kind.FULL, prompt, PARAMS, SEED), 0)
+    engine.core.scheduler.submit(
+        EngineRequest(request_id="g", prompt=prompt, spec=spec_of(Kind.FULL)), 0
+    )
     tokens: list[int] = []
     for now_ns in range(50):
         for event in engine.step(now_ns):
@@ -116,7 +124,8 @@ class Duo:
         intake = HandoffReceiver(self.decode.view.geometry, len(prompt), window_frames=3)
         handover = Handover(name, prompt, ticket, intake)
         self.requests[name] = handover
-        request = EngineRequest(name, Kind.REMOTE, prompt, PARAMS, SEED, ticket=ticket)
+        spec = spec_of(Kind.REMOTE, ticket=ticket)
+        request = EngineRequest(request_id=name, prompt=prompt, spec=spec)
         self.commands.append(lambda: self.decode.core.scheduler.submit(request, self.now_ns))
         return handover
 
@@ -330,15 +339,8 @@ class Duo:
         )
         self.serial += 1
         handover.out_id = f"{handover.name}/{self.serial}"
-        request = EngineRequest(
-            handover.out_id,
-            Kind.PREFILL,
-            handover.prompt,
-            PARAMS,
-            SEED,
-            ticket=handover.ticket,
-            skip_blocks=action.skip_blocks,
-        )
+        spec = spec_of(Kind.PREFILL, ticket=handover.ticket, skip_blocks=action.skip_blocks)
+        request = EngineRequest(request_id=handover.out_id, prompt=handover.prompt, spec=spec)
         self.prefill.core.scheduler.submit(request, self.now_ns)
 
     def say(self, handover: Handover, actions: list[sender.Action]) -> None:
@@ -355,15 +357,15 @@ class Duo:
 
     def assert_ours(self, handover: Handover, table: tuple[int, ...], kv_slice: KvSlice) -> None:
         """A page is written only while its claim, or its quarantine, stands."""
-        mine = self.decode.core.scheduler.reservations.writable(handover.name)
+        mine = self.decode.core.batch.reservations.writable(handover.name)
         pages = set(table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count])
         assert pages <= mine, "a write after the pages were given back"
 
     def check(self) -> None:
         for engine in (self.prefill, self.decode):
-            engine.core.scheduler.check_integrity()
+            engine.core.batch.check_integrity()
             counts = engine.core.pool.counts()
-            parts = counts.free + counts.cached + counts.leased + counts.quarantined
+            parts = counts.free + counts.cached + counts.in_use + counts.quarantined
             assert parts == counts.total
         for handover in self.requests.values():
             assert len(handover.ends) <= 1, "a request ends once"

@@ -80,7 +80,13 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     def plan_row(self) -> PlanRow:
         """The row again, with tokens that nobody looks at."""
         blocks: list[int] = np.frombuffer(self.blocks, dtype="<u4").tolist()
-        return PlanRow(0, [0] * self.count, self.start, blocks, adapter=self.adapter)
+        return PlanRow(
+            sequence_id=0,
+            tokens=[0] * self.count,
+            start=self.start,
+            block_ids=blocks,
+            adapter=self.adapter,
+        )
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):

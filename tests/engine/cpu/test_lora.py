@@ -19,7 +19,7 @@ from engine.core.errors import AdapterLoadError
 from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.load import load_model
 from engine.cpu.lora import LoadedAdapters
@@ -85,7 +85,7 @@ def test_logits_are_those_of_the_merged_weights_in_transformers(tmp_path: Path, 
         runner = runner_of(artifact, "fp32", blocks=16)
         model = runner._model
         digest = load_into(runner, path, artifact)
-        row = PlanRow(0, tokens, 0, list(range(5)))
+        row = PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=list(range(5)))
         plain = model.logits(runner.hidden(StepPlan((row,)))[0]).raw_SV
         ours = model.logits(runner.hidden(StepPlan((replace(row, adapter=digest),)))[0]).raw_SV
         expected = theirs(torch.tensor([tokens])).logits[0]
@@ -167,16 +167,18 @@ def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> N
 
     def submit(name: str, adapter: str, ticket: int = 0) -> None:
         seed = hash_seed(artifact.weights_digest, "bf16", "test", adapter)
-        request = EngineRequest(
-            name, Kind.FULL, list(prompt), seeded, seed, ticket=ticket, adapter=adapter
+        ref = AdapterRef("", adapter, "") if adapter else None
+        spec = RequestSpec(
+            kind=Kind.FULL, params=seeded, hash_seed=seed, ticket=ticket, adapter=ref
         )
+        request = EngineRequest(request_id=name, prompt=list(prompt), spec=spec)
         core.scheduler.submit(request, 0)
 
     def crowd() -> None:
         for number in range(9):
             submit(f"crowd {number}", digests[number % 3], number)
         found = answers(run(core))  # 9 x 90 tokens into 24 x 16
-        assert core.scheduler.preemptions > 0
+        assert core.batch.preemptions > 0
         for number in range(9):
             assert found[f"crowd {number}", 0] == alone[digests[number % 3]]
 

@@ -316,7 +316,7 @@ def test_windows_norms_and_experts_go_with_it(
             model = load_model(artifact, "bf16", "exact", quantisation=kind)
             geometry = geometry_of(artifact, kv_dtype, 8)
             runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
-            plan = StepPlan((PlanRow(0, tokens, 0, range(6)),))
+            plan = StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=range(6)),))
             hidden[kind] = runner.hidden(plan)[0]
     assert relative_error(hidden[weights], hidden["none"]) < {"int8": 0.15, "int4": 0.7}[weights]
     verify_exact(model, layout, "bf16", kv)

@@ -85,13 +85,23 @@ def test_kv_that_others_wrote_into_the_pool_is_used_also_in_pages_used_before() 
 def test_pages_that_the_device_wrote_are_not_brought_in_again() -> None:
     host, device = torch.zeros(1, 2, 4, 16, 1, 2), torch.zeros(1, 2, 4, 16, 1, 2)
     mirror = HostPoolSync(host, device)
-    mirror.before(StepPlan((PlanRow(1, [7, 8, 9], 16, [0, 2], num_draft_tokens=2),)))
+    mirror.before(
+        StepPlan(
+            (
+                PlanRow(
+                    sequence_id=1, tokens=[7, 8, 9], start=16, block_ids=[0, 2], num_draft_tokens=2
+                ),
+            )
+        )
+    )
     host[:] = 1.0  # nobody does that, so one sees what is copied
-    mirror.before(StepPlan((PlanRow(1, [5], 17, [0, 2]),)))  # both draft tokens were wrong
+    mirror.before(
+        StepPlan((PlanRow(sequence_id=1, tokens=[5], start=17, block_ids=[0, 2]),))
+    )  # both draft tokens were wrong
     assert not device.any()
-    mirror.before(StepPlan((PlanRow(1, [5], 18, [0, 3]),)))
+    mirror.before(StepPlan((PlanRow(sequence_id=1, tokens=[5], start=18, block_ids=[0, 3]),)))
     assert device[0, 0, :, 0, 0, 0].tolist() == [1, 0, 0, 1]
-    mirror.before(StepPlan((PlanRow(2, [5], 18, [2, 1]),)))
+    mirror.before(StepPlan((PlanRow(sequence_id=2, tokens=[5], start=18, block_ids=[2, 1]),)))
     assert device.bool().all()
 
 
@@ -145,7 +155,7 @@ def test_a_row_with_something_unknown_is_a_typed_error() -> None:
     c = tiny.config(layers=1)
     runner = tiny.cuda_runner(c, "fp32", pools(c, "fp32")[0])
     with pytest.raises(InternalError, match="colour of a plan's row is not known on CUDA"):
-        tiny.step(runner, NewRow(1, [5], 0, [3], colour="red"))
+        tiny.step(runner, NewRow(sequence_id=1, tokens=[5], start=0, block_ids=[3], colour="red"))
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,13 @@ def row(
             SampleSpec(choice, params, list(all_tokens), prompt or len(all_tokens))
             for choice in range(params.n)
         )
-    return PlanRow(sequence, list(all_tokens[start:end]), start, table[: -(-end // BLOCK)], specs)
+    return PlanRow(
+        sequence_id=sequence,
+        tokens=list(all_tokens[start:end]),
+        start=start,
+        block_ids=table[: -(-end // BLOCK)],
+        samples=specs,
+    )
 
 
 def step(runner: CudaRunner | CpuRunner, *rows: PlanRow) -> list[list[SampledToken]]:

@@ -54,7 +54,9 @@ def logits_of(model: Decoder, artifact: ModelArtifact, tokens: list[int]) -> tor
     pool = bytearray(geometry.pool_bytes)
     runner = CpuRunner(model, pool, geometry, fast_layout(group))
     blocks = list(range(-(-len(tokens) // 16)))
-    hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
+    hidden = runner.hidden(
+        StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=blocks),))
+    )[0]
     return model.logits(hidden).raw_SV
 
 
@@ -156,7 +158,18 @@ def test_prompt_scores_and_vectors_agree(
     for prompt_outputs in takes_prompt_outputs:
         table = driver.blocks(len(tokens))
         driver.runner.execute(
-            StepPlan((PlanRow(0, tokens, 0, table, (), prompt_outputs=prompt_outputs),))
+            StepPlan(
+                (
+                    PlanRow(
+                        sequence_id=0,
+                        tokens=tokens,
+                        start=0,
+                        block_ids=table,
+                        samples=(),
+                        prompt_outputs=prompt_outputs,
+                    ),
+                )
+            )
         )
     scores = takes_prompt_outputs[0].scores()
     assert scores is not None

@@ -43,7 +43,12 @@ def logits_of(
         ends = [*cuts, len(tokens)]
         parts = []
         for start, end in zip([0, *cuts], ends, strict=True):
-            row = PlanRow(0, tokens[start:end], start, blocks[: -(-end // 16)])
+            row = PlanRow(
+                sequence_id=0,
+                tokens=tokens[start:end],
+                start=start,
+                block_ids=blocks[: -(-end // 16)],
+            )
             parts += runner.hidden(StepPlan((row,)))
         return model.logits(torch.cat(parts)).raw_SV
 
@@ -169,7 +174,10 @@ def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path) -> No
         layout = attention_layout(artifact, "bf16", "exact")
     geometry = geometry_of(artifact, "bf16", 64)
     runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
-    rows = [PlanRow(i, tiny.tokens(20 + i), 0, [2 * i, 2 * i + 1]) for i in range(11)]
+    rows = [
+        PlanRow(sequence_id=i, tokens=tiny.tokens(20 + i), start=0, block_ids=[2 * i, 2 * i + 1])
+        for i in range(11)
+    ]
     alone = [runner.hidden(StepPlan((row,)))[0] for row in rows]
     for batch in (rows, rows[3:8], rows[::-2]):
         together = runner.hidden(StepPlan(tuple(batch)))

@@ -34,7 +34,18 @@ def whole(make_driver):
     for prompt_outputs in gathered:
         table = driver.blocks(len(TOKENS))
         driver.runner.execute(
-            StepPlan((PlanRow(1, TOKENS, 0, table, (), prompt_outputs=prompt_outputs),))
+            StepPlan(
+                (
+                    PlanRow(
+                        sequence_id=1,
+                        tokens=TOKENS,
+                        start=0,
+                        block_ids=table,
+                        samples=(),
+                        prompt_outputs=prompt_outputs,
+                    ),
+                )
+            )
         )
     return found(gathered)
 
@@ -49,7 +60,14 @@ def test_chunks_blocks_and_neighbours_do_not_show(make_driver, whole, chunks):
         for size in (*chunks, len(TOKENS) - sum(chunks)):
             end = start + size
             blocks = table[: -(-end // BLOCK)]
-            row = PlanRow(1, TOKENS[start:end], start, blocks, (), prompt_outputs=prompt_outputs)
+            row = PlanRow(
+                sequence_id=1,
+                tokens=TOKENS[start:end],
+                start=start,
+                block_ids=blocks,
+                samples=(),
+                prompt_outputs=prompt_outputs,
+            )
             beside = driver.row([5] * 200, start, end, other)
             driver.runner.execute(StepPlan((row, beside)))
             start = end

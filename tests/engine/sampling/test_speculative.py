@@ -29,7 +29,14 @@ def row(
     samples += [
         SampleSpec(0, params, [0, *tokens[1 : 1 + i]], 1) for i in range(1, draft_tokens + 1)
     ]
-    return PlanRow(1, tokens, 0, [0], tuple(samples), num_draft_tokens=draft_tokens)
+    return PlanRow(
+        sequence_id=1,
+        tokens=tokens,
+        start=0,
+        block_ids=[0],
+        samples=tuple(samples),
+        num_draft_tokens=draft_tokens,
+    )
 
 
 def peaks(*tokens: int) -> Logits:
@@ -44,7 +51,7 @@ def test_guesses_are_followed_to_the_first_wrong_one() -> None:
 
 
 def test_rows_that_draw_nothing_and_rows_with_choices_keep_their_places() -> None:
-    silent = PlanRow(2, [1, 2], 0, [0])
+    silent = PlanRow(sequence_id=2, tokens=[1, 2], start=0, block_ids=[0])
     drawn, _ = draw(peaks(3, 1, 2), [silent, row([5], 0, n=3), row([7, 1], 1)], (), free)
     assert [[s.token for s in tokens] for tokens in drawn] == [[], [3, 3, 3], [1, 2]]
 
