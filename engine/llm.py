@@ -29,7 +29,7 @@ from engine.core.prompt_outputs import MEAN, Floats, PromptLogprobs
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import Speculation
-from engine.cpu.build import attention_layout, geometry_of, numerics_id, open_grammars, verify_exact
+from engine.cpu.build import attention_tiling, geometry_of, numerics_id, open_grammars, verify_exact
 from engine.cpu.load import load_model
 from engine.cpu.lora import LoadedAdapters
 from engine.cpu.runner import CpuRunner
@@ -100,16 +100,16 @@ class LLM:
         self.tokenizer = load_tokenizer(self.artifact.tokenizer_source())
         with torch.inference_mode():
             model = load_model(self.artifact, dtype, numerics, quantisation=weights)
-            layout = attention_layout(self.artifact, dtype, numerics)
+            tiling = attention_tiling(self.artifact, dtype, numerics)
         if numerics == "exact":
-            verify_exact(model, layout, dtype, kv_dtype)
+            verify_exact(model, tiling, dtype, kv_dtype)
         geometry = geometry_of(self.artifact, kv_dtype or dtype, kv_blocks)
         pool = bytearray(geometry.pool_bytes)
         stops = self.artifact.config.eos_token_ids
         adapters = LoadedAdapters(self.artifact.config, DTYPES[dtype], numerics)
         self._grammars = open_grammars(self.artifact)
-        self.runner = CpuRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
-        identity = numerics_id(model, layout, dtype, numerics, kv_dtype)
+        self.runner = CpuRunner(model, pool, geometry, tiling, stops, adapters, self._grammars)
+        identity = numerics_id(model, tiling, dtype, numerics, kv_dtype)
         self._identity = (self.artifact.weights_digest, kv_dtype or dtype, identity)
         limits = SchedulerConfig(max_batch_requests, max_step_tokens)
         self.core = EngineCore(self.runner, limits, speculation=speculation)

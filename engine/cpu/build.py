@@ -13,7 +13,7 @@ from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.core.plan import PlanRow, StepPlan
 from engine.cpu import selftest
-from engine.cpu.attention import Layout
+from engine.cpu.attention import AttentionTiling
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.lora import LoadedAdapters
@@ -36,7 +36,7 @@ def geometry_of(artifact: ModelArtifact, kv_dtype: str, num_blocks: int) -> KvGe
     return kv_geometry(artifact.config, kv_dtype, num_blocks)
 
 
-def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) -> Layout:
+def attention_tiling(artifact: ModelArtifact, dtype: str, numerics: Numerics) -> AttentionTiling:
     """How attention is cut on this machine.
 
     Raises:
@@ -44,8 +44,8 @@ def attention_layout(artifact: ModelArtifact, dtype: str, numerics: Numerics) ->
     """
     c = artifact.config
     if numerics == "fast":
-        return selftest.fast_layout(c.num_heads // c.num_kv_heads)
-    return selftest.choose_layout(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
+        return selftest.fast_tiling(c.num_heads // c.num_kv_heads)
+    return selftest.choose_tiling(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
 
 
 def open_grammars(artifact: ModelArtifact) -> Grammars:
@@ -60,7 +60,7 @@ def open_grammars(artifact: ModelArtifact) -> Grammars:
 
 
 @torch.inference_mode()
-def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "") -> None:
+def verify_exact(model: Decoder, tiling: AttentionTiling, dtype: str, kv_dtype: str = "") -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
     Raises:
@@ -70,7 +70,7 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "")
         linear.check()
     c = model.config
     if fault := selftest.attention_fault(
-        layout, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window
+        tiling, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window
     ):
         raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
     geometry = KvGeometry(
@@ -80,7 +80,7 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "")
         num_blocks=24,
         dtype=kv_dtype or dtype,
     )
-    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
     length = 5 * BLOCK_TOKENS + 3
     tokens = [(7919 * i + 13) % c.vocab_size for i in range(length)]
     tables = [list(range(6)), [6 + (5 * i) % 6 for i in range(6)], list(range(12, 18))]
@@ -108,7 +108,7 @@ def verify_exact(model: Decoder, layout: Layout, dtype: str, kv_dtype: str = "")
 
 @torch.inference_mode()
 def numerics_id(
-    model: Decoder, layout: Layout, dtype: str, numerics: Numerics, kv_dtype: str = ""
+    model: Decoder, tiling: AttentionTiling, dtype: str, numerics: Numerics, kv_dtype: str = ""
 ) -> str:
     """What two workers must have in common for their KV and tokens to be interchangeable.
 
@@ -123,12 +123,12 @@ def numerics_id(
         num_blocks=24,
         dtype=kv_dtype or dtype,
     )
-    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
     tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
     blocks = list(range(19))
     hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
     logits = model.logits(hidden[-1:]).raw_SV
-    cut = f"u{layout.unit}t{layout.tile}"
+    cut = f"u{tiling.unit}t{tiling.tile}"
     kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
     return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
 
@@ -190,20 +190,20 @@ def open_runner(
             progress=report,
             shard=shard,
         )
-        layout = attention_layout(artifact, settings.dtype, numerics)
+        tiling = attention_tiling(artifact, settings.dtype, numerics)
         if shard is not None:
             progress(f"checking the split over {settings.tensor_parallel} ranks")
-            prepare_ranks(shard, layout, settings.dtype, numerics, settings.weight_quantisation)
+            prepare_ranks(shard, tiling, settings.dtype, numerics, settings.weight_quantisation)
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
-        verify_exact(model, layout, settings.dtype, settings.kv_dtype)
+        verify_exact(model, tiling, settings.dtype, settings.kv_dtype)
     adapters = LoadedAdapters(
         artifact.config, DTYPES[settings.dtype], numerics, settings.max_adapter_rank, shard
     )
-    identity = numerics_id(model, layout, settings.dtype, numerics, settings.kv_dtype)
+    identity = numerics_id(model, tiling, settings.dtype, numerics, settings.kv_dtype)
     stops = artifact.config.eos_token_ids
     runner = CpuRunner(
-        model, map_pool(geometry), geometry, layout, stops, adapters, grammars, shared_pool=True
+        model, map_pool(geometry), geometry, tiling, stops, adapters, grammars, shared_pool=True
     )
     give_back_memory()
     return runner, ModelInfo(identity, artifact.weights_digest, context)

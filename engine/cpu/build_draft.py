@@ -8,7 +8,7 @@ from engine.artifacts.artifact import resolve_model
 from engine.core.model_runner import ModelRunner
 from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import Speculation
-from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.build import attention_tiling, geometry_of
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
 from engine.numerics import Numerics
@@ -34,10 +34,10 @@ def open_draft(
     numerics: Numerics = "fast" if settings.numerics == "fast" else "exact"
     with torch.inference_mode():
         model = load_model(draft, settings.dtype, numerics)
-        layout = attention_layout(draft, settings.dtype, numerics)
+        tiling = attention_tiling(draft, settings.dtype, numerics)
     geometry = geometry_of(draft, settings.dtype, main_runner.geometry.num_blocks)
     pool = bytearray(geometry.pool_bytes)
     grammars = main_runner.grammars if isinstance(main_runner, CpuRunner) else None
     stops = main.config.eos_token_ids
-    runner = CpuRunner(model, pool, geometry, layout, stops, grammars=grammars)
+    runner = CpuRunner(model, pool, geometry, tiling, stops, grammars=grammars)
     return Speculation(DraftProposer(runner), settings.speculation.tokens)

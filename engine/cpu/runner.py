@@ -22,7 +22,7 @@ from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
-from engine.cpu.attention import Attention, Layout, PagedAttention, Span, slots_of
+from engine.cpu.attention import Attention, AttentionTiling, PagedAttention, Span, slots_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import kv_codec
 from engine.cpu.lora import LoadedAdapters, StepDeltas
@@ -55,7 +55,7 @@ class CpuRunner:
         model: A loaded model.
         pool_buffer: Writable, zeroed (or at least finite) memory of ``geometry.pool_bytes`` bytes.
         geometry: Shape of the pool.
-        layout: How attention is cut, from ``attention_layout``.
+        tiling: How attention is cut, from ``attention_tiling``.
         eos_token_ids: Tokens that end an answer.
         adapters: What rows may name; by default an empty set in ``exact``.
         grammars: For requests with a grammar.
@@ -67,7 +67,7 @@ class CpuRunner:
         model: Decoder,
         pool_buffer: memoryview | bytearray,
         geometry: KvGeometry,
-        layout: Layout,
+        tiling: AttentionTiling,
         eos_token_ids: tuple[int, ...] = (),
         adapters: LoadedAdapters | None = None,
         grammars: Grammars | None = None,
@@ -91,22 +91,22 @@ class CpuRunner:
         self._pool = flat.view(geometry.shape)
         kv_heads = None
         if self._shard is not None:
-            layout = self._shard.open(geometry, layout, shared=shared_pool)
+            tiling = self._shard.open(geometry, tiling, shared=shared_pool)
             kv_heads = self._shard.split.kv_heads
-        self._attention = self._make_attention(geometry, layout, kv_heads)
+        self._attention = self._make_attention(geometry, tiling, kv_heads)
 
     def _make_attention(
-        self, geometry: KvGeometry, layout: Layout, kv_heads: range | None
+        self, geometry: KvGeometry, tiling: AttentionTiling, kv_heads: range | None
     ) -> Attention:
         """The native kernel where there is one for this pool, else torch's."""
         c = self._model.local
         library = native_library(geometry, c.num_heads, c.num_kv_heads)
         if library is not None:
             return NativeAttention(
-                library, self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads
+                library, self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads
             )
         return PagedAttention(
-            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads, self._codec
+            self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads, self._codec
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Probes at load: which attention layout keeps ``exact``'s promise here, and does it really."""
+"""Probes at load: which attention tiling keeps ``exact``'s promise here, and does it really."""
 
 # ruff: noqa: N803 - suffixes such as q_THD give shapes
 
@@ -7,7 +7,7 @@ import math
 import torch
 
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
-from engine.cpu.attention import Layout, PagedAttention, Span
+from engine.cpu.attention import AttentionTiling, PagedAttention, Span
 from engine.numerics import DTYPES, NumericsSetupError, cancelling, same_bits
 
 UNIT_TOKENS = 64
@@ -16,12 +16,12 @@ _POSITIONS = 704  # crosses the flash kernel's 512-key split
 _WINDOW = 512  # a longer one is probed as if it were this long
 
 
-def fast_layout(group: int) -> Layout:
+def fast_tiling(group: int) -> AttentionTiling:
     """No promise: exact lengths up to the block, large tiles, no padding rows."""
-    return Layout(unit=BLOCK_TOKENS, tile=128, align=1, decode_rows=group)
+    return AttentionTiling(unit=BLOCK_TOKENS, tile=128, align=1, decode_rows=group)
 
 
-def candidate_layouts(group: int) -> list[Layout]:
+def candidate_tilings(group: int) -> list[AttentionTiling]:
     """Layouts for ``exact``, cheapest first; the last gives every call the same number of rows."""
     found = []
     for rows in (1, 4, 8, 16):
@@ -30,26 +30,30 @@ def candidate_layouts(group: int) -> list[Layout]:
         align = rows // math.gcd(rows, group)
         decode_rows = -(-group // rows) * rows
         found.append(
-            Layout(unit=UNIT_TOKENS, tile=UNIT_TOKENS, align=align, decode_rows=decode_rows)
+            AttentionTiling(
+                unit=UNIT_TOKENS, tile=UNIT_TOKENS, align=align, decode_rows=decode_rows
+            )
         )
     fixed = _FIXED_TILE
-    found.append(Layout(unit=UNIT_TOKENS, tile=fixed, align=fixed, decode_rows=fixed * group))
+    found.append(
+        AttentionTiling(unit=UNIT_TOKENS, tile=fixed, align=fixed, decode_rows=fixed * group)
+    )
     return found
 
 
-def choose_layout(
+def choose_tiling(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None
-) -> Layout:
-    """The cheapest layout whose bits do not depend on batch and chunking on this machine.
+) -> AttentionTiling:
+    """The cheapest tiling whose bits do not depend on batch and chunking on this machine.
 
     With a ``window``, layers with and without it are probed.
 
     Raises:
-        NumericsSetupError: No layout keeps the promise.
+        NumericsSetupError: No tiling keeps the promise.
     """
-    for layout in candidate_layouts(num_heads // num_kv_heads):
-        if attention_fault(layout, num_heads, num_kv_heads, head_dim, dtype, window) is None:
-            return layout
+    for tiling in candidate_tilings(num_heads // num_kv_heads):
+        if attention_fault(tiling, num_heads, num_kv_heads, head_dim, dtype, window) is None:
+            return tiling
     raise NumericsSetupError(
         f"numerics exact: attention with {num_heads} heads over {num_kv_heads} of {head_dim} in "
         f"{dtype} is not invariant on this machine with {torch.get_num_threads()} threads; "
@@ -58,7 +62,7 @@ def choose_layout(
 
 
 def attention_fault(
-    layout: Layout,
+    tiling: AttentionTiling,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -85,7 +89,7 @@ def attention_fault(
             pool[0, 0, table] = keys.view(blocks, BLOCK_TOKENS, num_kv_heads, head_dim)
             pool[0, 1, table] = values.view(blocks, BLOCK_TOKENS, num_kv_heads, head_dim)
         for each in windows:
-            attention = PagedAttention(pool, geometry, num_heads, layout, (each,))
+            attention = PagedAttention(pool, geometry, num_heads, tiling, (each,))
             if fault := _compare(attention, q, inline, twin, scattered):
                 return fault if each is None else f"{fault}, with a window of {each}"
     return None

@@ -102,7 +102,7 @@ class CudaRunner:
         self._eos_token_ids = eos_token_ids
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
-        self._mirror = HostPoolSync(flat.view(geometry.shape), decoder.pool)
+        self._host_pool = HostPoolSync(flat.view(geometry.shape), decoder.pool)
         self._draws = Draws(eos_token_ids, grammars)
         longest = -(-decoder.shape.max_context_tokens // geometry.block_tokens)
         self.steps = DecodeSteps(decoder, longest)
@@ -146,7 +146,7 @@ class CudaRunner:
         for row in plan.rows:
             if strange := unknown_fields(row, _KNOWN):
                 raise InternalError(f"{strange[0]} of a plan's row is not known on CUDA")
-        self._mirror.before(plan)
+        self._host_pool.before(plan)
         self.refused_rows, self._draws.mask_ns = {}, 0
         if not plan.rows:
             return []
@@ -155,7 +155,7 @@ class CudaRunner:
         collected, unscored = self._collect(plan.rows, done)
         if broken := done.broken | unscored:
             self._fail(plan.rows, broken)
-        self._mirror.after(plan.rows)
+        self._host_pool.after(plan.rows)
         if on_layers_done is not None:
             for layers in range(1, self._geometry.num_layers + 1):
                 on_layers_done(layers)
@@ -167,9 +167,9 @@ class CudaRunner:
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
         """Hidden states ``[len(tokens), E]`` of each row of a plan (self-test and tests)."""
-        self._mirror.before(plan)
+        self._host_pool.before(plan)
         hidden_TE, ends = self._forward(plan.rows)
-        self._mirror.after(plan.rows)
+        self._host_pool.after(plan.rows)
         pairs = zip(plan.rows, ends, strict=True)
         return [hidden_TE[end - len(row.tokens) : end].cpu() for row, end in pairs]
 
@@ -260,8 +260,8 @@ class CudaRunner:
         rows = tuple(sorted(broken))
         good = [row for index, row in enumerate(plan_rows) if index not in broken]
         if good:
-            self._mirror.after(good)
-        self._mirror.clear(plan_rows[index] for index in rows)
+            self._host_pool.after(good)
+        self._host_pool.clear(plan_rows[index] for index in rows)
         error = NumericsError(f"NaN or Inf in the logits of {len(rows)} of {len(plan_rows)} rows")
         error.rows = rows  # type: ignore[attr-defined]
         raise error

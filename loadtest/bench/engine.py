@@ -27,7 +27,7 @@ from engine.core.core import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.build import attention_tiling, geometry_of
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
 from engine.llm import DEFAULT_MODEL
@@ -62,9 +62,9 @@ class EngineUnderTest:
     ) -> None:
         with torch.inference_mode():
             model = load_model(artifact, dtype, numerics)
-            layout = attention_layout(artifact, dtype, numerics)
+            tiling = attention_tiling(artifact, dtype, numerics)
         geometry = geometry_of(artifact, dtype, blocks)
-        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
         self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=max(BATCHES)))
         self._vocab = artifact.config.vocab_size
         self._count = 0

@@ -12,7 +12,7 @@ import torch
 from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.build import attention_tiling, geometry_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
@@ -58,15 +58,15 @@ def make_driver(
     artifact: ModelArtifact, load: Callable[[str, str], Decoder]
 ) -> Callable[..., "Driver"]:
     @functools.cache
-    def layout(dtype: str, numerics: Any) -> Any:
+    def tiling(dtype: str, numerics: Any) -> Any:
         with torch.inference_mode():
-            return attention_layout(artifact, dtype, numerics)
+            return attention_tiling(artifact, dtype, numerics)
 
     def build(dtype: str = "bf16", numerics: str = "exact", blocks: int = 640) -> Driver:
         geometry = geometry_of(artifact, dtype, blocks)
         pool = bytearray(geometry.pool_bytes)
         return Driver(
-            CpuRunner(load(dtype, numerics), pool, geometry, layout(dtype, numerics), (2,))
+            CpuRunner(load(dtype, numerics), pool, geometry, tiling(dtype, numerics), (2,))
         )
 
     return build

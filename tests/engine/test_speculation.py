@@ -23,7 +23,7 @@ from engine.core.speculative.proposers import (
     Speculation,
     SpeculationSettings,
 )
-from engine.cpu.build import attention_layout, geometry_of, open_grammars
+from engine.cpu.build import attention_tiling, geometry_of, open_grammars
 from engine.cpu.build_draft import open_draft
 from engine.cpu.decoder import Decoder
 from engine.cpu.runner import CpuRunner
@@ -85,8 +85,8 @@ SHAPED: dict[str, Any] = {
 class Bench:
     """Engines over one loaded model, with or without speculation."""
 
-    def __init__(self, model: Decoder, artifact: ModelArtifact, layout: Any) -> None:
-        self.model, self.artifact, self.layout = model, artifact, layout
+    def __init__(self, model: Decoder, artifact: ModelArtifact, tiling: Any) -> None:
+        self.model, self.artifact, self.tiling = model, artifact, tiling
         self.grammars = open_grammars(artifact)
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
 
@@ -94,7 +94,7 @@ class Bench:
         geometry = geometry_of(self.artifact, "bf16", blocks)
         pool = bytearray(geometry.pool_bytes)
         eos = self.artifact.config.eos_token_ids
-        return CpuRunner(self.model, pool, geometry, self.layout, eos, grammars=self.grammars)
+        return CpuRunner(self.model, pool, geometry, self.tiling, eos, grammars=self.grammars)
 
     def core(self, proposer: Proposer | Speculation | None, blocks: int = 96) -> EngineCore:
         speculation = proposer if isinstance(proposer, Speculation) else None
@@ -129,8 +129,8 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(artifact: ModelArtifact, load: Callable[[str, str], Decoder]) -> Bench:
     with torch.inference_mode():
-        layout = attention_layout(artifact, "bf16", "exact")
-    return Bench(load("bf16", "exact"), artifact, layout)
+        tiling = attention_tiling(artifact, "bf16", "exact")
+    return Bench(load("bf16", "exact"), artifact, tiling)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu.build import attention_tiling, geometry_of
 from engine.cpu.load import load_model
 from engine.cpu.lora import LoadedAdapters
 from engine.cpu.runner import CpuRunner
@@ -69,8 +69,8 @@ def load_into(runner: CpuRunner, path: Path, artifact: ModelArtifact) -> str:
 def runner_of(artifact: ModelArtifact, dtype: str, blocks: int) -> CpuRunner:
     model = load_model(artifact, dtype, "exact")
     geometry = geometry_of(artifact, dtype, blocks)
-    layout = attention_layout(artifact, dtype, "exact")
-    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    tiling = attention_tiling(artifact, dtype, "exact")
+    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
 
 
 @pytest.mark.parametrize("case", CASES)

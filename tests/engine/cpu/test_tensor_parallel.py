@@ -203,7 +203,7 @@ def test_smollm2_gives_the_bits_of_one_rank(
     make_driver: Callable[..., Driver], ranks: int, dtype: str
 ) -> None:
     alone = make_driver(dtype)
-    identity = numerics_id(alone.runner._model, alone.runner._attention.layout, dtype, "exact")
+    identity = numerics_id(alone.runner._model, alone.runner._attention.tiling, dtype, "exact")
     assert_same(of_width(MODEL, ranks, dtype), everything(alone, identity))
 
 
@@ -267,26 +267,26 @@ def test_a_rank_goes_on_with_its_steps_while_it_reads_an_adapter(
     store, stepped = SlowAdapters(), threading.Event()
     monkeypatch.setattr("engine.cpu.parallel.rank.Group", lambda *_: SimpleNamespace(ranks=2))
     monkeypatch.setattr("engine.cpu.parallel.rank.LoadedAdapters", lambda *_: store)
-    (leader, theirs), (desk, their_desk) = socket.socketpair(), socket.socketpair()
-    desk.settimeout(10)
-    rank = Rank(1, theirs, their_desk, -1, EngineSettings(model=tiny, tensor_parallel=2))
+    (leader, theirs), (loader, their_loader) = socket.socketpair(), socket.socketpair()
+    loader.settimeout(10)
+    rank = Rank(1, theirs, their_loader, -1, EngineSettings(model=tiny, tensor_parallel=2))
     rank._runner = SimpleNamespace(follow=lambda rows, isolated: stepped.set())
     loop = threading.Thread(target=rank.run, args=("",))
     loop.start()
     ref = AdapterRef("mine", "00", "/there")
-    desk.sendall(frame(Prepare(ref)))
+    loader.sendall(frame(Prepare(ref)))
     assert store.reading.wait(10)
     leader.sendall(frame(Forward([], isolated=False)))
     assert stepped.wait(10), "the step waits for the file"
     store.may_end.set()
-    (answer,) = FrameReader(msgspec.msgpack.Decoder(list[Prepared])).feed(desk.recv(1 << 16))
+    (answer,) = FrameReader(msgspec.msgpack.Decoder(list[Prepared])).feed(loader.recv(1 << 16))
     assert answer == Prepared("00")
     leader.sendall(frame(Adapt(ref)))
-    for ours in (leader, desk):
+    for ours in (leader, loader):
         ours.shutdown(socket.SHUT_WR)  # the leader goes
     loop.join(10)
     assert store.held == [("mine", "prepared")]
-    for ours in (leader, desk, theirs, their_desk):
+    for ours in (leader, loader, theirs, their_loader):
         ours.close()
 
 

@@ -14,7 +14,7 @@ from engine.core.prompt_outputs import PromptOutputs
 from engine.cpu.build import geometry_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import fast_layout
+from engine.cpu.selftest import fast_tiling
 from engine.loading.open import load_weights
 from engine.models.families import weight_table
 from engine.models.rope import unpair_rows
@@ -52,7 +52,7 @@ def logits_of(model: Decoder, artifact: ModelArtifact, tokens: list[int]) -> tor
     geometry = geometry_of(artifact, "fp32", 32)
     group = artifact.config.num_heads // artifact.config.num_kv_heads
     pool = bytearray(geometry.pool_bytes)
-    runner = CpuRunner(model, pool, geometry, fast_layout(group))
+    runner = CpuRunner(model, pool, geometry, fast_tiling(group))
     blocks = list(range(-(-len(tokens) // 16)))
     hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
     return model.logits(hidden).raw_SV
