@@ -1,4 +1,9 @@
-"""Probes at load: which attention tiling keeps ``exact``'s promise here, and does it really."""
+"""Proof at start that ``exact`` keeps its promise on this machine, and what it computes here.
+
+First attention alone: the cheapest tiling whose bits do not depend on batch and chunking. Then the
+loaded model. The numerics id is a digest of computed bits, so two workers that say the same id can
+hand over to each other.
+"""
 
 # ruff: noqa: N803 - suffixes such as q_THD give shapes
 
@@ -6,14 +11,40 @@ import math
 
 import torch
 
+from engine.artifacts.model_config import ModelConfig
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from engine.core.plan import PlanRow, StepPlan
 from engine.cpu.attention import AttentionTiling, PagedAttention, Span
-from engine.numerics import DTYPES, NumericsSetupError, cancelling, same_bits
+from engine.cpu.decoder import Decoder
+from engine.cpu.runner import CpuRunner
+from engine.loading.memory import kv_geometry
+from engine.models.rope import ROPE_ORDER
+from engine.numerics import (
+    DTYPES,
+    Numerics,
+    NumericsSetupError,
+    cancelling,
+    digest,
+    same_bits,
+)
 
 UNIT_TOKENS = 64
 _FIXED_TILE = 16
 _POSITIONS = 704  # crosses the flash kernel's 512-key split
 _WINDOW = 512  # a longer one is probed as if it were this long
+_MODEL_BLOCKS = 24  # of the pool in which the loaded model is probed
+
+
+def attention_tiling(config: ModelConfig, dtype: str, numerics: Numerics) -> AttentionTiling:
+    """How attention is cut on this machine.
+
+    Raises:
+        NumericsSetupError: ``exact`` cannot be kept.
+    """
+    c = config
+    if numerics == "fast":
+        return fast_tiling(c.num_heads // c.num_kv_heads)
+    return choose_tiling(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
 
 
 def fast_tiling(group: int) -> AttentionTiling:
@@ -22,23 +53,23 @@ def fast_tiling(group: int) -> AttentionTiling:
 
 
 def candidate_tilings(group: int) -> list[AttentionTiling]:
-    """Layouts for ``exact``, cheapest first; the last gives every call the same number of rows."""
-    found = []
+    """Tilings for ``exact``, cheapest first; the last gives every call the same number of rows."""
+    tilings = []
     for rows in (1, 4, 8, 16):
         if rows > 1 and rows < group:
             continue
         align = rows // math.gcd(rows, group)
         decode_rows = -(-group // rows) * rows
-        found.append(
+        tilings.append(
             AttentionTiling(
                 unit=UNIT_TOKENS, tile=UNIT_TOKENS, align=align, decode_rows=decode_rows
             )
         )
     fixed = _FIXED_TILE
-    found.append(
+    tilings.append(
         AttentionTiling(unit=UNIT_TOKENS, tile=fixed, align=fixed, decode_rows=fixed * group)
     )
-    return found
+    return tilings
 
 
 def choose_tiling(
@@ -150,3 +181,67 @@ def _compare(
         if not same_bits(decode(positions[:2], [inline, twin]), whole[positions[:2]]):
             return f"a strided decode batch at position {first}"
     return None
+
+
+@torch.inference_mode()
+def verify_exact(model: Decoder, tiling: AttentionTiling, dtype: str, kv_dtype: str = "") -> None:
+    """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
+
+    Raises:
+        NumericsSetupError: The message names what differs.
+    """
+    for linear in model.linears().values():
+        linear.check()
+    c = model.config
+    if fault := attention_fault(tiling, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window):
+        raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
+    runner = _runner(model, tiling, kv_dtype or dtype)
+    length = 5 * BLOCK_TOKENS + 3
+    tokens = [(7919 * i + 13) % c.vocab_size for i in range(length)]
+    tables = [list(range(6)), [6 + (5 * i) % 6 for i in range(6)], list(range(12, 18))]
+
+    def part(table: list[int], start: int, end: int) -> PlanRow:
+        return PlanRow(table[0], tokens[start:end], start, table[: -(-end // BLOCK_TOKENS)])
+
+    whole = runner.hidden(StepPlan((part(tables[0], 0, length),)))[0]
+    steps = [
+        [part(tables[1], 0, 37), part(tables[2], 0, 64)],
+        [part(tables[1], 37, 66), part(tables[2], 64, 65)],
+        [part(tables[1], 66, 67), part(tables[2], 65, 66)],
+        [part(tables[1], 67, 70), part(tables[2], 66, length)],
+        [part(tables[1], 70, 71)],
+    ]
+    for rows in steps:
+        for row, got in zip(rows, runner.hidden(StepPlan(tuple(rows))), strict=True):
+            end = row.start + len(row.tokens)
+            if not same_bits(got, whole[row.start : end]):
+                raise NumericsSetupError(
+                    f"numerics exact: positions {row.start} to {end - 1} computed apart differ "
+                    f"from one chunk with {torch.get_num_threads()} threads; use numerics: fast"
+                )
+
+
+@torch.inference_mode()
+def numerics_id(
+    model: Decoder, tiling: AttentionTiling, dtype: str, numerics: Numerics, kv_dtype: str = ""
+) -> str:
+    """What two workers must have in common for their KV and tokens to be interchangeable.
+
+    It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
+    versions, number of threads) is in it exactly as far as it matters.
+    """
+    c = model.config
+    runner = _runner(model, tiling, kv_dtype or dtype)
+    tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
+    blocks = list(range(19))
+    hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
+    logits = model.logits(hidden[-1:]).raw_SV
+    cut = f"u{tiling.unit}t{tiling.tile}"
+    kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
+    return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
+
+
+def _runner(model: Decoder, tiling: AttentionTiling, kv_dtype: str) -> CpuRunner:
+    """The model over a small pool of its own."""
+    geometry = kv_geometry(model.config, kv_dtype, _MODEL_BLOCKS)
+    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)

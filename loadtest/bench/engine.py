@@ -27,10 +27,11 @@ from engine.core.core import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind
-from engine.cpu.build import attention_tiling, geometry_of
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
 from engine.llm import DEFAULT_MODEL
+from engine.loading.memory import kv_geometry
 from engine.loading.open import load_weights
 from engine.numerics import Numerics
 from loadtest.bench.dense import DenseLlama
@@ -62,8 +63,8 @@ class EngineUnderTest:
     ) -> None:
         with torch.inference_mode():
             model = load_model(artifact, dtype, numerics)
-            tiling = attention_tiling(artifact, dtype, numerics)
-        geometry = geometry_of(artifact, dtype, blocks)
+            tiling = attention_tiling(artifact.config, dtype, numerics)
+        geometry = kv_geometry(artifact.config, dtype, blocks)
         runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
         self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=max(BATCHES)))
         self._vocab = artifact.config.vocab_size

