@@ -12,6 +12,7 @@ import torch
 from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
+from engine.cpu import attention
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
@@ -59,7 +60,7 @@ def make_driver(
     artifact: ModelArtifact, load: Callable[[str, str], Decoder]
 ) -> Callable[..., "Driver"]:
     @functools.cache
-    def tiling(dtype: str, numerics: Any) -> Any:
+    def tiling_of(dtype: str, numerics: Any) -> Any:
         with torch.inference_mode():
             return attention_tiling(artifact.config, dtype, numerics)
 
@@ -67,10 +68,26 @@ def make_driver(
         geometry = kv_geometry(artifact.config, dtype, blocks)
         pool = bytearray(geometry.pool_bytes)
         return Driver(
-            CpuRunner(load(dtype, numerics), pool, geometry, tiling(dtype, numerics), (2,))
+            CpuRunner(load(dtype, numerics), pool, geometry, tiling_of(dtype, numerics), (2,))
         )
 
     return build
+
+
+@pytest.fixture
+def key_counting_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention whose results show how many keys it was given, on every kind of CPU.
+
+    Real kernels show it in the rounding, some on some machines only.
+    """
+    compute = attention._flash
+
+    def counting(
+        q: torch.Tensor, k: torch.Tensor, *rest: Any, **options: Any
+    ) -> tuple[torch.Tensor]:
+        return (compute(q, k, *rest, **options)[0] * (1.0 + k.shape[2] / 64),)
+
+    monkeypatch.setattr(attention, "_flash", counting)
 
 
 class Driver:
