@@ -173,10 +173,10 @@ class LLM:
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
         if params.grammar:
             self._grammars.prepare(params.grammar)
-        found = self._answers(prompts, params, adapter=adapter)
-        for output in found:
+        outputs = self._answers(prompts, params, adapter=adapter)
+        for output in outputs:
             output.text = self.tokenizer.decode(output.token_ids)
-        return found
+        return outputs
 
     def embed(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], pooling: str = MEAN
@@ -190,8 +190,8 @@ class LLM:
         Raises:
             InvalidRequestError: A prompt is empty or can never fit into the pool.
         """
-        found = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
-        vectors = [np.frombuffer(output.vector, "<f4") for output in found]
+        outputs = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
+        vectors = [np.frombuffer(output.vector, "<f4") for output in outputs]
         return [vector / np.linalg.norm(vector) for vector in vectors]
 
     def _answers(

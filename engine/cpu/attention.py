@@ -13,10 +13,10 @@ cut into tiles that end at multiples of ``unit``; and no call has fewer than ``m
 probing what this machine needs, and fails loudly when nothing holds.
 
 **Sliding windows.** A layer with a window of W lets the query at ``p`` see the keys ``p - W + 1``
-to ``p``. Its keys begin at a multiple of ``unit`` too (``AttentionTiling.first_key``), so their start and
-their number are functions of the position, and what was said above holds. A step is planned once
-for each distinct window; ``run`` takes the plan of its layer. Blocks before the window are not
-read, and not freed either: all layers share one block table.
+to ``p``. Its keys begin at a multiple of ``unit`` too (``AttentionTiling.first_key``), so their
+start and their number are functions of the position, and what was said above holds. A step is
+planned once for each distinct window; ``run`` takes the plan of its layer. Blocks before the window
+are not read, and not freed either: all layers share one block table.
 
 Masked keys are read: their weight is zero, but zero times NaN is NaN. So the pool should hold
 finite values everywhere, and the runner computes a row that meets NaN again, isolated from others.

@@ -14,7 +14,7 @@ import torch
 
 from engine.cuda.decoder import Batch, CudaDecoder
 from engine.cuda.kernels.attention import Tiles
-from engine.cuda.kernels.rows import draw
+from engine.cuda.kernels.rows import sample_tokens
 
 _ALIGNED_BYTES = 256  # of each part of the inputs: kernels are compiled by alignment
 
@@ -77,7 +77,7 @@ class _State:
         """Begin with these rows; nothing waits for the device."""
         pad = self.rows - len(rows)
         used = [1] * len(rows) + [0] * pad
-        index = [i if here else -1 for i, here in enumerate(used)]
+        index = [i if is_used else -1 for i, is_used in enumerate(used)]
         positions = [row.position for row in rows] + [0] * pad
         values = {
             "tokens": [row.token for row in rows] + [0] * pad,
@@ -240,7 +240,9 @@ class DecodeSteps:
         x_RE = decoder.forward(batch)
         logits_RV = decoder.logits(x_RE)
         next_R = (state.positions_R + 1).to(torch.int64)
-        token_R = draw(logits_RV, state.temperatures_R, state.seeds_R, state.choices_R, next_R)
+        token_R = sample_tokens(
+            logits_RV, state.temperatures_R, state.seeds_R, state.choices_R, next_R
+        )
         finite_R = torch.isfinite(logits_RV.sum(dim=-1))
         state.hidden_RE.copy_(x_RE)
         state.sampled_R.copy_(token_R.masked_fill(~finite_R, -1))

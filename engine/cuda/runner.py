@@ -1,4 +1,4 @@
-"""Executes step plans on CUDA: ``engine.core.model_runner.ModelRunner`` over ``engine/cuda/decoder.py``.
+"""Executes step plans on CUDA: a ``ModelRunner`` over ``engine/cuda/decoder.py``.
 
     plan rows      A: chunk of 5      B: decode      C: decode     (as the scheduler wrote them)
     flat rows      A0 A1 A2 A3 A4  B  C                            (the same order)

@@ -17,7 +17,7 @@ import torch
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import SampleSpec
 from engine.cuda.decode_graphs import signed
-from engine.cuda.kernels.rows import cuts, draw
+from engine.cuda.kernels.rows import cuts, sample_tokens
 from engine.sampling import sample as sampling
 
 Specs = tuple[SampleSpec, ...]
@@ -113,7 +113,7 @@ def _sample_on_device(
         )
         cuts_S = torch.full((len(params),), -math.inf, device=device)
         cuts_S = cuts_S.index_copy_(0, places, lowest_S)
-    tokens: list[int] = draw(
+    tokens: list[int] = sample_tokens(
         rows_SV,
         temperatures_S,
         column([signed(p.seed) for p in params], torch.int64),

@@ -7,8 +7,9 @@
     loading      what loading takes for a while beyond these
     KV pool      blocks of 16 tokens
 
-``footprint`` has one function for each row but the last (weights in three parts). With tensor parallelism this is the sum over the ranks, each a process of its own; the pool is one,
-in memory that they share. The constants of ``process`` were measured (torch 2.13 on x86-64, Linux);
+``footprint`` has one function for each row but the last (weights in three parts). With tensor
+parallelism this is the sum over the ranks, each a process of its own; the pool is one, in memory
+that they share. The constants of ``process`` were measured (torch 2.13 on x86-64, Linux);
 the rest is counted. ``tests/fleet/test_capacity.py`` holds the sum against real processes.
 """
 

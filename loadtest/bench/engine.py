@@ -179,11 +179,11 @@ class Bench:
         prompt = torch.randint(self._vocab, (1, tokens))
         times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in MODES}}
         for turn in range(self._rounds + 1):
-            found = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
+            rates = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
             for mode, engine in self._engines.items():
-                found[mode] = _timed(partial(engine.prefill, tokens))
+                rates[mode] = _timed(partial(engine.prefill, tokens))
             if turn:  # the first warms caches and the allocator
-                for name, value in found.items():
+                for name, value in rates.items():
                     times[name].append(value)
         self._record(f"prefill {tokens}", tokens, times)
 

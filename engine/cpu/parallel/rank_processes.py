@@ -3,9 +3,9 @@
     shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
                             │  Unix socket to each rank: Load, Open, Adapt, Forward, Logits
                             ▼
-                          rank 1, rank 2, ...   (python -m engine.cpu.parallel.rank; parts of the model)
+                          rank 1, rank 2, ...   (python -m engine.cpu.parallel.rank)
                             ▲
-                            └── all ranks: tensors through one collective group (engine/cpu/parallel/shard.py)
+                            └── all ranks: tensors through one collective group (shard.py)
 
 A rank that ends closes its socket, which the leader sees between steps; within a step the group
 breaks. Either way the leader raises ``RankError``, and the replica fails as one. Ranks die with

@@ -72,10 +72,10 @@ def exact_tilings(
     Raises:
         NumericsSetupError: A rank's attention would not be invariant.
     """
-    found: dict[tuple[int, int], AttentionTiling] = {}
+    by_shape: dict[tuple[int, int], AttentionTiling] = {}
     for split in splits:
         shape = (len(split.heads), len(split.kv_heads))
-        if shape in found:
+        if shape in by_shape:
             continue
         group = shape[0] // shape[1]
         same_group = group * config.num_kv_heads == config.num_heads
@@ -86,11 +86,11 @@ def exact_tilings(
                 alike
                 and attention_fault(tiling, *shape, config.head_dim, dtype, config.window) is None
             ):
-                found[shape] = tiling
+                by_shape[shape] = tiling
                 break
         else:
             raise _refusal(len(splits), f"attention with {shape[0]} heads over {shape[1]}")
-    return [found[len(split.heads), len(split.kv_heads)] for split in splits]
+    return [by_shape[len(split.heads), len(split.kv_heads)] for split in splits]
 
 
 def attention_split_fault(

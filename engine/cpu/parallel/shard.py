@@ -9,9 +9,9 @@
 
 Nothing is ever summed over ranks. So each number is the same dot product, over all of its inputs
 and in the same order, as on one rank: equal bits by construction, as long as a product's columns do
-not depend on how many others are computed with them, which ``engine/cpu/parallel/selftest.py`` proves at
-start. Splitting the inputs instead (the usual row-parallel half) would add partial sums in another
-order; it moves as many bytes.
+not depend on how many others are computed with them, which ``engine/cpu/parallel/selftest.py``
+proves at start. Splitting the inputs instead (the usual row-parallel half) would add partial sums
+in another order; it moves as many bytes.
 
 The leader holds the embedding table and broadcasts the rows of a step; ranks need no token ids.
 """
