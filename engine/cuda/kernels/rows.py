@@ -181,7 +181,7 @@ def cuts(
     top_ps_S: torch.Tensor,
     min_ps_S: torch.Tensor,
 ) -> torch.Tensor:
-    """``[S]`` fp32: the least logit that a row\'s filters leave, as ``engine.sampling.sample`` does.
+    """``[S]`` fp32: the least logit that a row's filters leave, as in ``engine.sampling.sample``.
 
     Args:
         logits_SV: fp32.
