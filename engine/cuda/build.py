@@ -14,7 +14,7 @@ from engine.cuda.kernels.products import FP8_SIDE
 from engine.cuda.lora import CudaAdapters
 from engine.cuda.runner import CudaRunner
 from engine.cuda.selftest import (
-    PROOF_BLOCKS,
+    SELFTEST_BLOCKS,
     device_name,
     numerics_id,
     verify_exact,
@@ -107,7 +107,7 @@ def fit_pool(
     most = int((free_bytes * _USED_SHARE - weight_bytes) / geometry.block_bytes)
     if geometry.num_blocks <= most:
         return geometry
-    if chosen or most < PROOF_BLOCKS:
+    if chosen or most < SELFTEST_BLOCKS:
         raise ModelError(
             f"kv_blocks_per_worker is {geometry.num_blocks}, but beside {weight_bytes / 1e9:.1f} "
             f"GB of weights the GPU has room for {max(most, 0)} ({free_bytes / 1e9:.1f} GB free)"

@@ -229,8 +229,8 @@ def _loading(engine: _Engine) -> int:
     last_layer = engine.ranks * (2 * size * widest + _LOADING_BYTES)
     # first embedding and head, while nothing else is there
     first_of_all = _head(engine) + _LOADING_BYTES - _layers(engine)
-    proof = 3 * size * head_values if engine.ranks > 1 and engine.numerics == "exact" else 0
-    return max(last_layer, first_of_all, proof)
+    selftest = 3 * size * head_values if engine.ranks > 1 and engine.numerics == "exact" else 0
+    return max(last_layer, first_of_all, selftest)
 
 
 # --- parts of the rows -------------------------------------------------------------------------
