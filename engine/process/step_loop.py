@@ -107,11 +107,11 @@ class EngineProcess:
         settings = self._settings
         if settings.model == EMULATED:
             return self._build_emulated()
-        from engine.cpu.build import open_runner  # this import loads torch
+        from engine.build import build_runner  # torch is loaded here and nowhere else
 
         if settings.tensor_parallel > 1:
             self._ranks = RankProcesses(settings, self._pool_fd)
-        return open_runner(
+        return build_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([messages.Progress(what)]),
@@ -124,9 +124,9 @@ class EngineProcess:
             return None
         if settings.mode == "ngram":
             return Speculation(NgramProposer(), settings.tokens)
-        from engine.cpu.build_draft import open_draft
+        from engine.cpu.build_draft import build_draft
 
-        return open_draft(self._settings, main, lambda what: self._send([messages.Progress(what)]))
+        return build_draft(self._settings, main, lambda what: self._send([messages.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner

@@ -27,10 +27,11 @@ from engine.core.core import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
 from engine.llm import DEFAULT_MODEL
+from engine.loading.memory import kv_geometry
 from engine.loading.open import load_weights
 from engine.numerics import Numerics
 from loadtest.bench.dense import DenseLlama
@@ -62,9 +63,9 @@ class EngineUnderTest:
     ) -> None:
         with torch.inference_mode():
             model = load_model(artifact, dtype, numerics)
-            layout = attention_layout(artifact, dtype, numerics)
-        geometry = geometry_of(artifact, dtype, blocks)
-        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+            tiling = attention_tiling(artifact.config, dtype, numerics)
+        geometry = kv_geometry(artifact.config, dtype, blocks)
+        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
         self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=max(BATCHES)))
         self._vocab = artifact.config.vocab_size
         self._count = 0
@@ -180,11 +181,11 @@ class Bench:
         prompt = torch.randint(self._vocab, (1, tokens))
         times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in MODES}}
         for turn in range(self._rounds + 1):
-            found = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
+            rates = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
             for mode, engine in self._engines.items():
-                found[mode] = _timed(partial(engine.prefill, tokens))
+                rates[mode] = _timed(partial(engine.prefill, tokens))
             if turn:  # the first warms caches and the allocator
-                for name, value in found.items():
+                for name, value in rates.items():
                     times[name].append(value)
         self._record(f"prefill {tokens}", tokens, times)
 

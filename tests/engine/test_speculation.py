@@ -23,10 +23,12 @@ from engine.core.speculative.proposers import (
     Speculation,
     SpeculationSettings,
 )
-from engine.cpu.build import attention_layout, geometry_of, open_grammars
-from engine.cpu.build_draft import open_draft
+from engine.cpu.build_draft import build_draft
 from engine.cpu.decoder import Decoder
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
+from engine.loading.memory import kv_geometry
+from engine.sampling.grammars import open_grammars
 from engine.settings import EngineSettings
 from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
@@ -85,16 +87,16 @@ SHAPED: dict[str, Any] = {
 class Bench:
     """Engines over one loaded model, with or without speculation."""
 
-    def __init__(self, model: Decoder, artifact: ModelArtifact, layout: Any) -> None:
-        self.model, self.artifact, self.layout = model, artifact, layout
+    def __init__(self, model: Decoder, artifact: ModelArtifact, tiling: Any) -> None:
+        self.model, self.artifact, self.tiling = model, artifact, tiling
         self.grammars = open_grammars(artifact)
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
 
     def runner(self, blocks: int = 96) -> CpuRunner:
-        geometry = geometry_of(self.artifact, "bf16", blocks)
+        geometry = kv_geometry(self.artifact.config, "bf16", blocks)
         pool = bytearray(geometry.pool_bytes)
         eos = self.artifact.config.eos_token_ids
-        return CpuRunner(self.model, pool, geometry, self.layout, eos, grammars=self.grammars)
+        return CpuRunner(self.model, pool, geometry, self.tiling, eos, grammars=self.grammars)
 
     def core(self, proposer: Proposer | Speculation | None, blocks: int = 96) -> EngineCore:
         speculation = proposer if isinstance(proposer, Speculation) else None
@@ -130,8 +132,8 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(artifact: ModelArtifact, load: Callable[[str, str], Decoder]) -> Bench:
     with torch.inference_mode():
-        layout = attention_layout(artifact, "bf16", "exact")
-    return Bench(load("bf16", "exact"), artifact, layout)
+        tiling = attention_tiling(artifact.config, "bf16", "exact")
+    return Bench(load("bf16", "exact"), artifact, tiling)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +192,7 @@ def test_a_bad_draft_turns_itself_off(bench: Bench, plain: Answers, tmp_path: Pa
         numerics="fast",  # of the draft: nothing to prove
         speculation=SpeculationSettings(mode="draft", draft=str(tmp_path)),
     )
-    speculation = open_draft(settings, bench.runner(), lambda _: None)
+    speculation = build_draft(settings, bench.runner(), lambda _: None)
     answer = bench.answers(bench.core(speculation), [LIST], [GREEDY], length=48)[0, 0]
     assert answer[:32] == plain[0, 0]
     assert speculation.accepted_tokens == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.artifacts.artifact import resolve_model
 from engine.artifacts.lora_artifact import read_adapter
+from engine.build import build_runner
 from engine.core import events as ev
 from engine.core.block_hashes import hash_seed
 from engine.core.core import EngineCore
@@ -20,7 +21,6 @@ from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.cpu.build import open_runner
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.cpu.runner import CpuRunner
 from engine.ipc import map_pool
@@ -54,7 +54,7 @@ class Engine:
             self.pool = map_pool(self._pool_fd, geometry)
             return self.pool
 
-        runner, self.info = open_runner(settings, mapped, lambda _: None, self._ranks)
+        runner, self.info = build_runner(settings, mapped, lambda _: None, self._ranks)
         assert isinstance(runner, CpuRunner)
         self.runner = runner
 

@@ -20,11 +20,12 @@ from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.load import load_model
-from engine.cpu.lora import LoadedAdapters
+from engine.cpu.lora import CpuAdapters
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
 from engine.llm import LLM
+from engine.loading.memory import kv_geometry
 from engine.numerics import same_bits
 from tests.engine import tiny_models as tiny
 from tests.engine.conftest import MODEL, Driver
@@ -68,9 +69,9 @@ def load_into(runner: CpuRunner, path: Path, artifact: ModelArtifact) -> str:
 @torch.inference_mode()
 def runner_of(artifact: ModelArtifact, dtype: str, blocks: int) -> CpuRunner:
     model = load_model(artifact, dtype, "exact")
-    geometry = geometry_of(artifact, dtype, blocks)
-    layout = attention_layout(artifact, dtype, "exact")
-    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    geometry = kv_geometry(artifact.config, dtype, blocks)
+    tiling = attention_tiling(artifact.config, dtype, "exact")
+    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -241,7 +242,7 @@ def test_what_has_changed_since_it_was_named_is_not_loaded(
     path = write_adapter(tmp_path / "lora", artifact.config, layers=(0,))
     digest = read_adapter(path, artifact.config, 64).digest.hex()
     write_adapter(path, artifact.config, layers=(0,), seed=9)
-    adapters = LoadedAdapters(artifact.config, torch.float32)
+    adapters = CpuAdapters(artifact.config, torch.float32)
     with pytest.raises(AdapterLoadError, match="has changed since"):
         adapters.prepare(AdapterRef("mine", digest, str(path)))
 
@@ -254,4 +255,4 @@ def test_nan_in_an_adapter_is_refused_by_name(artifact: ModelArtifact, tmp_path:
     save_file(weights, path / "adapter_model.safetensors")
     digest = read_adapter(path, artifact.config, 64).digest.hex()
     with pytest.raises(AdapterLoadError, match=r"NaN or Inf in .*o_proj\.lora_B"):
-        LoadedAdapters(artifact.config, torch.float32).prepare(AdapterRef("m", digest, str(path)))
+        CpuAdapters(artifact.config, torch.float32).prepare(AdapterRef("m", digest, str(path)))

@@ -90,9 +90,9 @@ def torch_runner(
     c: ModelConfig, dtype: str, pool: bytearray, grammars: Grammars | None = None
 ) -> CpuRunner:
     model = Decoder(c, weights(c, dtype), DTYPES[dtype])
-    layout = selftest.fast_layout(c.num_heads // c.num_kv_heads)
+    tiling = selftest.fast_tiling(c.num_heads // c.num_kv_heads)
     shape = geometry(c, dtype)
-    return CpuRunner(model, pool, shape, layout, c.eos_token_ids, grammars=grammars)
+    return CpuRunner(model, pool, shape, tiling, c.eos_token_ids, grammars=grammars)
 
 
 @functools.cache
