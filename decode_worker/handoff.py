@@ -1,8 +1,8 @@
 """Takes one prompt's KV over: moves ``HandoffReceiver``'s actions to the engine and the prefill worker.
 
-    DecodeRequest ──verbs──▶ Handoff ──▶ HandoffReceiver (decides)
-          ▲                   │  ├─────▶ PrefillStream (control: one per prefill worker tried)
-          └─HandoffListener───┘  └─────▶ FramePuller   (bytes, into the pool)
+DecodeRequest ──verbs──▶ Handoff ──▶ HandoffReceiver (decides)
+      ▲                   │  ├─────▶ PrefillStream (control: one per prefill worker tried)
+      └─HandoffListener───┘  └─────▶ FramePuller   (bytes, into the pool)
 """
 
 import asyncio

@@ -64,7 +64,9 @@ class Peers:
         self._capabilities = capabilities
         self._metadata = token_metadata(fleet_token)
         self._channels = Channels()
-        self._transports = [kind.connect(self._channels, fleet_token) for kind in TRANSPORTS.values()]
+        self._transports = [
+            kind.connect(self._channels, fleet_token) for kind in TRANSPORTS.values()
+        ]
         self._greeted: dict[str, bytes] = {}
 
     def edge(self, worker_id: str) -> EdgeRate:

@@ -108,8 +108,8 @@ class PrefillStream:
             while True:
                 async with asyncio.timeout(SILENCE_S):
                     event = await call.read()
-                if event is grpc.aio.EOF:
-                    return
+                if not isinstance(event, pb.PrefillEvent):
+                    return  # gRPC's own mark for the end
                 if not self._closed:
                     self._listener.on_event(event)
         finally:

@@ -58,7 +58,7 @@ class _GrpcFrames:
             if task is not None and task.cancelling():
                 raise  # it is we who are cancelled, not the call
             raise TransportGoneError("its channel was closed") from error
-        return None if frame is grpc.aio.EOF else frame
+        return frame if isinstance(frame, bytes) else None  # gRPC's own mark for the end
 
     def close(self) -> None:
         self._call.cancel()
