@@ -1,4 +1,4 @@
-"""Takes one prompt's KV over: moves ``HandoffReceiver``'s actions to the engine and the prefill worker.
+"""Takes one prompt's KV over: carries out what ``HandoffReceiver`` decides.
 
 DecodeRequest ──verbs──▶ Handoff ──▶ HandoffReceiver (decides)
       ▲                   │  ├─────▶ PrefillStream (control: one per prefill worker tried)
@@ -57,7 +57,7 @@ class HandoffListener(Protocol):
     """Who owns the request that a hand-off is for."""
 
     def on_first_tokens(self, first: FirstTokens) -> None:
-        """Prefill sampled the first tokens. Called once, whoever many prefill workers do."""
+        """Prefill sampled the first tokens. Called once, however many prefill workers do."""
 
     def on_peer_needed(
         self, failed: decode_pb2.PrefillTarget, reason: str, peer_died: bool
@@ -103,7 +103,7 @@ class Handoff:
         self._taken_over = False
         self._figures: TransferFigures | None = None
         self._cancelled = False
-        # Then prefill's own word is the whole answer, and no KV is needed here.
+        # Then prefill's own word is the whole answer, and no KV is needed.
         self._one_token = submission.sampling.max_tokens == 1 or bool(submission.pooling)
         self._prompt_logprobs = PromptLogprobsIntake(prompt_tokens - 1)
 
@@ -277,7 +277,7 @@ class Handoff:
                         record.manifest_digest,
                     )
                 )
-            case "published" | "commit":  # of no use here, but nothing else is said meanwhile
+            case "published" | "commit":  # of no use, but nothing else is said meanwhile
                 self._machine.queued(now_ns)
             case "failed":
                 self._perform(self._machine.prefill_failed(event.failed.message))

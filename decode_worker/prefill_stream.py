@@ -1,6 +1,6 @@
 """The control stream of one hand-off to one prefill worker, from this end.
 
-    greet ──▶ start ──▶ events, while renewals go out ──▶ last word (release, cancel) ──▶ read to EOF
+    greet ──▶ start ──▶ events, while renewals go out ──▶ release or cancel ──▶ read to the end
       └─────────┴─────────┴── broken, silent, refused ──▶ the listener is told, once
 
 After ``close`` the listener hears nothing more of this stream.

@@ -211,7 +211,7 @@ class DecodeRequest:
         self.session.route(self._route)
 
     def _on_prompt_outputs(self, prompt_outputs: ev.PromptOutputsReady) -> None:
-        """Log-probabilities of the prompt, ahead of the first token; or a vector, which is the answer."""
+        """The prompt's log-probabilities, before the first token; or a vector, the whole answer."""
         self._prompt_outputs = prompt_outputs
         if prompt_outputs.vector:
             self._first_ns = time.monotonic_ns()

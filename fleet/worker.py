@@ -1,8 +1,8 @@
 """One worker: an engine process, both services around it, and its place in the registry.
 
 The role is only what the router uses the worker for; every worker hosts both services, so a fleet
-of one pool serves too. Ray is not needed here: ``fleet.pools.ray_worker`` wraps a ``Worker`` into an
-actor.
+of one pool serves too. Ray is not needed here: ``fleet.pools.ray_worker`` puts a ``Worker`` into
+an actor.
 """
 
 import asyncio
@@ -153,7 +153,7 @@ class Worker:
 
             publisher = KvEventPublisher(registry, identity.incarnation)
             undo.push_async_callback(publisher.stop)
-            record = _record(identity, engine.client.ready, metrics_server.address)
+            record = _record(settings, identity, engine.client.ready, metrics_server.address)
             presence = Presence(registry, record)
             undo.push_async_callback(presence.stop)
             undo.push_async_callback(server.stop, None)
@@ -320,13 +320,16 @@ def _services(
 
 
 def _record(
-    identity: common_pb2.WorkerIdentity, ready: Ready, metrics_address: str
+    settings: WorkerSettings,
+    identity: common_pb2.WorkerIdentity,
+    ready: Ready,
+    metrics_address: str,
 ) -> WorkerRecord:
     return WorkerRecord(
-        worker_id=identity.worker_id,
-        role=identity.role,
+        worker_id=settings.worker_id,
+        role=settings.role,
         state="ready",
-        epoch=identity.epoch,
+        epoch=settings.epoch,
         incarnation=identity.incarnation,
         pid=ready.pid,
         host=identity.host,

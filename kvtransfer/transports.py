@@ -1,4 +1,4 @@
-"""The transports that there are. To add one: a file beside ``grpc_transport.py``, and a line here."""
+"""The transports that there are. To add one: a file beside ``grpc_transport.py``, a line here."""
 
 from collections.abc import Sequence
 

@@ -134,7 +134,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     # ---------------------------------------------------------------- hand-offs
 
     def _open(self, start: pb.PrefillStart) -> tuple[Handoff, bool]:
-        """The hand-off of a stream, and whether it was there already."""
+        """The hand-off of a stream, and whether it was open already."""
         key = (start.request_id, start.attempt, start.generation)
         existing = self._handoffs.get(key)
         if (
@@ -269,7 +269,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             still_open = handoff.machine.state is sender.SenderState.OPEN
             self._perform(handoff, handoff.machine.read_ended())
         if not still_open:  # revoked while we read: the bytes may belong to someone else
-            return self._gone(header, "the claim was revoked")
+            return self._gone(header, "the hand-off has ended")
         header.payload_bytes, header.digests = len(payload), digests
         self._metrics.inc("baton_transfer_bytes", len(payload), direction="sent")
         if self._tamperer is not None:
