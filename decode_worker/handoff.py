@@ -26,6 +26,7 @@ from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from wire.codecs import first_tokens_from_wire, prompt_logprobs_from_wire
 from wire.requests import prefill_start
+from wire.tokens import count_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Handoff:
         self._engine_id = engine_id
         self._parts = parts
         self._listener = listener
-        prompt_tokens = len(submission.prompt_tokens) // 4
+        prompt_tokens = count_tokens(submission.prompt_tokens)
         self._machine = HandoffReceiver(parts.pool.geometry, prompt_tokens)
         self._puller = FramePuller(submission, self._machine, parts, self._perform)
         self._stream: PrefillStream | None = None

@@ -17,6 +17,7 @@ from engine.process import messages
 from telemetry.tracing import extract, inject
 from wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
 from wire.requests import submit_from_wire
+from wire.tokens import count_tokens
 
 
 class DecodeRequest:
@@ -264,7 +265,7 @@ class DecodeRequest:
         if self._first_ns:
             times.decode_ns = self.ended_ns - self._first_ns
         times.preemptions = report.preemptions
-        prompt_tokens = len(self.submission.prompt_tokens) // 4
+        prompt_tokens = count_tokens(self.submission.prompt_tokens)
         times.computed_tokens = prompt_tokens - times.cached_tokens
         transfer = self._handoff.figures if self._handoff is not None else None
         if transfer is not None:

@@ -11,7 +11,7 @@ from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.prompt_outputs import PromptLogprobs
 from wire.tokens import pack_tokens, unpack_tokens
 
-SCORES_BYTES = 256 * 1024  # of one slice
+_SLICE_BYTES = 256 * 1024  # of one message with log-probabilities of a prompt
 
 
 def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
@@ -102,8 +102,8 @@ def logprob_from_wire(token_id: int, message: pb.TokenLogprob | None) -> Sampled
 
 
 def prompt_logprobs_to_wire(scores: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
-    """A prompt's scores in slices that fit into any message."""
-    for begin, part in scores.slices(SCORES_BYTES):
+    """A prompt's log-probabilities in slices that fit into any message."""
+    for begin, part in scores.slices(_SLICE_BYTES):
         yield pb.PromptLogprobs(
             begin=begin,
             alternatives=part.alternatives,

@@ -31,7 +31,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
-    """The first publication came: turn the claim into pages."""
+    """The first publication came: turn the reservation into pages."""
 
     request_id: str
     generation: int

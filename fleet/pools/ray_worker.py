@@ -66,7 +66,7 @@ class WorkerActor:
         Raises:
             RuntimeError: ``stop`` was called before it was ready.
         """
-        self._starting = asyncio.ensure_future(self._start_worker(self._settings))
+        self._starting = asyncio.create_task(self._start_worker(self._settings))
         await asyncio.wait((self._starting,))
         if self._starting.cancelled():
             raise RuntimeError("the worker was stopped before it was ready")
