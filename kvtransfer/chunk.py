@@ -1,4 +1,4 @@
-"""KV bytes between a pool and the wire, and the digests that bind bytes to their place.
+"""KV bytes between a pool and the wire, and the digests that bind bytes to their slice.
 
 Wire order is (block, head, layer, K|V, token, dim), so the bytes of one (block, head) are one run
 whatever the split over ranks on either side; one digest covers each run. The digest's seed covers

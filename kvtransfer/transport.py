@@ -1,7 +1,7 @@
 """What a transport of KV frames must offer, to the side that pulls and to the side that sends.
 
 A transport carries frames (``kvtransfer.chunk``) as bytes and knows nothing of what is in them. It
-may lose, tear or reorder: digests and places are checked by whoever pulls. How to add one:
+may lose, tear or reorder: whoever pulls checks digests and slices. How to add one:
 ``kvtransfer/transports.py``.
 """
 

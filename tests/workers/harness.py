@@ -245,10 +245,10 @@ async def workers(*names: str, **changes: object) -> AsyncIterator[list[WorkerPr
 
     def fields(name: str) -> dict[str, object]:
         role = name.split("-", maxsplit=1)[0]
-        found = {k: v for k, v in changes.items() if not k.startswith(("prefill_", "decode_"))}
+        own = {k: v for k, v in changes.items() if not k.startswith(("prefill_", "decode_"))}
         prefix = f"{role}_"
-        found |= {k.removeprefix(prefix): v for k, v in changes.items() if k.startswith(prefix)}
-        return found
+        own |= {k.removeprefix(prefix): v for k, v in changes.items() if k.startswith(prefix)}
+        return own
 
     started = await asyncio.gather(*(WorkerProcess.start(name, **fields(name)) for name in names))
     try:
