@@ -9,10 +9,12 @@ from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Kind
 from engine.core.speculative.proposers import Speculation
+from telemetry.running_mean import RunningMean
 
 CHUNK_TIME_NS = 250_000_000  # a step with decodes in it takes no longer
 LONE_CHUNK_TIME_NS = 1_000_000_000  # nobody waits but the client who may cancel
 _MIN_CHUNK_TOKENS = 64
+_SAMPLE_WEIGHT = 0.3  # of a step's time: the means follow within a few steps
 
 
 class EngineCore:
@@ -47,8 +49,8 @@ class EngineCore:
         self._group_layers_bytes = group_layers_bytes
         self._check_every_step = check_every_step
         self._checked_at = 0  # the step after which the blocks were recounted
-        self._token_ns = 0.0  # one prompt token, fitted
-        self._decode_ns = 0.0  # one step of the running decodes, fitted
+        self._token_ns = RunningMean(_SAMPLE_WEIGHT)  # one prompt token
+        self._decode_ns = RunningMean(_SAMPLE_WEIGHT)  # one step of the running decodes
 
     def plan(self, now_ns: int) -> StepPlan:
         """The next step; no rows means that there is nothing to do."""
@@ -198,12 +200,12 @@ class EngineCore:
     def _token_budget(self) -> int:
         """Tokens of the next step, so that it stays within its time."""
         limit = self.scheduler.config.max_step_tokens
-        if not self._token_ns:
+        if not self._token_ns.value:
             return limit
         time_ns: float = LONE_CHUNK_TIME_NS
         if self.batch.has_decodes():
-            time_ns = CHUNK_TIME_NS - self._decode_ns
-        return min(limit, max(_MIN_CHUNK_TOKENS, int(time_ns / self._token_ns)))
+            time_ns = CHUNK_TIME_NS - self._decode_ns.value
+        return min(limit, max(_MIN_CHUNK_TOKENS, int(time_ns / self._token_ns.value)))
 
     def _fit_times(self, plan: StepPlan, duration_ns: int) -> None:
         """Learn from a step what prompt tokens and decodes cost."""
@@ -212,16 +214,11 @@ class EngineCore:
         decodes = sum(row.decodes for row in plan.rows)
         prompt_tokens = sum(len(row.tokens) for row in plan.rows if not row.decodes)
         if not prompt_tokens:
-            self._decode_ns = _average(self._decode_ns, duration_ns)
+            self._decode_ns.add(duration_ns)
         elif prompt_tokens >= _MIN_CHUNK_TOKENS:
-            spent_ns = duration_ns - (self._decode_ns if decodes else 0.0)
+            spent_ns = duration_ns - (self._decode_ns.value if decodes else 0.0)
             if spent_ns > 0:
-                self._token_ns = _average(self._token_ns, spent_ns / prompt_tokens)
-
-
-def _average(old: float, sample: float) -> float:
-    """Running mean that follows within a few samples; the first one is taken as it is."""
-    return 0.7 * old + 0.3 * sample if old else sample
+                self._token_ns.add(spent_ns / prompt_tokens)
 
 
 class Publication:

@@ -25,7 +25,7 @@ Specs = tuple[SampleSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Rows of logits, numbered as ``PlanRow.draws`` gives them, plan row by plan row.
+    """Rows of logits, numbered as ``PlanRow.samples_by_row`` gives them, plan row by plan row.
 
     An ``engine.sampling.speculative.LogitsRows``.
 

@@ -42,7 +42,7 @@ class StepSampler:
         """The tokens of each plan row, as far as its draft tokens are right.
 
         Args:
-            logits: Rows in the order of ``PlanRow.draws``, plan row by plan row; finite.
+            logits: Rows in the order of ``PlanRow.samples_by_row``, plan row by plan row; finite.
             rows: Of the plan.
         """
         results, self._refused_rows = sample_rows(logits, rows, self._eos_token_ids, self._masks)

@@ -18,10 +18,11 @@ from router.requests.request import Mode
 
 # Until a worker reports: a small model on a laptop, and loopback.
 PRIOR_PREFILL_TOKENS_PER_S = 1500.0
-PRIOR_PREFILL_OVERHEAD_S = 0.01
 PRIOR_DECODE_STEP_S = 0.03
 PRIOR_EDGE_BYTES_PER_S = 500e6
-PRIOR_EDGE_OVERHEAD_S = 0.005
+# What one prefill and one hand-off cost beside tokens and bytes; no worker measures it.
+PREFILL_OVERHEAD_S = 0.01
+EDGE_OVERHEAD_S = 0.005
 # Rank 8 for a small model, read and checked (measured: 0.1 s).
 PRIOR_ADAPTER_LOAD_S = 0.1
 # One more sequence in a batch makes its step longer by about this part (measured: 29 → 50 ms from
@@ -36,7 +37,6 @@ class Edge:
     """Measured transfer rate from one prefill worker to one decode worker."""
 
     bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S
-    overhead_s: float = PRIOR_EDGE_OVERHEAD_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,6 @@ class WorkerLoad:
     cached_blocks: int = 0
     adapter_s: float = 0.0
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
-    prefill_overhead_s: float = PRIOR_PREFILL_OVERHEAD_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
     block_bytes: int = 0
     format_id: str = ""  # equal on both sides of a pair that can hand over
@@ -188,7 +187,7 @@ class _Work:
 
 
 def _compute_s(worker: WorkerLoad, work: _Work) -> float:
-    return worker.prefill_overhead_s + work.uncached(worker) / worker.prefill_tokens_per_s
+    return PREFILL_OVERHEAD_S + work.uncached(worker) / worker.prefill_tokens_per_s
 
 
 def _decode_terms(worker: WorkerLoad, work: _Work) -> tuple[float, float, float]:
@@ -231,7 +230,7 @@ def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
         queue_s=prefill.queued_tokens / prefill.prefill_tokens_per_s,
         adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
         compute_s=compute_s,
-        transfer_s=edge.overhead_s + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
+        transfer_s=EDGE_OVERHEAD_S + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
         room_s=room_s,
         decode_s=decode_s,
         slowdown_s=slowdown_s + compute_s * prefill.streams,

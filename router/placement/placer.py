@@ -18,11 +18,12 @@ from router.requests.fair_queue import Waiting
 from router.requests.request import GenerationRequest
 from router.settings import RouterSettings
 from router.workers.table import Slot, WorkerTable
+from telemetry.running_mean import RunningMean
 from wire.codecs import adapter_to_wire, sampling_to_wire
 from wire.tokens import pack_tokens
 
 _FIRST_GUESS_TOKENS = 128.0
-_LEARNING_RATE = 0.05
+_ANSWER_WEIGHT = 0.05  # of one answer in the mean of their lengths
 _STEP_S = 0.03
 
 
@@ -55,12 +56,12 @@ class Placer:
         self._router_id = router_id
         self._names = BlockHashCache()
         self._random = random.Random()
-        self._answer_tokens = _FIRST_GUESS_TOKENS  # running mean of the answers' lengths
+        self._answer_tokens = RunningMean(_ANSWER_WEIGHT, prior=_FIRST_GUESS_TOKENS)
 
     @property
     def answer_s(self) -> float:
         """How long one answer is expected to take, roughly."""
-        return self._answer_tokens * _STEP_S
+        return self._answer_tokens.value * _STEP_S
 
     def check_served(self, request: GenerationRequest) -> None:
         """Refuse what no worker that is ready could serve.
@@ -95,14 +96,14 @@ class Placer:
         return uncached_tokens + request.sampling.n * self._expected_tokens(request)
 
     def _expected_tokens(self, request: GenerationRequest) -> int:
-        return min(request.sampling.max_tokens, round(self._answer_tokens))
+        return min(request.sampling.max_tokens, round(self._answer_tokens.value))
 
     def learn(self, active: ActiveRequest) -> None:
         """An answer is complete: its length is news."""
         if active.request.pooling or active.request.score_only:
             return
         tokens = active.record.completion_tokens / active.request.sampling.n
-        self._answer_tokens += _LEARNING_RATE * (tokens - self._answer_tokens)
+        self._answer_tokens.add(tokens)
 
     def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[Slot]:
         """Workers that may serve the request; ``avoid`` is an incarnation that just failed."""

@@ -8,8 +8,6 @@ from router.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
     PRIOR_EDGE_BYTES_PER_S,
-    PRIOR_EDGE_OVERHEAD_S,
-    PRIOR_PREFILL_OVERHEAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     Edge,
     WorkerLoad,
@@ -65,7 +63,6 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -
         cached_blocks=cached_blocks,
         adapter_s=PRIOR_ADAPTER_LOAD_S if adapter and not at_hand else 0.0,
         prefill_tokens_per_s=status.prefill_tokens_per_s or PRIOR_PREFILL_TOKENS_PER_S,
-        prefill_overhead_s=status.prefill_overhead_s or PRIOR_PREFILL_OVERHEAD_S,
         decode_step_s=status.decode_step_s or PRIOR_DECODE_STEP_S,
         block_bytes=sum(
             len(group.layer_ids)
@@ -79,7 +76,6 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -
         edges={
             edge.prefill_worker_id: Edge(
                 bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S,
-                overhead_s=edge.overhead_s or PRIOR_EDGE_OVERHEAD_S,
             )
             for edge in status.edges
         },

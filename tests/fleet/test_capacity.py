@@ -208,8 +208,7 @@ async def test_a_full_engine_takes_what_was_said(
         tensor_parallel=ranks,
         speculation=speculation or messages.SpeculationSettings(),
     )
-    engine = EngineHandle(settings)
-    await engine.start()
+    engine = await EngineHandle.start(settings)
     try:
         await asyncio.gather(*(_fill(engine, number, context) for number in range(concurrency)))
         leader = psutil.Process(engine.client.pid)

@@ -54,8 +54,8 @@ class Engine:
         publications = self.core.publications(plan)
 
         def done(layers: int) -> None:
-            found = [p.on_layers_done(layers, LAYERS) for p in publications]
-            published.extend(event for event in found if event)
+            events = [p.on_layers_done(layers, LAYERS) for p in publications]
+            published.extend(event for event in events if event)
 
         results = self.core.runner.execute(plan, done)
         return early + published + self.core.apply(plan, results, now_ns, 1)
@@ -88,8 +88,8 @@ class Handover:
     out_id: str = ""
     opened: int = 0  # number of the stream, so that an old one's words are not heard
     heard: deque = field(default_factory=deque)  # prefill -> decode: (stream, action)
-    wanted: deque = field(default_factory=deque)  # places asked for: (generation, life, place)
-    arrived: deque = field(default_factory=deque)  # frames being checked: (table, place, frame)
+    asked: deque = field(default_factory=deque)  # slices: (generation, life, kv_slice, epoch)
+    arrived: deque = field(default_factory=deque)  # frames being checked
     first: int | None = None
     tokens: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -204,10 +204,10 @@ class Duo:
                 )
 
     def fetch(self, handover: Handover, damage: str = "") -> None:
-        """Prefill reads one wanted frame and it arrives, perhaps damaged or as a repeat."""
-        if not handover.wanted:
+        """A frame that was asked for is read and arrives, perhaps damaged or twice."""
+        if not handover.asked:
             return
-        generation, life, kv_slice, epoch = handover.wanted.popleft()
+        generation, life, kv_slice, epoch = handover.asked.popleft()
         out = handover.out
         gone = life != self.life or out is None or not out.may_read(kv_slice)
         if gone or damage == "lost":
@@ -248,7 +248,7 @@ class Duo:
         for handover in self.requests.values():
             handover.out = None
             handover.heard.clear()
-            handover.wanted.clear()
+            handover.asked.clear()
             self.act(handover, handover.intake.stream_lost(peer_gone=True, reason="died"))
 
     def replace(self, handover: Handover) -> None:
@@ -287,7 +287,7 @@ class Duo:
                 case receiver.Bind():
                     self.tell(scheduler.bind, handover.name, action.generation)
                 case receiver.Pull():
-                    handover.wanted.extend(
+                    handover.asked.extend(
                         (handover.intake.generation, handover.life, kv_slice, action.epoch)
                         for kv_slice in action.kv_slices
                     )
@@ -356,7 +356,7 @@ class Duo:
             self.tell(self.decode.core.scheduler.cancel, handover.name)
 
     def assert_ours(self, handover: Handover, table: tuple[int, ...], kv_slice: KvSlice) -> None:
-        """A page is written only while its claim, or its quarantine, stands."""
+        """A page is written only while it is reserved, or in quarantine."""
         mine = self.decode.core.batch.reservations.writable(handover.name)
         pages = set(table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count])
         assert pages <= mine, "a write after the pages were given back"

@@ -81,7 +81,7 @@ class Handovers(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         known = {(tuple(range(length)), 0): answer for length, answer in GOLDEN.items()}
-        # every other draft token is wrong: speculation adds its own kinds of trouble to all the others
+        # every other draft token is wrong: speculation adds its own kinds of trouble
         self.duo = Duo(prefill_blocks=9, decode_blocks=9, speculation=oracle(known, 0.5))
 
     def pick(self, index):

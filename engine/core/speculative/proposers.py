@@ -21,6 +21,7 @@ from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
 from engine.core.speculative.acceptance import accepted_draft_tokens
+from telemetry.running_mean import RunningMean
 
 MAX_DRAFT_TOKENS = 16
 
@@ -80,20 +81,20 @@ class StepCost:
     """What a draft token costs, as a share of a step without draft tokens. Fitted."""
 
     def __init__(self) -> None:
-        self._plain_ns: dict[int, float] = {}  # by decode rows
+        self._plain_ns: dict[int, RunningMean] = {}  # by decode rows
         self._since_plain: dict[int, int] = {}
-        self._draft_token_ns: float | None = None
+        self._draft_token_ns = RunningMean(0.1)
 
     def note(self, decodes: int, draft_tokens: int, duration_ns: int) -> None:
         """Learn from a step that computed nothing but ``decodes`` rows and their draft tokens."""
         plain_ns = self._plain_ns.get(decodes)
         if not draft_tokens:
             self._since_plain[decodes] = 0
-            self._plain_ns[decodes] = _follow(plain_ns, duration_ns, 0.3)
+            self._plain_ns.setdefault(decodes, RunningMean(0.3)).add(duration_ns)
         elif plain_ns is not None:
             self._since_plain[decodes] += 1
-            sample_ns = max(duration_ns - plain_ns, 0.0) / draft_tokens
-            self._draft_token_ns = _follow(self._draft_token_ns, min(sample_ns, 2 * plain_ns), 0.1)
+            sample_ns = max(duration_ns - plain_ns.value, 0.0) / draft_tokens
+            self._draft_token_ns.add(min(sample_ns, 2 * plain_ns.value))
 
     def wants_plain(self, decodes: int) -> bool:
         """Whether a step without draft tokens should be timed before the next one with some."""
@@ -102,9 +103,9 @@ class StepCost:
     def share(self, decodes: int) -> float:
         """Answer tokens that ``decodes`` rows lose by the time which one draft token takes."""
         plain_ns = self._plain_ns.get(decodes)
-        if plain_ns is None or self._draft_token_ns is None:
+        if plain_ns is None or not self._draft_token_ns.measured:
             return _DRAFT_TOKEN_SHARE * decodes
-        return decodes * self._draft_token_ns / max(plain_ns, 1.0)
+        return decodes * self._draft_token_ns.value / max(plain_ns.value, 1.0)
 
 
 @dataclass(slots=True)
@@ -329,8 +330,3 @@ def _with_draft_tokens(
         samples=(sample, *samples),
         num_draft_tokens=len(draft_tokens),
     )
-
-
-def _follow(old: float | None, sample: float, weight: float) -> float:
-    """Running mean; the first sample is taken as it is."""
-    return sample if old is None else old + weight * (sample - old)

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from registry.types import EventBatch
 from router.placement.booked_load import LoadBook
-from router.placement.cost import PRIOR_ADAPTER_LOAD_S, Edge, Terms, WorkerLoad, candidates, choose
+from router.placement.cost import (
+    EDGE_OVERHEAD_S,
+    PRIOR_ADAPTER_LOAD_S,
+    Edge,
+    Terms,
+    WorkerLoad,
+    candidates,
+    choose,
+)
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_load import load_of
 
@@ -26,7 +34,6 @@ def worker(worker_id: str, **more) -> WorkerLoad:
         incarnation=worker_id.encode(),
         role=worker_id.split("-")[0],
         prefill_tokens_per_s=1000.0,
-        prefill_overhead_s=0.01,
         decode_step_s=0.02,
         block_bytes=368_640,
         total_blocks=1024,
@@ -71,7 +78,7 @@ def test_what_prefill_says_by_itself_is_not_charged_for_a_transfer():
     workers = [worker("prefill-0"), worker("decode-0")]
     [pair] = found(workers, "disaggregated", expected=1)
     [alone] = found(workers, "disaggregated", expected=1, moves_kv=False)
-    assert alone.terms.transfer_s == Edge().overhead_s < pair.terms.transfer_s
+    assert alone.terms.transfer_s == EDGE_OVERHEAD_S < pair.terms.transfer_s
 
 
 def test_a_slow_edge_makes_the_hand_off_not_worth_it():
@@ -252,7 +259,7 @@ def test_an_adapter_is_at_hand_where_it_was_reported_or_is_on_its_way():
     assert load_of(slot, 0, book, other).adapter_s > 0
 
 
-def test_a_measured_edge_without_an_overhead_has_the_usual_one():
+def test_a_measured_edge_is_taken_as_it_is_reported():
     status = WorkerStatus(edges=[EdgeRate(prefill_worker_id="prefill-0", bytes_per_s=1e9)])
     link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"d")
     slot = SimpleNamespace(worker_id="decode-0", role="decode", link=link)
