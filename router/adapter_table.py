@@ -47,7 +47,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterSharedTable(Protocol):
-    """Where routers share their table; ``registry.facade.Registry`` is one."""
+    """Where routers share their table; ``registry.redis_store.Registry`` is one."""
 
     async def adapters(self) -> Mapping[str, bytes]:
         """All entries by name, encoded."""

@@ -23,7 +23,6 @@ from router.adapter_table import AdapterSharedTable
 from router.api import errors as problems
 from router.api.answer import Answer, AnswerContext
 from router.api.embeddings import EmbeddingAnswer
-from router.api.grammar_checker import GrammarChecker
 from router.api.lora_endpoints import add_adapter_calls
 from router.api.prepare import Caller, Preparer, off_loop, read_headers, tenant_of
 from router.api.responses import ChatFormat, CompletionFormat
@@ -41,10 +40,11 @@ from router.api.schema import (
 from router.api.structured_output import wanted_grammar
 from router.api.tools import messages_of, offered
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
-from router.metrics import Observer
 from router.placement.index_feed import EventSource, MirrorFeeder
 from router.placement.prefix_index import PrefixIndex
 from router.requests.gateway import Gateway
+from router.requests.grammar_checker import GrammarChecker
+from router.requests.observer import Observer
 from router.requests.readiness import Prober
 from router.served_model import ServedModel
 from router.settings import RouterSettings

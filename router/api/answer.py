@@ -24,10 +24,10 @@ from engine.core.errors import BatonError
 from router.api.errors import problem_response
 from router.api.prepare import off_loop
 from router.api.responses import AnswerFormat, usage
-from router.metrics import Observer
+from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
-from router.requests.request import GenerationRequest
+from router.requests.observer import Observer
 
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"

@@ -10,9 +10,9 @@ from engine.core.errors import QueueFullError
 from router.api.answer import AnswerContext, Exchange
 from router.api.responses import usage
 from router.api.schema import EmbeddingBody
+from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
-from router.requests.request import GenerationRequest
 
 
 class EmbeddingAnswer(Exchange):

@@ -22,7 +22,7 @@ from router.api.schema import (
     GenerationBody,
 )
 from router.api.tools import messages_of, offered
-from router.requests.request import GenerationRequest, Mode, part_id
+from router.request import GenerationRequest, Mode, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from engine.core.geometry import BLOCK_TOKENS
-from router.requests.request import Mode
+from router.request import Mode
 
 # Until a worker reports: a small model on a laptop, and loopback.
 PRIOR_PREFILL_TOKENS_PER_S = 1500.0

@@ -10,7 +10,7 @@ from telemetry.metrics import Metrics
 
 
 class EventSource(Protocol):
-    """KV events of all workers; ``registry.facade.EventFeed`` is one. Heals gaps by itself."""
+    """KV events of all workers; ``registry.kv_events.EventFeed`` is one. Heals gaps by itself."""
 
     def want(self, incarnation: bytes) -> None:
         """Send a snapshot of the incarnation, though nothing was missed on the way."""

@@ -14,6 +14,8 @@ everybody starts anew.
 from collections import deque
 from dataclasses import dataclass, field
 
+from router.request import GenerationRequest
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -29,6 +31,17 @@ class Waiting:
     weight: int = 1
     tenant: str = "default"
     cost_tokens: float = 1.0
+
+    @classmethod
+    def of(cls, request: GenerationRequest, cost_tokens: float) -> "Waiting":
+        """The place of ``request``, which is expected to cost so much."""
+        return cls(
+            priority=request.priority,
+            request_id=request.request_id,
+            weight=request.sampling.n,
+            tenant=request.tenant,
+            cost_tokens=cost_tokens,
+        )
 
 
 @dataclass(slots=True)

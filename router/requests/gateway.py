@@ -34,17 +34,19 @@ from engine.core.errors import (
     WorkerLostError,
 )
 from engine.text.tokenizer import TextTokenizer
-from router.metrics import Observer
 from router.placement.booked_load import LoadBook
 from router.placement.placer import Placer
 from router.placement.prefix_index import PrefixIndex
+from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.admission import Admission
+from router.requests.dispatch import Dispatcher
+from router.requests.fair_queue import Waiting
 from router.requests.history import KeptRecords
+from router.requests.observer import Observer
 from router.requests.prefill_recovery import HandoffRepairs
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
-from router.requests.request import GenerationRequest
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from router.workers.link import WorkerLink
@@ -87,8 +89,9 @@ class Gateway:
         self._tokenizer = tokenizer
         self._observer = observer
         self._book = LoadBook()
-        self._placer = Placer(
-            settings, self.workers, prefix_index, self._book, observer, self.router_id
+        self._placer = Placer(settings, self.workers, prefix_index, self._book)
+        self._dispatcher = Dispatcher(
+            settings, self.workers, self._placer, observer, self.router_id
         )
         self._repairs = HandoffRepairs(settings, self.workers, self._book, observer, self._fail_at)
         self._active: dict[str, ActiveRequest] = {}
@@ -132,7 +135,8 @@ class Gateway:
         active.submitted_ns = now_ns = monotonic_ns()
         loser = None
         if not request.probe:
-            entry = self._placer.waiting(request)
+            cost_tokens = self._placer.cost_tokens(request, len(request.prompt))
+            entry = Waiting.of(request, cost_tokens)  # what of it is cached is not known yet
             loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
             self._kept.keep(active)
         self._active[active.id] = active
@@ -186,8 +190,8 @@ class Gateway:
                 active.admitted = True
                 self._draw_ticket(active)
                 self._place(active)
-                if active.chosen is not None:  # by now it is known what is cached
-                    uncached_tokens = active.chosen.uncached_tokens
+                if active.placement is not None:  # by now it is known what is cached
+                    uncached_tokens = active.placement.chosen.uncached_tokens
                     cost_tokens = self._placer.cost_tokens(active.request, uncached_tokens)
                     self.admission.charge(entry, cost_tokens)
         finally:
@@ -199,12 +203,10 @@ class Gateway:
     def _place(self, active: ActiveRequest, avoid: bytes = b"") -> None:
         """Choose workers and send. ``avoid`` is an incarnation that just failed."""
         try:
-            error = self._placer.place(active, avoid)
+            self._dispatcher.begin_attempt(active, avoid)
         except Exception as fault:  # noqa: BLE001 - logged there; only this request ends
-            error = _fault(active, fault)
-        if error is not None:
             active.decode_id = None
-            self._fail_placed(active, error)
+            self._fail_placed(active, _fault(active, fault))
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class Gateway:
             loop = asyncio.get_running_loop()
             loop.call_later(_LINGER_S, self._linger_over, active)
         if active.record.error is None:
-            self._placer.learn(active)
+            self._placer.learn(active.request, active.record.completion_tokens)
         active.notify()
         self._pump()
 

@@ -11,11 +11,11 @@ from time import monotonic_ns
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
 from engine.core.errors import BatonError, TransferError
-from router.metrics import Observer
 from router.placement.booked_load import LoadBook
-from router.placement.prompt_hashes import prefill_target
 from router.placement.worker_load import load_of
 from router.requests.active_request import ActiveRequest
+from router.requests.dispatch import prefill_target
+from router.requests.observer import Observer
 from router.requests.recovery_policy import after_prefill_failure
 from router.settings import RouterSettings
 from router.workers.table import Slot, WorkerTable

@@ -12,8 +12,8 @@ from typing import Any
 
 from engine.core.errors import BatonError, DeadlineError
 from engine.core.params import SamplingParams
+from router.request import GenerationRequest, Pinned
 from router.requests.gateway import Gateway
-from router.requests.request import GenerationRequest, Pinned
 from router.settings import RouterSettings
 
 _AT_ONCE = 4

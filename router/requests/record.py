@@ -20,7 +20,7 @@ from engine.core.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
-from router.requests.request import GenerationRequest
+from router.request import GenerationRequest
 from wire.tokens import unpack_tokens
 
 

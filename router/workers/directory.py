@@ -12,7 +12,7 @@ class WorkerDirectory(Protocol):
     """Says which workers there are, for as long as it is iterated.
 
     Liveness is not its business: that is what the streams to the workers tell.
-    ``registry.facade.RegistryWatcher`` is one.
+    ``registry.workers.RegistryWatcher`` is one.
     """
 
     def __aiter__(self) -> AsyncIterator[WorkerChange]:

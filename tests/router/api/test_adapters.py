@@ -13,7 +13,7 @@ from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNot
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry, RegistryUnavailableError
 from router.adapter_table import AdapterEntry, AdapterTable
-from router.placement.prompt_hashes import BlockHashCache
+from router.placement.prompt_hashes import HashSeedCache
 from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
 from tests.router.conftest import MODEL, events_of
@@ -148,7 +148,7 @@ async def test_where_there_are_keys_a_key_is_needed(make_fleet, served, path):
 
 
 def test_names_of_blocks_differ_by_adapter(artifact, served):
-    cache = BlockHashCache()
+    cache = HashSeedCache()
     link = SimpleNamespace(weights_digest=b"w" * 16, kv_groups=[], numerics_id="exact/x")
     seeds = {
         cache.seed(SimpleNamespace(adapter_digest=digest, cache_scope="team\0"), link)

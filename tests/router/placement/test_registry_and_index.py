@@ -117,10 +117,10 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
 
 def test_a_request_names_its_blocks_once_for_all_workers(model):
     """Seeds depend on the scope and the format, and on nothing that differs between workers."""
-    from router.placement.prompt_hashes import BlockHashCache
+    from router.placement.prompt_hashes import HashSeedCache
     from tests.router.emulated_worker import KV_GROUP
 
-    cache = BlockHashCache()
+    cache = HashSeedCache()
     capabilities = SimpleNamespace(
         kv_groups=[KV_GROUP], numerics_id="exact/x", weights_digest=b"w" * 16
     )

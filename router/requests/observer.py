@@ -36,11 +36,11 @@ class Observer:
 
     def placed(self, active: ActiveRequest) -> None:
         """A request was given to workers."""
-        if active.request.probe or active.chosen is None:
+        if active.request.probe or active.placement is None:
             return
-        mode = active.chosen.mode
+        chosen = active.placement.chosen
+        mode, predicted_s = chosen.mode, chosen.terms.first_token_s
         self.metrics.inc("baton_routes", mode=mode)
-        predicted_s = active.chosen.terms.first_token_s
         self.metrics.observe("baton_predicted_seconds", predicted_s, mode=mode)
 
     def retried(self, reason: str) -> None:
@@ -79,9 +79,10 @@ class Observer:
             return
         record = active.record
         if not before_ns:
-            if active.chosen is not None:
-                actual_s, mode = (now_ns - active.placed_ns) / 1e9, active.chosen.mode
-                error_s = abs(actual_s - active.chosen.terms.first_token_s)
+            if active.placement is not None:
+                chosen, placed_ns = active.placement.chosen, active.placement.placed_ns
+                mode, actual_s = chosen.mode, (now_ns - placed_ns) / 1e9
+                error_s = abs(actual_s - chosen.terms.first_token_s)
                 self.metrics.observe("baton_actual_seconds", actual_s, mode=mode)
                 self.metrics.observe("baton_prediction_error_seconds", error_s, mode=mode)
             return

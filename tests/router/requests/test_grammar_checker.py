@@ -8,7 +8,7 @@ import pytest
 from engine.core.errors import GrammarError, UnavailableError
 from engine.text.grammar import MAX_SOURCE_CHARACTERS
 from engine.text.grammar_check import Question, Verdict
-from router.api.grammar_checker import GrammarChecker
+from router.requests.grammar_checker import GrammarChecker
 from telemetry.metrics import Metrics
 from tests.router.emulated_worker import Script
 
