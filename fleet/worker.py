@@ -124,8 +124,9 @@ class Worker:
         self._publisher = KvEventPublisher(self._registry, self._incarnation)
         self._engine.on_cache_changed = self._on_cache_changed
         self._engine.on_adapter_changed = self._on_adapter_changed
+        self._metrics.before_page.append(self._show_registry)
         if settings.max_adapters:
-            self._metrics.before_page = self._show_adapters
+            self._metrics.before_page.append(self._show_adapters)
         self._engine.after_step.append(self._note_step)
         self._publisher.start()
         self._presence = Presence(self._registry, self._record)
@@ -376,6 +377,11 @@ class Worker:
             return
         metrics.inc("baton_adapter_loads", adapter=change.name, outcome=change.what)
         metrics.observe("baton_adapter_load_seconds", change.load_s)
+
+    def _show_registry(self) -> None:
+        self._metrics.set("baton_registry_connected", self._registry.connected)
+        self._count_up("baton_registry_errors", self._registry.errors)
+        self._count_up("baton_kv_snapshots", self._publisher.snapshots)
 
     def _show_adapters(self) -> None:
         running, waiting = self._engine.adapters_in_use()

@@ -65,7 +65,7 @@ class LoadBook:
                 booking.reported = True
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone."""
+        """Drop the bookings of a worker that is gone."""
         self._booked.pop(worker_id, None)
 
     def unreported(self, worker_id: str) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """The queue before placement: bounded, fair, honest. Sans-IO.
 
 Priorities are strict: lower numbers run first. Among equals tenants take turns
-(``router/requests/fair_queue.py``). A full queue belongs to all as well: who has fewer requests in it than
-others takes the newest place of the tenant that has most.
+(``router/requests/fair_queue.py``). A full queue is shared fairly as well: a tenant that has fewer
+requests in it than others takes the newest place of the tenant that has most.
 """
 
 from collections import Counter, deque

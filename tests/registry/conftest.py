@@ -32,7 +32,7 @@ class Reader:
 
     def __init__(self, registry: Registry) -> None:
         self.feed = EventFeed(registry)
-        self.names: dict[bytes, set[bytes]] = {}
+        self.hashes: dict[bytes, set[bytes]] = {}
         self.items: list[object] = []
         self.task = asyncio.create_task(self._run())
 
@@ -41,15 +41,15 @@ class Reader:
             self.items.append(item)
             match item:
                 case Snapshot():
-                    self.names[item.incarnation] = set(item.names)
+                    self.hashes[item.incarnation] = set(item.hashes)
                 case EventBatch():
-                    held = self.names[item.incarnation]
+                    held = self.hashes[item.incarnation]
                     if item.cleared:
                         held.clear()
                     held.difference_update(item.removed)
                     held.update(item.stored)
                 case Forget():
-                    del self.names[item.incarnation]
+                    del self.hashes[item.incarnation]
                 case Heartbeat():
                     pass
 

@@ -60,7 +60,8 @@ class Fleet:
     """One router and its workers."""
 
     def __init__(self, router: Router, server: uvicorn.Server, directory: StaticDirectory) -> None:
-        self.router = router
+        self.router = router.parts
+        self.app = router.app
         self.directory = directory
         self.workers: dict[str, EmulatedWorker] = {}
         self.processes: list[asyncio.subprocess.Process] = []

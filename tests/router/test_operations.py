@@ -275,7 +275,7 @@ async def test_a_slow_reader_gets_tokens_together(make_fleet):
         writes.append(message.get("body", b""))
         await asyncio.sleep(0.05)  # the connection takes a write only now and then
 
-    await fleet.router.app()(scope, receive, send)
+    await fleet.app()(scope, receive, send)
     events = events_of(b"".join(writes).decode())
     assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events[:-1]) == 200
     assert len(events) < 60
