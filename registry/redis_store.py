@@ -115,7 +115,7 @@ class Registry:
         )
         return bytes(mark)
 
-    # --- workers and slots ------------------------------------------------------------------------
+    # --- workers and slots -----------------------------------------------------------------------
 
     async def register(self, record: WorkerRecord) -> None:
         """Write what a worker says about itself; expires in 10 s unless refreshed."""
@@ -164,7 +164,7 @@ class Registry:
             ("SADD", self._key("slots"), record.worker_id),
         )
 
-    # --- operators to the controller --------------------------------------------------------------
+    # --- operators to the controller -------------------------------------------------------------
 
     async def ask(self, verb: str, worker_ids: Sequence[str], timeout_s: float = 5.0) -> str | None:
         """Ask the controller for something.
@@ -199,7 +199,7 @@ class Registry:
         """Answer an order: ``""`` when it is being done."""
         await self._send(("SET", self._key("answer", order.token), text, "PX", 10_000))
 
-    # --- adapters that clients may name, shared by the routers ------------------------------------
+    # --- adapters that clients may name, shared by the routers -----------------------------------
 
     async def adapters(self) -> dict[str, bytes]:
         """What routers wrote, by name; kept alive for a day by whoever reads it."""
@@ -212,7 +212,7 @@ class Registry:
         fields = [part for name, raw in entries.items() for part in (name, raw)]
         await self._send(("HSET", self._key("adapters"), *fields))
 
-    # --- KV events: the publishing side -----------------------------------------------------------
+    # --- KV events: the publishing side ----------------------------------------------------------
 
     async def publish(self, batch: EventBatch, checksum: int) -> None:
         """One MULTI: change the worker's set, append to the stream, bump the sequence."""
@@ -281,7 +281,7 @@ class Registry:
             atomic=True,
         )
 
-    # --- KV events: the reading side --------------------------------------------------------------
+    # --- KV events: the reading side -------------------------------------------------------------
 
     async def live(self) -> dict[bytes, tuple[int, int]]:
         """(sequence, checksum) of every incarnation in the index."""
@@ -325,7 +325,7 @@ class Registry:
         parsed = [_parse_entry(fields) for _, fields in entries]
         return bytes(entries[-1][0]), [entry for entry in parsed if entry is not None]
 
-    # --- plumbing ---------------------------------------------------------------------------------
+    # --- plumbing --------------------------------------------------------------------------------
 
     def _key(self, *parts: str) -> bytes:
         return (self._prefix + ":".join(parts)).encode()

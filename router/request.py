@@ -29,7 +29,8 @@ class GenerationRequest:
         pinned: Only for probes.
         traceparent: Parent of the spans at the workers.
         pooling: Not empty: the answer is the prompt's pooled hidden state; nothing is sampled.
-        score_only: Only the prompt's logprobs are asked for: the one token sampled is not shown.
+        prompt_logprobs_only: Only the prompt's logprobs are asked for: the one token that is
+            sampled is not shown.
         part_of: The call, where it has several prompts or inputs: each is a request.
     """
 
@@ -50,7 +51,7 @@ class GenerationRequest:
     pinned: Pinned | None = None
     traceparent: str = ""
     pooling: str = ""
-    score_only: bool = False
+    prompt_logprobs_only: bool = False
     part_of: str = ""
 
     @property
@@ -64,14 +65,14 @@ class GenerationRequest:
         return self.adapter.digest if self.adapter is not None else ""
 
     @property
-    def scored(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's tokens are to have log-probabilities."""
         return self.sampling.prompt_logprobs is not None
 
     @property
     def whole_prompt(self) -> bool:
         """Whether all of the prompt is computed, whatever is cached."""
-        return self.scored or bool(self.pooling)
+        return self.wants_prompt_logprobs or bool(self.pooling)
 
 
 def part_id(request_id: str, index: int) -> str:

@@ -109,25 +109,25 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
     "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
-    "baton_mirror_names": _gauge("Block names in the mirror of the prefix index."),
+    "baton_mirror_names": _gauge("Block hashes in the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
-    "baton_mirror_snapshots": _count("Snapshots read to heal the mirror."),
+    "baton_mirror_snapshots": _count("Snapshots read to heal the prefix index."),
 }
 
 # A worker: its pool, its engine, its side of the hand-off.
 WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_kv_blocks": _gauge("KV blocks: total, free, cached, leased, quarantined.", "state"),
     "baton_kv_usage_ratio": _gauge("Leased blocks / total.", vllm="kv_cache_usage_perc"),
-    "baton_kv_evictions": _count("Named blocks given up for new ones."),
+    "baton_kv_evictions": _count("Cached blocks given up for new ones."),
     "baton_preemptions": _count("Requests preempted and recomputed.", vllm="num_preemptions"),
     "baton_spec_drafts": _count(
-        "Rows that were computed with guesses behind them.", vllm="spec_decode_num_drafts"
+        "Rows that were computed with draft tokens behind them.", vllm="spec_decode_num_drafts"
     ),
     "baton_spec_draft_tokens": _count(
-        "Tokens guessed by speculation.", vllm="spec_decode_num_draft_tokens"
+        "Draft tokens proposed.", vllm="spec_decode_num_draft_tokens"
     ),
     "baton_spec_accepted_tokens": _count(
-        "Guesses that turned out to be right.", vllm="spec_decode_num_accepted_tokens"
+        "Draft tokens that were accepted.", vllm="spec_decode_num_accepted_tokens"
     ),
     "baton_running_requests": _gauge("Requests in the batch.", vllm="num_requests_running"),
     "baton_waiting_requests": _gauge("Requests waiting.", vllm="num_requests_waiting"),

@@ -158,7 +158,7 @@ def choose(
 ) -> Candidate:
     """The cheapest; among those that differ from it by less than ``tie_s``, one at random.
 
-    Without the draw, routers that see the same figures all run to the same worker.
+    Without the random choice, routers that see the same figures all run to the same worker.
 
     Args:
         compared: Sorted by cost, not empty.

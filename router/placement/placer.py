@@ -105,7 +105,7 @@ class Placer:
 
     def learn(self, request: GenerationRequest, completion_tokens: int) -> None:
         """A request is complete: the length of its answers enters the running mean."""
-        if request.pooling or request.score_only:
+        if request.pooling or request.prompt_logprobs_only:
             return
         tokens = completion_tokens / request.sampling.n
         self._answer_tokens += _LEARNING_RATE * (tokens - self._answer_tokens)

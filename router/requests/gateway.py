@@ -1,11 +1,11 @@
-"""The router's middle: admits requests, places them, follows them to their one end.
+"""Admits requests, has them placed, and follows each to its one end.
 
     handler ── submit ──▶ queue ── window ──▶ place ──▶ worker link
        ▲                                                   │ frames
-       └── bell ◀── record ◀── on_frame / on_dead ◀────────┘
+       └── wakeup ◀── record ◀── on_frame / on_dead ◀──────┘
 
-Everything here runs in one event loop and nothing in it waits: a frame is handled, or a death, or a
-timer, and the handlers that are concerned hear the bell.
+Everything here runs in one event loop and nothing in it waits: a frame, a death or a timer is
+handled, and the HTTP handlers that it concerns are woken.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from router.requests.dispatch import Dispatcher
 from router.requests.fair_queue import Waiting
 from router.requests.history import KeptRecords
 from router.requests.observer import Observer
-from router.requests.prefill_recovery import HandoffRepairs
+from router.requests.prefill_recovery import PrefillRecovery
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
 from router.settings import RouterSettings
@@ -56,7 +56,7 @@ from wire.compatibility import own_wire
 
 _LOG = logging.getLogger(__name__)
 
-_LINGER_S = 10.0  # how long an ended request may still hear of its worker
+_LINGER_S = 10.0  # how long an ended request is kept for its worker's confirmation
 
 
 class Gateway:
@@ -66,7 +66,7 @@ class Gateway:
         settings: Limits and timeouts.
         tokenizer: For the text of answers.
         directory: Which workers there are.
-        prefix_index: Who holds which blocks; fed from outside.
+        prefix_index: Which worker holds which blocks; fed from outside.
         observer: Metrics.
     """
 
@@ -93,7 +93,9 @@ class Gateway:
         self._dispatcher = Dispatcher(
             settings, self.workers, self._placer, observer, self.router_id
         )
-        self._repairs = HandoffRepairs(settings, self.workers, self._book, observer, self._fail_at)
+        self._prefill_recovery = PrefillRecovery(
+            settings, self.workers, self._book, observer, self._fail_at
+        )
         self._active: dict[str, ActiveRequest] = {}
         self._kept = KeptRecords(settings.kept_records)
         self._pumping = False
@@ -115,7 +117,7 @@ class Gateway:
         for active in list(self._active.values()):
             self._finish(active, UnavailableError("the router is shutting down"))
 
-    # --- requests -------------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, wakeup: asyncio.Event) -> ActiveRequest:
         """Take a request in.
@@ -144,7 +146,7 @@ class Gateway:
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
         active.timer = loop.call_later(delay_s, self._expire, active)
         if request.probe:
-            self._draw_ticket(active)
+            self._give_ticket(active)
             self._place(active)
         else:
             if loser is not None:
@@ -153,13 +155,13 @@ class Gateway:
         return active
 
     def _push_out(self, active: ActiveRequest) -> None:
-        """Another tenant, that has fewer requests in the full queue, takes its place."""
+        """End a request whose place in the full queue goes to a tenant that has fewer there."""
         request, now_ns = active.request, monotonic_ns()
         error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
         self._finish(active, error)
 
-    def _draw_ticket(self, active: ActiveRequest) -> None:
-        active.record.ticket = self.admission.draw_ticket(time_ns() // 1000)
+    def _give_ticket(self, active: ActiveRequest) -> None:
+        active.record.ticket = self.admission.next_ticket(time_ns() // 1000)
 
     def cancel(self, active: ActiveRequest) -> None:
         """The client went away."""
@@ -186,9 +188,9 @@ class Gateway:
         self._pumping = True
         try:
             while (entry := self.admission.pop(self._window())) is not None:
-                active = self._active[entry.request_id]  # who leaves the queue is taken out of it
+                active = self._active[entry.request_id]  # a request that ends has left the queue
                 active.admitted = True
-                self._draw_ticket(active)
+                self._give_ticket(active)
                 self._place(active)
                 if active.placement is not None:  # by now it is known what is cached
                     uncached_tokens = active.placement.chosen.uncached_tokens
@@ -198,7 +200,7 @@ class Gateway:
             self._pumping = False
         self._observer.queue(self.admission.waiting, self.admission.max_waiting)
 
-    # --- placement ------------------------------------------------------------------------------
+    # --- placement -------------------------------------------------------------------------------
 
     def _place(self, active: ActiveRequest, avoid: bytes = b"") -> None:
         """Choose workers and send. ``avoid`` is an incarnation that just failed."""
@@ -208,7 +210,7 @@ class Gateway:
             active.decode_id = None
             self._fail_placed(active, _fault(active, fault))
 
-    # --- ends -----------------------------------------------------------------------------------
+    # --- ends ------------------------------------------------------------------------------------
 
     def _expire(self, active: ActiveRequest) -> None:
         waited_s = (active.request.deadline_ns - active.request.arrived_ns) / 1e9
@@ -266,16 +268,16 @@ class Gateway:
         if self._active.pop(active.id, None) is not None and active.delivered_ns:
             self._observer.over(active)
 
-    # --- what workers say -----------------------------------------------------------------------
+    # --- what workers say ------------------------------------------------------------------------
 
     def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
-        """A worker answers: resume what it holds, or give work to the newcomer."""
+        """A worker answers: resume the requests that it holds, or place waiting ones on it."""
         self.workers.note_live(link)
         if same_life:
             for active in self._held_by(link.worker_id):
                 if not active.record.ended:
                     self._resume(link, active)
-        self._repairs.on_live(list(self._active.values()))
+        self._prefill_recovery.on_live(list(self._active.values()))
         self._pump()
 
     def _resume(self, link: WorkerLink, active: ActiveRequest) -> None:
@@ -291,7 +293,7 @@ class Gateway:
         self._observer.stream_error(kind)
 
     def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str) -> None:
-        """A worker died: its requests go elsewhere, or end."""
+        """A worker died: its requests are placed again, or end."""
         _LOG.warning("%s is dead to this router: %s", link.worker_id, reason)
         self._observer.stream_error("dead")
         self.workers.note_dead(link)
@@ -333,7 +335,7 @@ class Gateway:
             self._after_end(active)
 
     def _fail_at(self, active: ActiveRequest, error: BatonError) -> None:
-        """End a request whose worker was told already."""
+        """End a request whose worker has the error already."""
         if active.record.fail(error, monotonic_ns()):
             self._after_end(active)
 
@@ -343,7 +345,7 @@ class Gateway:
         if active is None or active.record.ended or active.record.attempt != submission.attempt:
             return
         error = UnavailableError(f"{link.worker_id} did not take the request: {reason}")
-        self._send_cancel(active)  # only the answer may have been lost, and the request be there
+        self._send_cancel(active)  # the worker may have it, and only the answer be lost
         if active.record.attempt >= MAX_ATTEMPTS:
             self._fail_placed(active, error)
         else:
@@ -372,7 +374,7 @@ class Gateway:
         for needed in frame.prefill_needed:
             active = active_requests.get(needed.request_id)
             if active is not None:
-                self._repairs.on_needed(active, needed)
+                self._prefill_recovery.on_needed(active, needed)
         for end in frame.ends:
             active = active_requests.get(end.request_id)
             if active is not None:
@@ -409,7 +411,7 @@ class Gateway:
         record.times = end.times
         if active.cancelled_ns:
             self._observer.released(now_ns - active.cancelled_ns)
-        if record.ended:  # the worker confirms what the client knows already
+        if record.ended:  # for the client; now for the worker too
             self._active.pop(active.id, None)
             if active.delivered_ns:
                 self._observer.over(active)
@@ -419,7 +421,7 @@ class Gateway:
             self._fail_placed(active, error)
             return
         error = error_from_wire(end.error)
-        if isinstance(error, WorkerLostError):  # its shell still speaks, its engine is dead
+        if isinstance(error, WorkerLostError):  # its engine died, its gRPC server still answers
             self._move(active, link.incarnation, f"{link.worker_id}: {error.message}")
             return
         movable = end.error.retryable and not record.sent and record.attempt < MAX_ATTEMPTS
@@ -433,7 +435,7 @@ class Gateway:
 
 
 def _fault(active: ActiveRequest, fault: Exception) -> BatonError:
-    """What the client of ``active`` hears of ``fault``; the log has the rest."""
+    """The error that the client of ``active`` gets for ``fault``; the log has the rest."""
     if isinstance(fault, BatonError):
         return fault
     _LOG.error("request %s failed inside the router", active.id, exc_info=fault)

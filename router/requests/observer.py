@@ -1,4 +1,4 @@
-"""What the router counts. Probes are in none of it.
+"""The router's metrics of requests. Probes are in none of them.
 
 All durations are on the router's clock except the parts that the worker reports of its own; what is
 left of a request's time is the phase ``unattributed``, so that the phases always add up.
@@ -163,7 +163,7 @@ def phases(active: ActiveRequest, exposed_s: float = 0.0) -> dict[str, float]:
     record, times = active.record, active.record.times
     arrived_ns, end_ns = record.request.arrived_ns, active.delivered_ns
     placed_ns = active.placed_ns or end_ns
-    # The worker's clock may round otherwise than ours: its parts cannot exceed what we saw.
+    # The worker rounds otherwise: its parts must not exceed the time on this router's clock.
     window_s = _between_s(active.placed_ns, record.first_token_ns)
     worker_queue_s = min(times.queue_ns / 1e9, window_s) if times is not None else 0.0
     prefill_s = min(times.prefill_ns / 1e9, window_s - worker_queue_s) if times is not None else 0.0

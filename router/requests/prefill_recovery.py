@@ -1,4 +1,4 @@
-"""A prefill worker failed a request that a decode worker holds: finds it another one, or an end.
+"""A prefill worker failed a request that a decode worker holds: replaces it, or ends the request.
 
 The decode worker keeps its reservation and asks (``PrefillNeeded``); what is decided stands in
 ``router/requests/recovery_policy.py``.
@@ -22,15 +22,15 @@ from router.workers.table import Slot, WorkerTable
 from wire.codecs import error_to_wire
 
 
-class HandoffRepairs:
+class PrefillRecovery:
     """Answers ``PrefillNeeded``, at once or when another prefill worker has come.
 
     Args:
         settings: How long to wait for one.
-        workers: Who is there.
+        workers: The workers and their last reports.
         book: Load that reports do not show yet.
         observer: Metrics.
-        end: Ends a flight whose worker has been told.
+        end: Ends a request whose worker has the error already.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HandoffRepairs:
                 self._refuse(active, repair.refusal or TransferError("the hand-off failed"))
 
     def on_live(self, active_requests: Iterable[ActiveRequest]) -> None:
-        """A worker came up: it may be what some of ``active_requests`` wait for."""
+        """A worker came up: some of ``active_requests`` may wait for a prefill worker."""
         for active in active_requests:
             if active.wants_prefill and not active.record.ended:
                 self._try_replacement(active)

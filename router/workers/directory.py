@@ -11,7 +11,7 @@ from registry.workers import WorkerChange
 class WorkerDirectory(Protocol):
     """Says which workers there are, for as long as it is iterated.
 
-    Liveness is not its business: that is what the streams to the workers tell.
+    It does not say which are alive: that is known from the streams to the workers.
     ``registry.workers.RegistryWatcher`` is one.
     """
 

@@ -1,4 +1,4 @@
-"""One multiplexed stream to one worker: heartbeats, reopening, and the word that it died.
+"""One multiplexed stream to one worker: heartbeats, reopening, and noticing that it died.
 
     connecting ──first status──▶ live ──stream breaks──▶ reopening ──within reopen_s──▶ live
                                   │                          └─ refused, or too late ─▶ dead
@@ -31,9 +31,10 @@ _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 class Silence:
-    """How long a worker has said nothing. Sans-IO.
+    """How long a worker has sent nothing. Sans-IO.
 
-    While our own loop stood still, its words may have lain unread: that time does not count.
+    While this process's event loop stood still, frames may have lain unread: that time does not
+    count.
 
     Args:
         since_ns: When the stream was opened, on the monotonic clock.
@@ -58,7 +59,7 @@ class Silence:
 
 
 class LinkListener(Protocol):
-    """Who hears of a link. Calls come in the event loop and must not block."""
+    """Told of a link's events. Calls come in the event loop and must not block."""
 
     def on_live(self, link: "WorkerLink", *, same_life: bool) -> None:
         """The worker answers. ``same_life``: the incarnation that was live before the break."""
@@ -141,7 +142,7 @@ class WorkerLink:
         self.live = False
 
     def send(self, frame: RouterFrame) -> None:
-        """Queue a frame; it goes out in order, after a break as well. The dead get nothing."""
+        """Queue a frame; it goes out in order, after a break as well, and not to a dead worker."""
         if not self.known:
             return
         self._out.append(frame)
@@ -280,7 +281,9 @@ class WorkerLink:
         incarnation = status.identity.incarnation
         same_life = incarnation == self.incarnation and self._broken_ns != 0
         if not same_life:
-            self.die("the worker has another life")  # the old one, if requests still hope for it
+            self.die(
+                "the worker has another life"
+            )  # the old one, which requests may still wait for
         self.incarnation = incarnation
         self.live, self._broken_ns = True, 0
         self._wake.set()
@@ -296,7 +299,7 @@ class WorkerLink:
                 sequence += 1
                 await call.write(RouterFrame(heartbeat=Heartbeat(sequence=sequence)))
                 beat_at = loop.time() + self._heartbeat_s
-            # Requests wait until the worker has said who it is.
+            # Frames wait until the worker has sent its first status.
             while self._out and self.live:
                 frame = self._out[0]
                 await call.write(frame)

@@ -97,10 +97,10 @@ class WorkerTable:
     """All slots; keeps a link to each worker that the directory names.
 
     Args:
-        directory: Who is there.
+        directory: Which workers there are.
         settings: Timeouts and the fleet token.
         hello: This router's identity.
-        listener: Hears of every link. Call ``note_*`` from it first.
+        listener: Told of every link's events; it calls ``note_*`` first.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class WorkerTable:
         """Follow the directory."""
         self._tasks = [
             asyncio.create_task(self._follow(), name="directory"),
-            asyncio.create_task(self._drop_dead_workers(), name="bury"),
+            asyncio.create_task(self._drop_dead_workers(), name="drop dead workers"),
         ]
 
     async def close(self) -> None:
@@ -146,14 +146,14 @@ class WorkerTable:
                 self._gone(change.worker_id)
 
     async def _drop_dead_workers(self) -> None:
-        """The dead leave the list after a while."""
+        """Drop slots that have been dead for long."""
         while True:
             await asyncio.sleep(1.0)
             limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
             for worker_id, slot in list(self._slots.items()):
-                # A slot with an address may have a new life there at any time: keep knocking.
-                knocking = slot.link is not None and slot.record.state != "dead"
-                if _long_dead(slot, limit_ns) and not knocking:
+                # At a slot's address a new life may start at any time: keep trying to connect.
+                connecting = slot.link is not None and slot.record.state != "dead"
+                if _long_dead(slot, limit_ns) and not connecting:
                     self._hang_up(slot)
                     del self._slots[worker_id]
 
@@ -166,7 +166,7 @@ class WorkerTable:
         slot.record, slot.epoch = record, max(slot.epoch, record.epoch)
         link = slot.link
         if record.state == "dead":
-            # The stream knows better: a worker that answers is alive, whatever the registry says.
+            # A worker that answers on its stream is alive, whatever the registry says.
             if link is None or not link.live:
                 self._mark_dead(slot)
                 self._hang_up(slot)

@@ -28,7 +28,7 @@ async def registry(redis_server: EmbeddedRedis) -> AsyncIterator[Registry]:
 
 
 class Reader:
-    """The simplest mirror: applies what the feed yields, without checks of its own."""
+    """The simplest prefix index: applies what the feed yields, without checks of its own."""
 
     def __init__(self, registry: Registry) -> None:
         self.feed = EventFeed(registry)

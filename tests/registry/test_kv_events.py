@@ -54,7 +54,7 @@ async def test_a_reader_that_comes_late_starts_with_a_snapshot(
     publisher.publish(stored=held)
     await eventually(lambda: publisher.sequence > 0 and publisher.connected)
     late = Reader(registry)
-    await eventually(lambda: list(late.names.values()) == [set(held)])
+    await eventually(lambda: list(late.hashes.values()) == [set(held)])
     assert isinstance(late.items[0], Snapshot)
     await late.close()
 

@@ -1,4 +1,4 @@
-"""The mirror follows the truth, whatever the feed loses, repeats, or delays."""
+"""The prefix index follows the truth, whatever the feed loses, repeats, or delays."""
 
 import time
 
