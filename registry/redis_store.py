@@ -75,7 +75,7 @@ class Registry:
     """
 
     def __init__(self, url: str, fleet: str) -> None:
-        # Retries are ours: a repeated MULTI whose first try did take effect must be thought about.
+        # No retries by the client: a MULTI whose first try took effect must not be sent again.
         self._redis = redis.asyncio.Redis.from_url(
             url,
             protocol=2,
@@ -202,7 +202,7 @@ class Registry:
     # --- adapters that clients may name, shared by the routers -----------------------------------
 
     async def adapters(self) -> dict[str, bytes]:
-        """What routers wrote, by name; kept alive for a day by whoever reads it."""
+        """What routers wrote, by name. Each read keeps it for another day."""
         key = self._key("adapters")
         pairs, _ = await self._send(("HGETALL", key), ("PEXPIRE", key, ADAPTERS_TTL_S * 1000))
         return {name.decode(): bytes(raw) for name, raw in pairs.items()}

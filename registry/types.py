@@ -20,7 +20,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     ``incarnation`` is 16 random bytes, made by the worker when it starts; it is empty while a slot
     has no process (``starting`` before the first life, ``dead`` between two lives). ``epoch``
     counts the lives of the slot from 1. ``heartbeat_ms`` is the wall-clock time of the last
-    refresh, on the clock of whoever wrote the record: good for a human, never for liveness.
+    refresh, on the clock of the process that wrote the record: for display, not for liveness.
     """
 
     worker_id: str

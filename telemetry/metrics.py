@@ -9,6 +9,7 @@ Nothing is global: each component owns its registry.
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -65,7 +66,7 @@ class Metrics:
         child.set(value)
 
     def set_info(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge that has one series at a time: its labels are what it says."""
+        """Set a gauge that has one series at a time: its labels carry the information."""
         gauge = self._instruments[name]
         if not isinstance(gauge, Gauge):
             raise ValueError(f"{name} is not a gauge")
@@ -160,7 +161,7 @@ class MetricsServer:
     async def close(self) -> None:
         """Stop listening and close open connections."""
         self._server.close()
-        if hasattr(self._server, "close_clients"):  # Python 3.13; before, they end by themselves
+        if sys.version_info >= (3, 13):  # before, connections end by themselves
             self._server.close_clients()
 
 

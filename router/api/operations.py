@@ -57,7 +57,7 @@ def routes(router: RouterParts) -> Endpoints:
 
 
 def _set_gauges(router: RouterParts) -> None:
-    """Set what is counted only when somebody asks."""
+    """Set what is only counted when the page is asked for."""
     counts = Counter((slot.role, slot.state) for slot in router.gateway.workers)
     for role in _ROLES:
         for state in _WORKER_STATES:

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What the headers say."""
+    """What a call's headers ask for, and who sent it."""
 
     tenant: str
     mode: Mode

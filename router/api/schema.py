@@ -395,7 +395,7 @@ def _without_neutral(kind: type[_Strict], data: dict[str, Any], where: str) -> d
 
 
 def _refusal(error: ValidationError, data: Any) -> InvalidRequestError:
-    """The first field at fault. Of a union's branches, those that got furthest speak."""
+    """The first field at fault. Of a union's branches, those that got furthest are reported."""
     if error.error_count() > _MAX_FAULTS:
         return InvalidRequestError(f"the body has {error.error_count()} faults, too many to list")
     placed = [(_place(item["loc"], data), item) for item in error.errors(include_url=False)]

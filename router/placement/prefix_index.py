@@ -193,7 +193,7 @@ class PrefixIndex:
         return len(hashes)
 
     def hashes_of(self, incarnation: bytes) -> frozenset[bytes]:
-        """Everything that the incarnation is thought to hold."""
+        """The hashes of all blocks that the incarnation holds, as far as events told."""
         entry = self._held.get(incarnation)
         return frozenset(entry.hashes) if entry is not None else frozenset()
 

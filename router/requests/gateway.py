@@ -258,7 +258,7 @@ class Gateway:
         self._pump()
 
     def delivered(self, active: ActiveRequest) -> None:
-        """The handler has written the last byte (or has nobody to write to)."""
+        """The handler has written the last byte, or the client has gone."""
         active.delivered_ns = monotonic_ns()
         if active.id not in self._active or active.record.times is not None:
             self._observer.over(active)
@@ -268,7 +268,7 @@ class Gateway:
         if self._active.pop(active.id, None) is not None and active.delivered_ns:
             self._observer.over(active)
 
-    # --- what workers say ------------------------------------------------------------------------
+    # --- events of the workers -------------------------------------------------------------------
 
     def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
         """A worker answers: resume the requests that it holds, or place waiting ones on it."""

@@ -232,7 +232,7 @@ class RequestRecord:
         return sum(choice.completion_tokens for choice in self.choices)
 
     def on_route(self, route: RequestRoute, now_ns: int) -> None:
-        """The worker says where the request runs."""
+        """The worker reports where the request runs."""
         if route.attempt == self.attempt and not self.ended:
             self.route = route
             self.note("routed", now_ns)

@@ -49,7 +49,7 @@ class Silence:
 
         Args:
             now_ns: The clock.
-            heard_ns: When the worker was heard last.
+            heard_ns: When the last frame came.
             late_ns: By how much the caller was woken too late.
         """
         if heard_ns > self._since_ns:
@@ -87,7 +87,7 @@ class WorkerLink:
         hello: First frame of each stream; holds this router's identity.
         token: The fleet token.
         heartbeat_s: Our heartbeats; they renew the lease of our requests.
-        silence_s: The worker is dead when it says nothing for so long.
+        silence_s: The worker is dead when it sends nothing for so long.
         reopen_s: A broken stream must be open again within this time.
     """
 
@@ -191,7 +191,7 @@ class WorkerLink:
                 try:
                     reason, refused = await self._serve_once(self._stub)
                     self._after_break(reason, refused)
-                except Exception:  # noqa: BLE001 - logged; nobody else would see it
+                except Exception:  # noqa: BLE001 - logged; no caller would see it
                     _LOG.exception("the link to %s failed inside the router", self.worker_id)
                     self.die("the router failed to handle what it said")
                 if self._heard_ns != heard_before:
@@ -214,7 +214,7 @@ class WorkerLink:
             self.die(reason)
 
     async def _serve_once(self, stub: DecodeStub) -> tuple[str, bool]:
-        """One stream from open to end. Returns why it ended, and whether nobody listens there."""
+        """One stream from open to end; returns why it ended, and whether it was refused."""
         call = stub.Serve(metadata=self._metadata)
         self._heard_ns, opened_ns = self._heard_ns, monotonic_ns()
         tasks = [

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from batonpb.common_pb2 import TransferTotals, WorkerStatus
+from batonpb.common_pb2 import BlockCounts, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
 from registry.types import WorkerRecord
@@ -17,7 +17,6 @@ from router.workers.transfer_totals import TransferLedger
 from wire.compatibility import wire_overlaps
 
 _STATES = ("starting", "ready", "draining")
-_BLOCK_STATES = ("total", "free", "cached", "leased", "quarantined")
 
 
 class Slot:
@@ -85,7 +84,7 @@ class Slot:
             "pid": 0 if state == "dead" else identity.pid or record.pid,
             "host": identity.host or record.host,
             "address": identity.address or record.address,
-            "kv_blocks": {name: getattr(status.kv_blocks, name) for name in _BLOCK_STATES},
+            "kv_blocks": _block_counts(status.kv_blocks),
             "running": status.running,
             "waiting": status.waiting,
             "threads": 0 if state == "dead" else status.threads or record.threads,
@@ -259,6 +258,16 @@ class WorkerTable:
             "workers": [self._slots[name].describe() for name in shown],
             "transfers": {"count": count, "bytes": payload, "failures": failures},
         }
+
+
+def _block_counts(blocks: BlockCounts) -> dict[str, int]:
+    return {
+        "total": blocks.total,
+        "free": blocks.free,
+        "cached": blocks.cached,
+        "leased": blocks.leased,
+        "quarantined": blocks.quarantined,
+    }
 
 
 def _long_dead(slot: Slot, limit_ns: int) -> bool:
