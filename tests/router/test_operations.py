@@ -157,8 +157,8 @@ async def test_a_request_can_be_explained(fleet):
 async def test_records_are_bounded(make_fleet):
     fleet = await make_fleet({"decode-0": None}, kept_records=3)
     ids = [(await fleet.chat(max_tokens=1)).json()["id"] for _ in range(5)]
-    found = [(await fleet.http.get(f"/fleet/requests/{i}")).status_code for i in ids]
-    assert found == [404, 404, 200, 200, 200]
+    statuses = [(await fleet.http.get(f"/fleet/requests/{i}")).status_code for i in ids]
+    assert statuses == [404, 404, 200, 200, 200]
     await until(lambda: fleet.router.gateway.in_flight == 0)
 
 

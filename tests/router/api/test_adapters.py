@@ -78,9 +78,9 @@ async def test_models_lists_the_adapter_with_its_parent(make_fleet, served, path
     await load(fleet, "org/pirate", path)
     listed = (await fleet.http.get("/v1/models")).json()["data"]
     assert [item["id"] for item in listed] == [*served.names, "org/pirate"]
-    found = (await fleet.http.get("/v1/models/org/pirate")).json()
-    assert (found["parent"], found["root"], found["rank"]) == (MODEL, str(path), 4)
-    assert found["adapter_digest"] == served.adapters.find("org/pirate").digest
+    record = (await fleet.http.get("/v1/models/org/pirate")).json()
+    assert (record["parent"], record["root"], record["rank"]) == (MODEL, str(path), 4)
+    assert record["adapter_digest"] == served.adapters.find("org/pirate").digest
     page = (await fleet.http.get("/metrics")).text
     assert "baton_adapters_served 1.0" in page
 

@@ -25,10 +25,10 @@ def offer(queue: Admission, *places: Waiting) -> list[Waiting | None]:
 
 
 def popped(queue: Admission, window: int = 10**6) -> list[Waiting]:
-    found = []
+    popped = []
     while (entry := queue.pop(window)) is not None:
-        found.append(entry)
-    return found
+        popped.append(entry)
+    return popped
 
 
 @settings(max_examples=60, deadline=None)

@@ -97,7 +97,7 @@ async def test_tenants_take_turns_and_a_full_line_is_the_tenants_own(make_checke
     *busy, other = await asyncio.gather(*many, one, return_exceptions=True)
     assert order.index("b") == 1
     assert other == "g"
-    assert sum(isinstance(found, UnavailableError) for found in busy) == 300 - 256
+    assert sum(isinstance(outcome, UnavailableError) for outcome in busy) == 300 - 256
     assert not checker._lines
 
 
