@@ -23,7 +23,7 @@ class EngineMetrics:
         engine.on_adapter_changed = self._note_adapter
         engine.after_step.append(self._note_step)
         if max_adapters:
-            metrics.before_page = self._show_adapters
+            metrics.before_page.append(self._show_adapters)
 
     def note_cache(self, change: ev.CacheChanged) -> None:
         """Blocks came into the cache or left it."""
@@ -59,11 +59,11 @@ class EngineMetrics:
         metrics.set("baton_kv_usage_ratio", step.blocks.in_use / max(step.blocks.total, 1))
         metrics.set("baton_running_requests", step.running)
         metrics.set("baton_waiting_requests", step.waiting)
-        self._count_up("baton_kv_evictions", step.evictions)
-        self._count_up("baton_preemptions", step.preemptions)
-        self._count_up("baton_spec_drafts", step.drafts)
-        self._count_up("baton_spec_draft_tokens", step.draft_tokens)
-        self._count_up("baton_spec_accepted_tokens", step.accepted_tokens)
+        metrics.count_up("baton_kv_evictions", step.evictions)
+        metrics.count_up("baton_preemptions", step.preemptions)
+        metrics.count_up("baton_spec_drafts", step.drafts)
+        metrics.count_up("baton_spec_draft_tokens", step.draft_tokens)
+        metrics.count_up("baton_spec_accepted_tokens", step.accepted_tokens)
         if not step.duration_ns:
             return
         kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}
@@ -74,8 +74,3 @@ class EngineMetrics:
         metrics.observe("baton_batch_requests", step.running)
         metrics.observe("baton_batch_tokens", step.prompt_tokens, kind="prefill")
         metrics.observe("baton_batch_tokens", step.decode_rows, kind="decode")
-
-    def _count_up(self, name: str, total: int) -> None:
-        delta = total - self._metrics.value(name)
-        if delta > 0:
-            self._metrics.inc(name, delta)

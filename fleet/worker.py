@@ -81,6 +81,7 @@ class _Parts:
     prefill: PrefillService
     publisher: KvEventPublisher
     presence: Presence
+    registry: Registry
 
 
 class Worker:
@@ -101,6 +102,7 @@ class Worker:
             parts.engine, parts.metrics, settings.engine.max_adapters
         )
         parts.engine.on_cache_changed = self._on_cache_changed
+        parts.metrics.before_page.append(self._show_registry)
         self._tasks = [
             self._keep(parts.decode.tick_forever()),
             self._keep(parts.prefill.watch_leases()),
@@ -168,6 +170,7 @@ class Worker:
                 prefill=prefill,
                 publisher=publisher,
                 presence=presence,
+                registry=registry,
             )
             return cls(settings, parts, undo.pop_all())
 
@@ -246,6 +249,12 @@ class Worker:
         client = self._parts.engine.client
         code = await client.exited
         await self._fail(client.fatal or f"the engine process ended with code {code}", code or 1)
+
+    def _show_registry(self) -> None:
+        metrics, registry = self._parts.metrics, self._parts.registry
+        metrics.set("baton_registry_connected", registry.connected)
+        metrics.count_up("baton_registry_errors", registry.errors)
+        metrics.count_up("baton_kv_snapshots", self._parts.publisher.snapshots)
 
     async def _watch_canary(self) -> None:
         exact = self._settings.engine.numerics == "exact"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from engine.core.geometry import BLOCK_TOKENS
-from router.requests.request import Mode
+from router.request import Mode
 
 # Until a worker reports: a small model on a laptop, and loopback.
 PRIOR_PREFILL_TOKENS_PER_S = 1500.0
@@ -43,7 +43,7 @@ class Edge:
 class WorkerLoad:
     """A live worker as this router sees it, with what it booked itself.
 
-    ``cached_blocks`` is how much of the prompt at hand the worker holds, by the mirror;
+    ``cached_blocks`` is how much of the present prompt the worker holds, by the prefix index;
     ``adapter_s`` is how long it would have to load the prompt's adapter.
     """
 
@@ -135,37 +135,37 @@ def candidates(
         prompt_tokens: Length of the prompt.
         expected_tokens: Tokens that one answer is expected to have.
         choices: Answers to run at once.
-        moves_kv: False where what prefill says is all of the answer: one token, scores, a vector.
+        moves_kv: False where prefill alone makes the answer: one token, logprobs, an embedding.
     """
-    found: list[Candidate] = []
-    expected = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
+    compared: list[Candidate] = []
+    work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
     if mode != "disaggregated":
-        found += [_alone(worker, expected) for worker in workers]
+        compared += [_alone(worker, work) for worker in workers]
     if mode != "colocated":
-        found += [
-            _pair(prefill, decode, expected)
+        compared += [
+            _pair(prefill, decode, work)
             for prefill in workers
             if prefill.role == "prefill"
             for decode in workers
             if decode.role == "decode" and decode.format_id == prefill.format_id
         ]
-    return sorted(found, key=lambda candidate: candidate.terms.total_s)
+    return sorted(compared, key=lambda candidate: candidate.terms.total_s)
 
 
 def choose(
-    found: Sequence[Candidate], *, tie_s: float, pick: Callable[[Sequence[Candidate]], Candidate]
+    compared: Sequence[Candidate], *, tie_s: float, pick: Callable[[Sequence[Candidate]], Candidate]
 ) -> Candidate:
     """The cheapest; among those that differ from it by less than ``tie_s``, one at random.
 
-    Without the draw, routers that see the same figures all run to the same worker.
+    Without the random choice, routers that see the same figures all run to the same worker.
 
     Args:
-        found: Sorted by cost, not empty.
+        compared: Sorted by cost, not empty.
         tie_s: Below this, a difference is noise.
         pick: Such as ``random.choice``.
     """
-    limit = found[0].terms.total_s + tie_s
-    return pick([candidate for candidate in found if candidate.terms.total_s < limit])
+    limit = compared[0].terms.total_s + tie_s
+    return pick([candidate for candidate in compared if candidate.terms.total_s < limit])
 
 
 @dataclass(frozen=True, slots=True)
