@@ -12,11 +12,11 @@ from rich.markup import escape
 from config.fleet_file import FleetConfig
 from fleet.cli.common import FileArgument, fail, load_fleet_file
 from fleet.local import state as fleet_state
+from fleet.local.preflight import PortTakenError
 from fleet.local.redis_server import RedisError
 from fleet.local.state import FleetState
 from fleet.local.supervisor import FleetError, Supervisor
 from fleet.pools.resources import CapacityError
-from fleet.preflight import PortTakenError
 
 _DOWN_LIMIT_S = 16.0
 

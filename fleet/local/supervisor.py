@@ -23,11 +23,11 @@ import httpx
 
 from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
+from fleet.local.preflight import claim_port, describe_model, notes
 from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
 from fleet.local.subprocesses import ProcessKey, die_with_parent
-from fleet.preflight import claim_port, describe_model, notes
 
 Say = Callable[[str], None]
 
