@@ -117,8 +117,8 @@ def test_a_newcomer_that_gives_up_leaves_the_others_running():
     engine.add("2", "b")
     engine.add("3", "a")
     engine.run()
-    assert engine.room.drop("2")
-    assert not engine.room.drop("2")
+    assert engine.cache.drop("2")
+    assert not engine.cache.drop("2")
     assert engine.run() == ["3/a"]
 
 
@@ -129,7 +129,7 @@ def test_a_load_that_fails_fails_who_waited_for_it_and_frees_the_place():
     engine.add("3", "good")
     engine.advance()
     engine.loading.clear()
-    assert engine.room.failed("bad") == ["1", "2"]
+    assert engine.cache.failed("bad") == ["1", "2"]
     assert engine.run() == ["3/good"]
 
 
@@ -144,7 +144,7 @@ def test_any_mixture_of_requests_is_served_once_within_the_limit():
             engine.advance()
             if engine.loading and chance.random() < 0.5:
                 engine.load()
-        while engine.room.waiting or engine.using:
+        while engine.cache.waiting or engine.using:
             engine.run()
             assert engine.using, "somebody can always go on"
             engine.end(next(iter(engine.using)))
