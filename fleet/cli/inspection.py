@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fleet import preflight
 from fleet.cli.common import (
     FileArgument,
     FleetOption,
@@ -20,6 +19,7 @@ from fleet.cli.common import (
     load_fleet_file,
     running_fleet,
 )
+from fleet.local import preflight
 from fleet.local import state as fleet_state
 from fleet.local.state import FleetState
 
