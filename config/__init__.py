@@ -1,1 +1,1 @@
-"""The fleet file: its keys, their limits, and what a wrong one is told. Everybody may read it."""
+"""The fleet file: its keys, their limits, and the errors about wrong ones. All may read it."""

@@ -97,13 +97,13 @@ class AdaptersConfig(BaseModel):
 
 
 class SpeculationConfig(BaseModel):
-    """Guessing tokens ahead: `off`, `ngram`, or a mapping with `ngram: true` or `draft: MODEL`."""
+    """Speculative decoding: `off`, `ngram`, or a mapping with `ngram: true` or `draft: MODEL`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     ngram: bool = False
     draft: Annotated[str, StringConstraints(min_length=1)] | None = None
-    tokens: Annotated[int, Field(ge=1, le=16)] = 4  # most guesses per step and sequence
+    tokens: Annotated[int, Field(ge=1, le=16)] = 4  # draft tokens per step and sequence, at most
 
     @model_validator(mode="before")
     @classmethod
@@ -116,7 +116,7 @@ class SpeculationConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _one_source_of_guesses(self) -> "SpeculationConfig":
+    def _one_proposer(self) -> "SpeculationConfig":
         if self.ngram and self.draft:
             raise ValueError("`ngram` and `draft` exclude each other")
         if "tokens" in self.model_fields_set and not (self.ngram or self.draft):

@@ -1,6 +1,5 @@
 """Connections to prefill workers, and what has been measured on each edge."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -9,27 +8,39 @@ from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
-from kvtransfer import grpc_transport
-from wire.grpc_options import open_channel, token_metadata
+from kvtransfer.transport import FrameStream
+from kvtransfer.transports import TRANSPORTS, transport_to
+from telemetry.running_mean import RunningMean
+from wire.grpc_channels import Channels
+from wire.grpc_options import token_metadata
 
 HANDSHAKE_S = 1.0
-_PRIOR_BYTES_PER_S = 200e6
+ControlCall = grpc.aio.StreamStreamCall[Any, Any]
+_ASSUMED_BYTES_PER_S = 200e6  # of an edge that was not measured yet, for a pull's budget
+_SAMPLE_WEIGHT = 0.3
+_LEAST_SAMPLE_BYTES = 1 << 16  # smaller ones say more about latency than about bandwidth
 
 
-@dataclass(slots=True)
 class EdgeRate:
     """Bandwidth from one prefill worker to here, fitted to hand-offs."""
 
-    bytes_per_s: float = _PRIOR_BYTES_PER_S
-    measured: bool = False
+    def __init__(self) -> None:
+        self._measured_bytes_per_s = RunningMean(_SAMPLE_WEIGHT)
+
+    @property
+    def measured(self) -> bool:
+        """Whether a hand-off said anything yet."""
+        return self._measured_bytes_per_s.measured
+
+    @property
+    def bytes_per_s(self) -> float:
+        """As measured, or what is assumed until then."""
+        return self._measured_bytes_per_s.value or _ASSUMED_BYTES_PER_S
 
     def note(self, payload_bytes: int, seconds: float) -> None:
-        """One hand-off moved that much in that time."""
-        if payload_bytes < 1 << 16 or seconds <= 0:
-            return
-        sample = payload_bytes / seconds
-        self.bytes_per_s = 0.7 * self.bytes_per_s + 0.3 * sample if self.measured else sample
-        self.measured = True
+        """One pull moved that much in that time."""
+        if payload_bytes >= _LEAST_SAMPLE_BYTES and seconds > 0:
+            self._measured_bytes_per_s.add(payload_bytes / seconds)
 
 
 class PeerGoneError(Exception):
@@ -52,18 +63,15 @@ class Peers:
         self.edges: dict[str, EdgeRate] = {}
         self._capabilities = capabilities
         self._metadata = token_metadata(fleet_token)
-        self._fleet_token = fleet_token
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels()
+        self._transports = [
+            kind.connect(self._channels, fleet_token) for kind in TRANSPORTS.values()
+        ]
         self._greeted: dict[str, bytes] = {}
 
     def edge(self, worker_id: str) -> EdgeRate:
         """The edge from a prefill worker to here."""
         return self.edges.setdefault(worker_id, EdgeRate())
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address)
-        return self._channels[address]
 
     async def greet(self, target: PrefillTarget, again: bool = False) -> None:
         """Shake hands once per incarnation.
@@ -78,7 +86,7 @@ class Peers:
         """
         if not again and self._greeted.get(target.address) == target.incarnation:
             return
-        stub = prefill_pb2_grpc.PrefillStub(self._channel(target.address))
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.to(target.address))
         try:
             reply: pb.HandshakeReply = await stub.Handshake(
                 self._capabilities, metadata=self._metadata, timeout=HANDSHAKE_S
@@ -87,7 +95,8 @@ class Peers:
             reason = f"{target.worker_id} does not answer: {error.details()}"
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise PeerRefusedError(reason) from error  # slow, or cut off: not known to be dead
-            await self.forget(target.address)
+            self._greeted.pop(target.address, None)
+            await self._channels.forget(target.address)
             raise PeerGoneError(reason) from error
         if reply.identity.incarnation != target.incarnation:
             raise PeerGoneError(f"{target.worker_id} was restarted")
@@ -95,23 +104,22 @@ class Peers:
             raise PeerRefusedError(f"{target.worker_id}: {reply.refusal.message}")
         self._greeted[target.address] = target.incarnation
 
-    async def forget(self, address: str) -> None:
-        """Drop a channel whose far end died, so that its back-off does not delay the next life."""
-        self._greeted.pop(address, None)
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            await channel.close()
-
-    def prefill(self, target: PrefillTarget) -> Any:
+    def prefill(self, target: PrefillTarget) -> "ControlCall":
         """Open the control stream of one hand-off."""
-        stub = prefill_pb2_grpc.PrefillStub(self._channel(target.address))
-        return stub.Prefill(metadata=self._metadata)
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.to(target.address))
+        call: ControlCall = stub.Prefill(metadata=self._metadata)
+        return call
 
-    def pull(self, target: PrefillTarget, request: pb.PullRequest) -> Any:
-        """Ask for frames."""
-        return grpc_transport.pull_stream(self._channel(target.address), request, self._fleet_token)
+    def pull(self, target: PrefillTarget, request: pb.PullRequest) -> FrameStream:
+        """Ask for frames, by the best transport that reaches the worker.
+
+        Raises:
+            TransportError: None does.
+        """
+        return transport_to(target, self._transports).pull(target, request)
 
     async def close(self) -> None:
-        """Close all channels."""
-        for address in list(self._channels):
-            await self.forget(address)
+        """Close all connections."""
+        for transport in self._transports:
+            await transport.close()
+        await self._channels.close()

@@ -4,47 +4,21 @@ import asyncio
 import time
 from typing import Any
 
-from batonpb import common_pb2
 from batonpb import decode_pb2 as pb
-from batonpb.prefill_pb2 import FirstTokens
 
-from decode_worker.handoff import HandoffIntake
-from decode_worker.peers import Peers
+from decode_worker.handoff import FirstTokens, Handoff
+from decode_worker.parts import WorkerParts
 from decode_worker.session import RouterSession
 from engine.core import events as ev
 from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
+from engine.core.sequence import Kind
 from engine.process import messages
-from engine.process.handle import EngineHandle
-from kvtransfer import chunk
-from telemetry.metrics import Metrics
-from telemetry.tracing import Tracing, extract, inject
-from wire import codecs
-from wire.codecs import error_from_wire, error_to_wire
-
-
-class WorkerParts:
-    """What every request of a worker shares."""
-
-    def __init__(
-        self,
-        engine: EngineHandle,
-        pool: chunk.PoolView,
-        peers: Peers,
-        identity: common_pb2.WorkerIdentity,
-        eos_token_ids: tuple[int, ...],
-        metrics: Metrics,
-        tracing: Tracing,
-    ) -> None:
-        self.engine = engine
-        self.pool = pool
-        self.peers = peers
-        self.identity = identity
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.metrics = metrics
-        self.tracing = tracing
-        self.transfers = common_pb2.TransferTotals()
+from telemetry.tracing import extract, inject
+from wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
+from wire.requests import submit_from_wire
+from wire.tokens import count_tokens
 
 
 class DecodeRequest:
@@ -66,7 +40,7 @@ class DecodeRequest:
         self.ended_ns = 0
         self._parts = parts
         self._engine_id = f"d/{submission.request_id}/{submission.attempt}"
-        self._params = codecs.sampling_from_wire(submission.sampling)
+        self._params = sampling_from_wire(submission.sampling)
         choices = range(self._params.n)
         self._tokens: list[list[SampledToken]] = [[] for _ in choices]
         self._finish: list[tuple[str, int | None]] = [("", None) for _ in choices]
@@ -82,42 +56,17 @@ class DecodeRequest:
         )
         self._span.set_attribute("baton.worker_id", parts.identity.worker_id)
         submission.traceparent = inject(self._span) or submission.traceparent
-        self._intake: HandoffIntake | None = None
+        self._handoff: Handoff | None = None
         if submission.HasField("prefill"):
-            self._intake = HandoffIntake(
-                submission,
-                self._engine_id,
-                parts.engine,
-                parts.pool,
-                parts.peers,
-                parts.identity,
-                parts.metrics,
-                self._on_first,
-                self._ask_for_peer,
-                self._on_commit,
-            )
+            self._handoff = Handoff(submission, self._engine_id, parts, self)
         self._deadline: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Hand the request to the engine and set its deadline."""
         request = self.submission
-        kind = "remote" if self._intake is not None else "full"
-        self._parts.engine.submit(
-            messages.Submit(
-                self._engine_id,
-                kind,
-                request.prompt_tokens,
-                self._params,
-                request.hash_seed,
-                request.priority,
-                request.ticket,
-                0,
-                not request.probe,
-                codecs.adapter_from_wire(request.adapter),
-                request.pooling,
-            ),
-            self._on_report,
-        )
+        kind = Kind.REMOTE if self._handoff is not None else Kind.FULL
+        command = submit_from_wire(request, self._engine_id, kind)
+        self._parts.engine.submit(command, self._on_report)
         if request.deadline_remaining_ns:
             self._deadline = asyncio.get_running_loop().call_later(
                 request.deadline_remaining_ns / 1e9,
@@ -131,8 +80,8 @@ class DecodeRequest:
         if self.ended or self._error is not None:
             return
         self._error = error
-        if self._intake is not None:
-            self._intake.cancel(self._cancel_at_engine)
+        if self._handoff is not None:
+            self._handoff.cancel()
         else:
             self._cancel_at_engine()
 
@@ -141,32 +90,20 @@ class DecodeRequest:
 
     def end_choices(self, choices: list[int]) -> None:
         """The router saw a stop string: these choices are over."""
-        intake = self._intake
-        if intake is not None and not (intake.committed or intake.taken_over):
-            intake.ended_choices.update(choices)
-            if len(intake.ended_choices) == self._params.n:
-                self._finish_early()
-            return
-        if intake is not None:
-            intake.ended_choices.update(choices)  # should the claim be revoked after all
-        self._parts.engine.client.send(messages.Cancel(self._engine_id, tuple(choices)))
-
-    def _finish_early(self) -> None:
-        """Every choice ended with its first token: no KV is needed here."""
-        if self._intake is not None:
-            self._intake.cancel(self._cancel_at_engine)
+        if self._handoff is None or self._handoff.end_choices(choices):
+            self._parts.engine.client.send(messages.Cancel(self._engine_id, tuple(choices)))
 
     def replace_prefill(self, message: pb.PrefillReplacement) -> None:
         """The router's answer to ``PrefillNeeded``."""
-        if self._intake is None or self.ended:
+        if self._handoff is None or self.ended:
             return
         if message.HasField("refuse"):
             self.stop(error_from_wire(message.refuse))
         elif message.compute_locally:
-            self._intake.compute_locally()
+            self._handoff.compute_locally()
             self._route = None
         else:
-            self._intake.replaced(message.prefill)
+            self._handoff.replace_peer(message.prefill)
 
     def resume(self, next_index: list[int]) -> None:
         """Say again what the router lacks, on its new stream."""
@@ -185,42 +122,52 @@ class DecodeRequest:
 
     def tick(self, now_ns: int) -> None:
         """Watch the hand-off's progress."""
-        if self._intake is not None and not self.ended:
-            self._intake.tick(now_ns)
+        if self._handoff is not None and not self.ended:
+            self._handoff.tick(now_ns)
 
     # ---------------------------------------------------------------- the hand-off speaks
 
-    def _on_first(self, message: FirstTokens, prefill_worker_id: str) -> None:
-        self._times.prefill_ns = message.prefill_ns
-        self._times.queue_ns = message.queue_ns
-        self._times.cached_tokens = message.cached_tokens
-        self._say_route("disaggregated", prefill_worker_id, message.cached_tokens)
-        if self._intake is None or self._intake.first is None:
-            return
-        if self._intake.prompt_outputs is not None:
-            self._on_harvest(self._intake.prompt_outputs)
-        for choice, token in enumerate(self._intake.first):
+    def on_first_tokens(self, first: FirstTokens) -> None:
+        """See ``HandoffListener``."""
+        self._times.prefill_ns = first.prefill_ns
+        self._times.queue_ns = first.queue_ns
+        self._times.cached_tokens = first.cached_tokens
+        self._say_route("disaggregated", first.prefill_worker_id, first.cached_tokens)
+        if first.prompt_outputs is not None:
+            self._on_prompt_outputs(first.prompt_outputs)
+        ended: list[int] = []
+        for choice, token in enumerate(first.tokens):
             reason, stop = finish_reason(self._params, self._parts.eos_token_ids, token.token, 1)
             self._emit(choice, 0, () if stop is not None else (token,), reason, stop)
             if reason:
-                self._intake.ended_choices.add(choice)
-        if self.submission.pooling or len(self._intake.ended_choices) == self._params.n:
-            self._finish_early()
+                ended.append(choice)
+        if self._handoff is None:
+            return
+        if self.submission.pooling:
+            self._handoff.cancel()
+        else:
+            self._handoff.end_choices(ended)
 
-    def _on_commit(self, payload_bytes: int) -> None:
+    def on_committed(self, payload_bytes: int) -> None:
+        """See ``HandoffListener``."""
         self._parts.transfers.count += 1
         self._parts.transfers.bytes += payload_bytes
         self.session.transfers(self._parts.transfers)
 
-    def _ask_for_peer(self, reason: str, peer_died: bool) -> None:
-        if self._intake is None or self._error is not None:
+    def on_drained(self) -> None:
+        """See ``HandoffListener``."""
+        self._cancel_at_engine()
+
+    def on_peer_needed(self, failed: pb.PrefillTarget, reason: str, peer_died: bool) -> None:
+        """See ``HandoffListener``."""
+        if self._error is not None:
             return
         self._parts.transfers.failures += 1
         self.session.ask(
             pb.PrefillNeeded(
                 request_id=self.submission.request_id,
                 attempt=self.submission.attempt,
-                failed=self._intake.target,
+                failed=failed,
                 reason=error_to_wire(TransferError(reason)),
                 peer_died=peer_died,
             )
@@ -231,12 +178,12 @@ class DecodeRequest:
     def _on_report(self, report: Any) -> None:
         match report:
             case ev.Admitted():
-                if self._intake is None or not self._times.queue_ns:
+                if self._handoff is None or not self._times.queue_ns:
                     self._times.queue_ns = report.queue_ns
                     self._times.cached_tokens = report.cached_tokens
             case ev.PromptOutputsReady():
                 self._say_route("colocated", "", self._times.cached_tokens)
-                self._on_harvest(report)
+                self._on_prompt_outputs(report)
             case ev.Tokens():
                 if self._route is None:
                     self._say_route("colocated", "", self._times.cached_tokens)
@@ -250,23 +197,23 @@ class DecodeRequest:
             case ev.Ended():
                 self._ended(report)
             case _:
-                if self._intake is not None:
-                    self._intake.on_report(report)
+                if self._handoff is not None:
+                    self._handoff.on_report(report)
 
     def _say_route(self, mode: str, prefill_worker_id: str, cached_tokens: int) -> None:
-        here = self._parts.identity.worker_id
+        own_id = self._parts.identity.worker_id
         self._route = pb.RequestRoute(
             request_id=self.submission.request_id,
             attempt=self.submission.attempt,
-            prefill_worker_id=prefill_worker_id or here,
-            decode_worker_id=here,
+            prefill_worker_id=prefill_worker_id or own_id,
+            decode_worker_id=own_id,
             mode=mode,
             cached_tokens=cached_tokens,
         )
         self.session.route(self._route)
 
-    def _on_harvest(self, prompt_outputs: ev.PromptOutputsReady) -> None:
-        """Scores of the prompt, ahead of the first token; or a vector, which is the answer."""
+    def _on_prompt_outputs(self, prompt_outputs: ev.PromptOutputsReady) -> None:
+        """The prompt's log-probabilities, before the first token; or a vector, the whole answer."""
         self._prompt_outputs = prompt_outputs
         if prompt_outputs.vector:
             self._first_ns = time.monotonic_ns()
@@ -319,20 +266,21 @@ class DecodeRequest:
         if self._first_ns:
             times.decode_ns = self.ended_ns - self._first_ns
         times.preemptions = report.preemptions
-        prompt_tokens = len(self.submission.prompt_tokens) // 4
+        prompt_tokens = count_tokens(self.submission.prompt_tokens)
         times.computed_tokens = prompt_tokens - times.cached_tokens
-        if self._intake is not None and self._intake.committed:
-            times.transfer_ns = self._intake.transfer_ns
-            times.transfer_bytes = self._intake.payload_bytes
-            times.repaired_chunks = self._intake.repairs
-        elif self._intake is None:
+        transfer = self._handoff.figures if self._handoff is not None else None
+        if transfer is not None:
+            times.transfer_ns = transfer.duration_ns
+            times.transfer_bytes = transfer.payload_bytes
+            times.repaired_chunks = transfer.repaired_frames
+        elif self._handoff is None:
             times.prefill_ns = report.prefill_ns
         if self.submission.probe:
             return
-        if self._intake is not None and self._intake.committed:
-            here = min(self._intake.skip_blocks * BLOCK_TOKENS, prompt_tokens)
-            parts.metrics.inc("baton_prefix_tokens", here, source="local")
-            parts.metrics.inc("baton_prefix_tokens", prompt_tokens - here, source="pulled")
+        if transfer is not None:
+            local_tokens = min(transfer.skip_blocks * BLOCK_TOKENS, prompt_tokens)
+            parts.metrics.inc("baton_prefix_tokens", local_tokens, source="local")
+            parts.metrics.inc("baton_prefix_tokens", prompt_tokens - local_tokens, source="pulled")
         elif report.computed_tokens:
             parts.metrics.inc("baton_prefix_tokens", report.computed_tokens, source="computed")
             parts.metrics.inc("baton_prefix_tokens", report.cached_tokens, source="local")

@@ -13,7 +13,8 @@ import grpc
 from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
-from decode_worker.request import DecodeRequest, WorkerParts
+from decode_worker.parts import WorkerParts
+from decode_worker.request import DecodeRequest
 from decode_worker.session import RouterSession, StepCounter
 from engine.core.errors import (
     BatonError,
@@ -187,8 +188,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         request.tick(now_ns)
         lease_ns = (request.submission.lease_ms or DEFAULT_LEASE_MS) * 1_000_000
         session = request.session
-        unclaimed = not request.resumed and now_ns - session.connected_ns > lease_ns
-        if unclaimed or now_ns - session.renewed_ns > lease_ns:
+        not_resumed = not request.resumed and now_ns - session.connected_ns > lease_ns
+        if not_resumed or now_ns - session.renewed_ns > lease_ns:
             self._parts.metrics.inc("baton_orphans")
             request.stop(CancelledError_("the router's lease lapsed"))
 
@@ -209,11 +210,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             identity=self._parts.identity,
             state=self.state,
             kv_blocks=common_pb2.BlockCounts(
-                total=load.total,
-                free=load.free,
-                cached=load.cached,
-                leased=load.leased,
-                quarantined=load.quarantined,
+                total=load.blocks.total,
+                free=load.blocks.free,
+                cached=load.blocks.cached,
+                leased=load.blocks.in_use,
+                quarantined=load.blocks.quarantined,
             ),
             running=load.running,
             waiting=load.waiting,

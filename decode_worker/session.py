@@ -15,7 +15,7 @@ from wire import codecs
 from wire.tokens import pack_tokens
 
 MAX_PENDING_BYTES = 8 << 20
-MAX_FRAME_BYTES = 1 << 20  # where scores or vectors are in it
+MAX_FRAME_BYTES = 1 << 20  # where log-probabilities of prompts or vectors are in it
 
 
 class RouterSession:
@@ -29,7 +29,9 @@ class RouterSession:
         self.router_id = router_id
         self.renewed_ns = self.connected_ns = time.monotonic_ns()
         self._frame = pb.WorkerFrame()
-        self._full: deque[pb.WorkerFrame] = deque()  # ahead of it; scores fill many
+        self._full: deque[pb.WorkerFrame] = (
+            deque()
+        )  # ahead of it; a long prompt's log-probabilities fill many
         self._dirty = asyncio.Event()
         self._stream = 0
         self._pending_bytes = 0
@@ -92,7 +94,7 @@ class RouterSession:
         self._touch(64 + 16 * len(tokens))
 
     def prompt_outputs(self, request: pb.Submission, prompt_outputs: ev.PromptOutputsReady) -> None:
-        """Add the scores of a prompt, slice by slice, or its vector."""
+        """Add the log-probabilities of a prompt, slice by slice, or its vector."""
         scores = prompt_outputs.scores
         for part in codecs.prompt_logprobs_to_wire(scores) if scores is not None else ():
             self._add_bulk(request, part.ByteSize(), prompt_logprobs=part)

@@ -1,1 +1,1 @@
-"""Tokens in, tokens out: the engine that both kinds of worker run. No Ray, Redis or network here."""
+"""Tokens in, tokens out: the engine that both kinds of worker run. No Ray, no network."""

@@ -1,1 +1,63 @@
-"""From settings to an engine that is proven to compute: chooses the backend, which does the rest."""
+"""From settings to a runner: checks what the model's config decides, and chooses the backend.
+
+``engine/cpu/build.py`` and ``engine/cuda/build.py`` load, prove and wrap; neither knows the other.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.artifacts.artifact import ModelError, resolve_model
+from engine.core.geometry import KvGeometry
+from engine.core.model_runner import ModelInfo, ModelRunner
+from engine.sampling.grammars import open_grammars
+from engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from engine.cpu.parallel.rank_processes import RankProcesses
+
+
+def build_runner(
+    settings: EngineSettings,
+    map_pool: Callable[[KvGeometry], memoryview],
+    progress: Callable[[str], None],
+    ranks: "RankProcesses | None" = None,
+) -> tuple[ModelRunner, ModelInfo]:
+    """Everything that an engine process needs.
+
+    Args:
+        settings: The model's reference, dtype, numerics, number of blocks and threads.
+        map_pool: Gives the pool's memory, zeroed.
+        progress: Called with one line of text at a time.
+        ranks: The other ranks of a tensor-parallel replica; on the CPU alone.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        RankError: A rank died or hangs.
+        NumericsSetupError: ``exact`` cannot be kept on this machine.
+    """
+    torch.set_num_threads(settings.threads)
+    progress(f"looking for {settings.model}")
+    artifact = resolve_model(settings.model)
+    context = settings.max_context_tokens or artifact.config.max_context_tokens
+    if context > artifact.config.max_context_tokens:
+        raise ModelError(
+            f"max_context_tokens is {context}, but {settings.model} was made for "
+            f"{artifact.config.max_context_tokens}"
+        )
+    is_on_cuda = _is_on_cuda(settings.device)
+    grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
+    if is_on_cuda:
+        from engine.cuda.build import build_cuda_runner  # needs triton
+
+        return build_cuda_runner(settings, artifact, context, map_pool, progress, grammars)
+    from engine.cpu.build import build_cpu_runner
+
+    return build_cpu_runner(settings, artifact, context, map_pool, progress, grammars, ranks)
+
+
+def _is_on_cuda(device: str) -> bool:
+    if device not in ("cpu", "cuda", "auto"):
+        raise ModelError(f"BATON_DEVICE = {device!r}: must be cpu, cuda or auto")
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())

@@ -1,8 +1,8 @@
 """An engine without torch or weights, for protocol tests and the simulator.
 
-Its "KV" is bytes that depend on the token, the position and the layer, and the token that it draws
-is a digest over all KV bytes of the sequence in the pool. So a hand-off that loses, swaps or stales
-a single byte shows in the tokens, exactly as with a real model, only louder.
+Its "KV" is bytes that depend on the token, the position and the layer, and the token that it
+samples is a digest over all KV bytes of the sequence in the pool. So a hand-off that loses, swaps
+or stales a single byte shows in the tokens, exactly as with a real model, only louder.
 """
 
 import time
@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from engine.core.errors import AdapterLoadError, BatonError, NumericsError
 from engine.core.geometry import KvGeometry
+from engine.core.model_runner import GrammarStore, RunnerCapabilities
 from engine.core.params import AdapterRef, SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import PromptOutputs
+from engine.core.prompt_outputs import POOLINGS, PromptOutputs
 
 
 class EmulatedAdapters:
@@ -52,7 +53,7 @@ class EmulatedRunner:
     Args:
         geometry: Shape of the pool.
         pool_bytes: The pool, ``geometry.pool_bytes`` writable bytes.
-        vocab_size: Tokens drawn are below it.
+        vocab_size: Tokens sampled are below it.
         eos_token_ids: Tokens that end an answer.
         token_s: Time that computing one token takes (slept, spread over the layers).
         nan_after_steps: Drill: later steps end as if their logits were NaN; 0 = never.
@@ -79,7 +80,10 @@ class EmulatedRunner:
         self._nan_after_steps = nan_after_steps
         self._steps = 0
         self.adapters = EmulatedAdapters()
-        self.takes_prompt_outputs = True
+        self.capabilities = RunnerCapabilities(
+            prompt_logprobs=True, poolings=POOLINGS, adapters=True
+        )
+        self.grammars: GrammarStore | None = None
         self._ramp = np.arange(row_bytes, dtype=np.uint64)
 
     @property
@@ -89,7 +93,7 @@ class EmulatedRunner:
 
     @property
     def rewritten_rows(self) -> tuple[int, ...]:
-        """None: nothing here is computed twice."""
+        """None: no row is computed twice."""
         return ()
 
     @property
@@ -99,7 +103,7 @@ class EmulatedRunner:
 
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
-        """None: a grammar has nothing to act on here."""
+        """None: grammars are refused at submit."""
         return {}
 
     @property
@@ -108,7 +112,7 @@ class EmulatedRunner:
         return 0
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """All: there are no grammars here."""
+        """All: grammars are refused at submit."""
         return len(draft_tokens)
 
     def execute(
@@ -132,7 +136,7 @@ class EmulatedRunner:
         for row in plan.rows:
             if row.prompt_outputs is not None:
                 self._collect(row, row.prompt_outputs)
-        return [self._draw(row) for row in plan.rows]
+        return [self._sample(row) for row in plan.rows]
 
     def _write(self, layer: int, row: PlanRow) -> None:
         for offset, token in enumerate(row.tokens):
@@ -166,17 +170,17 @@ class EmulatedRunner:
         rows = np.array([[d % 1000, d // 1000 % 1000, 1.0] for d in digests], np.float32)
         prompt_outputs.take([scores], rows)
 
-    def _draw(self, row: PlanRow) -> list[SampledToken]:
-        drawn = []
+    def _sample(self, row: PlanRow) -> list[SampledToken]:
+        sampled = []
         end = row.start + len(row.tokens)
-        for back, sample in ((back, s) for back, samples in row.draws() for s in samples):
+        for back, sample in ((back, s) for back, samples in row.samples_by_row() for s in samples):
             digest = self.digest(row.block_ids, end - back)
             noise = f"{digest} {sample.choice if sample.params.temperature else 0}"
             if sample.params.temperature:
                 noise += f" {sample.params.seed}"
             token = zlib.crc32(noise.encode()) % self._vocab_size
-            drawn.append(SampledToken(token, 0.0 if sample.params.logprobs is not None else None))
-        return drawn
+            sampled.append(SampledToken(token, 0.0 if sample.params.logprobs is not None else None))
+        return sampled
 
     def _digest_at(self, block_ids: Sequence[int], position: int) -> int:
         """Digest of the KV of one position."""

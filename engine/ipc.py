@@ -38,15 +38,15 @@ class FrameReader(Generic[M]):
     def feed(self, data: bytes) -> list[M]:
         """Complete messages, in order."""
         self._buffer += data
-        found: list[M] = []
+        messages: list[M] = []
         while len(self._buffer) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._buffer)
             if len(self._buffer) < LENGTH.size + length:
                 break
             body = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
             del self._buffer[: LENGTH.size + length]
-            found += self._decoder.decode(body)
-        return found
+            messages += self._decoder.decode(body)
+        return messages
 
 
 def die_with_parent() -> None:

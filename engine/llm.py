@@ -27,13 +27,15 @@ from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLong
 from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.prompt_outputs import MEAN, Floats, PromptLogprobs
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.proposers import Speculation
-from engine.cpu.build import attention_layout, geometry_of, numerics_id, open_grammars, verify_exact
 from engine.cpu.load import load_model
-from engine.cpu.lora import LoadedAdapters
+from engine.cpu.lora import CpuAdapters
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
+from engine.loading.memory import kv_geometry
 from engine.numerics import DTYPES, Numerics
+from engine.sampling.grammars import open_grammars
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import load_tokenizer
 
@@ -55,7 +57,7 @@ class Output:
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids that were drawn."""
+        """The ids that were sampled."""
         return [sampled.token for sampled in self.tokens]
 
 
@@ -72,7 +74,7 @@ class LLM:
         threads: Threads of torch, for the whole process; ``None`` leaves them alone.
         max_batch_requests: Sequences that run together.
         max_step_tokens: Tokens computed in one step.
-        speculation: Draft tokens the next tokens of answers.
+        speculation: Proposes the next tokens of answers.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -100,19 +102,20 @@ class LLM:
         self.tokenizer = load_tokenizer(self.artifact.tokenizer_source())
         with torch.inference_mode():
             model = load_model(self.artifact, dtype, numerics, quantisation=weights)
-            layout = attention_layout(self.artifact, dtype, numerics)
+            tiling = attention_tiling(self.artifact.config, dtype, numerics)
         if numerics == "exact":
-            verify_exact(model, layout, dtype, kv_dtype)
-        geometry = geometry_of(self.artifact, kv_dtype or dtype, kv_blocks)
+            verify_exact(model, tiling, dtype, kv_dtype)
+        geometry = kv_geometry(self.artifact.config, kv_dtype or dtype, kv_blocks)
         pool = bytearray(geometry.pool_bytes)
         stops = self.artifact.config.eos_token_ids
-        adapters = LoadedAdapters(self.artifact.config, DTYPES[dtype], numerics)
+        adapters = CpuAdapters(self.artifact.config, DTYPES[dtype], numerics)
         self._grammars = open_grammars(self.artifact)
-        self.runner = CpuRunner(model, pool, geometry, layout, stops, adapters, self._grammars)
-        identity = numerics_id(model, layout, dtype, numerics, kv_dtype)
+        self.runner = CpuRunner(model, pool, geometry, tiling, stops, adapters, self._grammars)
+        identity = numerics_id(model, tiling, dtype, numerics, kv_dtype)
         self._identity = (self.artifact.weights_digest, kv_dtype or dtype, identity)
         limits = SchedulerConfig(max_batch_requests, max_step_tokens)
         self.core = EngineCore(self.runner, limits, speculation=speculation)
+        self._adapters: dict[str, AdapterRef] = {}  # loaded ones by digest
         self._tickets = itertools.count()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Output:
@@ -140,6 +143,7 @@ class LLM:
         artifact = read_adapter(path, self.artifact.config, max_rank)
         ref = AdapterRef(artifact.path.name, artifact.digest.hex(), str(path))
         self.runner.adapters.add(ref, self.runner.adapters.prepare(ref))
+        self._adapters[ref.digest] = ref
         return ref.digest
 
     def generate(
@@ -171,10 +175,10 @@ class LLM:
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
         if params.grammar:
             self._grammars.prepare(params.grammar)
-        found = self._answers(prompts, params, adapter=adapter)
-        for output in found:
+        outputs = self._answers(prompts, params, adapter=adapter)
+        for output in outputs:
             output.text = self.tokenizer.decode(output.token_ids)
-        return found
+        return outputs
 
     def embed(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], pooling: str = MEAN
@@ -188,8 +192,8 @@ class LLM:
         Raises:
             InvalidRequestError: A prompt is empty or can never fit into the pool.
         """
-        found = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
-        vectors = [np.frombuffer(output.vector, "<f4") for output in found]
+        outputs = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
+        vectors = [np.frombuffer(output.vector, "<f4") for output in outputs]
         return [vector / np.linalg.norm(vector) for vector in vectors]
 
     def _answers(
@@ -210,17 +214,15 @@ class LLM:
             )
             self._check(ids, params)
             ticket = next(self._tickets)
-            seed = hash_seed(*self._identity, chosen)
-            request = EngineRequest(
-                f"llm-{ticket}",
-                Kind.FULL,
-                ids,
-                params,
-                seed,
+            spec = RequestSpec(
+                kind=Kind.FULL,
+                params=params,
+                hash_seed=hash_seed(*self._identity, chosen),
                 ticket=ticket,
-                adapter=chosen,
+                adapter=self._adapters[chosen] if chosen else None,
                 pooling=pooling,
             )
+            request = EngineRequest(request_id=f"llm-{ticket}", prompt=ids, spec=spec)
             self.core.scheduler.submit(request, time.monotonic_ns())
             outputs[request.request_id] = [Output(len(ids), c) for c in range(params.n)]
         self._run(outputs)

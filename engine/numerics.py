@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from engine.core.errors import InternalError
+from engine.core.errors import InternalError, NumericsError
 
 Numerics = Literal["exact", "fast"]
 
@@ -25,6 +25,19 @@ class NumericsSetupError(InternalError):
     """This machine's kernels do not keep what ``numerics: exact`` promises."""
 
     code = "numerics_setup"
+
+
+def numerics_of(setting: str) -> Numerics:
+    """What a setting of ``numerics`` means."""
+    return "fast" if setting == "fast" else "exact"
+
+
+def not_finite_error(rows: Iterable[int], plan_rows: int) -> NumericsError:
+    """The error of a step that has NaN or Inf in some of its plan's rows."""
+    at_fault = tuple(sorted(rows))
+    return NumericsError(
+        f"NaN or Inf in the logits of {len(at_fault)} of {plan_rows} rows", rows=at_fault
+    )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

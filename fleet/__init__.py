@@ -1,1 +1,4 @@
-"""The fleet as a whole: one worker's process, pools under Ray, a fleet on this host, the command."""
+"""The fleet: one worker's process, pools under Ray, a fleet on this host, the command.
+
+``loadtest/`` and everything else stands below.
+"""

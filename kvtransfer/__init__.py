@@ -1,1 +1,1 @@
-"""The hand-off of KV: chunks, digests, both state machines, one file for each transport. No torch."""
+"""The hand-off of KV: chunks, digests, both state machines, one file per transport. No torch."""

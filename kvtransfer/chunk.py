@@ -1,8 +1,8 @@
-"""KV bytes between a pool and the wire, and the digests that bind bytes to their place.
+"""KV bytes between a pool and the wire, and the digests that bind bytes to their slice.
 
 Wire order is (block, head, layer, K|V, token, dim), so the bytes of one (block, head) are one run
 whatever the split over ranks on either side; one digest covers each run. The digest's seed covers
-the request, the claim, the sender's life and the place, so bytes that are right but belong
+the request, the reservation, the sender's life and the slice, so bytes that are right but belong
 elsewhere fail just as damaged ones do.
 """
 
@@ -39,7 +39,7 @@ class ChunkError(ValueError):
 
 
 def binding(request_id: str, attempt: int, generation: int, source_incarnation: bytes) -> bytes:
-    """What all digests of one claim are bound to, besides the place."""
+    """What all digests of one hand-off are bound to, besides the slice."""
     return b"%s|%d|%d|%s" % (request_id.encode(), attempt, generation, source_incarnation)
 
 
@@ -97,23 +97,23 @@ def digests(
 ) -> bytes:
     """One xxh3-64 per (block, head), little-endian, in wire order.
 
-    The key covers claim, layers, block, head and valid tokens and nothing of how the rest was
+    The key covers hand-off, layers, block, head and valid tokens and nothing of how the rest was
     split, so that any two tensor-parallel widths agree on the digest of a (block, head).
     """
     view = memoryview(payload)
     layers = _LAYERS.pack(kv_slice.kv_group, kv_slice.layer_begin, kv_slice.layer_count)
     seed = xxhash.xxh3_64_intdigest(bound + layers)
     per_token = kv_slice.layer_count * 2 * geometry.head_bytes
-    found, begin = [], 0
+    leaves, begin = [], 0
     for block in range(kv_slice.block_count):
         valid = min(geometry.block_tokens, kv_slice.valid_tokens - block * geometry.block_tokens)
         size = per_token * valid
         for head in range(kv_slice.head_count):
             leaf = _LEAF.pack(kv_slice.block_begin + block, kv_slice.head_begin + head, valid)
             key = xxhash.xxh3_64_intdigest(leaf, seed)
-            found.append(xxhash.xxh3_64_intdigest(view[begin : begin + size], key))
+            leaves.append(xxhash.xxh3_64_intdigest(view[begin : begin + size], key))
             begin += size
-    return struct.pack(f"<{len(found)}Q", *found)
+    return struct.pack(f"<{len(leaves)}Q", *leaves)
 
 
 def encode(header: pb.ChunkHeader, payload: bytes) -> bytes:
@@ -152,7 +152,7 @@ def verify(
     geometry: KvGeometry,
     bound: bytes,
 ) -> None:
-    """Check a frame against the place that was asked for (never against what it claims).
+    """Check a frame against the slice that was asked for (never against what it says of itself).
 
     Raises:
         ChunkError: Length or digest differ.
@@ -161,7 +161,7 @@ def verify(
         raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
     said = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
     if said != bound:
-        raise ChunkError("the frame belongs to another claim or another life", "claim")
+        raise ChunkError("the frame belongs to another hand-off or another life", "claim")
     if KvSlice.from_wire(header.kv_slice) != expected:
         raise ChunkError(f"asked for {expected}, got {KvSlice.from_wire(header.kv_slice)}", "place")
     if digests(payload, expected, geometry, bound) != header.digests:

@@ -1,6 +1,6 @@
-"""Damage on purpose: what a test or a fire drill does to frames before they leave prefill.
+"""Damage on purpose: what a test does to frames before they leave prefill.
 
-Switched on by ``WorkerSettings.drill`` only, as ``"flip:3"``: every third frame.
+Switched on by ``WorkerSettings.fault_injection`` only, as ``"flip:3"``: every third frame.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class FrameTamperer:
             return None
         kind, _, every = text.partition(":")
         if kind not in KINDS:
-            raise ValueError(f"unknown drill {kind!r}; known: {', '.join(KINDS)}")
+            raise ValueError(f"unknown fault {kind!r}; known: {', '.join(KINDS)}")
         return cls(kind, int(every or 1))
 
     def apply(self, header: pb.ChunkHeader, payload: bytes) -> tuple[pb.ChunkHeader, bytes]:

@@ -1,35 +1,77 @@
 """The gRPC byte transport: raw frames on ``/baton.v1.KvTransfer/Pull``."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 from batonpb import prefill_pb2 as pb
+from batonpb.decode_pb2 import PrefillTarget
 
+from kvtransfer.transport import FrameSource, FrameStream, TransportGoneError
+from wire.grpc_channels import Channels
 from wire.grpc_options import token_metadata
 
 SERVICE = "baton.v1.KvTransfer"
 PULL = f"/{SERVICE}/Pull"
 
 
-PullHandler = Callable[[pb.PullRequest, Any], AsyncIterator[bytes]]
+class GrpcTransport:
+    """Pulls over the channel that the control streams to the same peer use.
+
+    Args:
+        channels: Of this worker; whoever owns them closes them.
+        fleet_token: For every call.
+    """
+
+    def __init__(self, channels: Channels, fleet_token: str) -> None:
+        self._channels = channels
+        self._metadata = token_metadata(fleet_token)
+
+    def reaches(self, peer: PrefillTarget) -> bool:
+        """Every peer has an address."""
+        return bool(peer.address)
+
+    def pull(self, peer: PrefillTarget, request: pb.PullRequest) -> FrameStream:
+        """Ask a peer for frames."""
+        method: Any = self._channels.to(peer.address).unary_stream(
+            PULL, request_serializer=pb.PullRequest.SerializeToString
+        )
+        return _GrpcFrames(method(request, metadata=self._metadata))
+
+    async def close(self) -> None:
+        """Nothing is the transport's own."""
 
 
-def pull_stream(
-    channel: grpc.aio.Channel, request: pb.PullRequest, fleet_token: str
-) -> "grpc.aio.UnaryStreamCall[Any, bytes]":
-    """Ask for frames; yields raw bytes (see ``kvtransfer.chunk.decode``)."""
-    method: Any = channel.unary_stream(PULL, request_serializer=pb.PullRequest.SerializeToString)
-    call: grpc.aio.UnaryStreamCall[Any, bytes] = method(
-        request, metadata=token_metadata(fleet_token)
-    )
-    return call
+class _GrpcFrames:
+    def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, bytes]") -> None:
+        self._call = call
+
+    async def read(self) -> bytes | None:
+        try:
+            frame = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise TransportGoneError(str(error)) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # it is we who are cancelled, not the call
+            raise TransportGoneError("its channel was closed") from error
+        return frame if isinstance(frame, bytes) else None  # gRPC's own mark for the end
+
+    def close(self) -> None:
+        self._call.cancel()
 
 
-def add_pull_handler(server: grpc.aio.Server, handler: PullHandler) -> None:
-    """Serve ``PULL``: the handler's bytes go out as they are."""
+def serve(server: grpc.aio.Server, source: FrameSource) -> None:
+    """Serve ``PULL``: the source's bytes go out as they are."""
+
+    async def pull(request: pb.PullRequest, _: Any) -> AsyncIterator[bytes]:
+        async for frame in source(request):
+            yield frame
+
     rpc: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-        handler, request_deserializer=pb.PullRequest.FromString
+        pull, request_deserializer=pb.PullRequest.FromString
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Pull": rpc}),))

@@ -1,6 +1,6 @@
 """Where a piece of KV belongs, and how rectangles of it are cut into frames.
 
-A *place* is a rectangle: layers x heads x blocks of one kv group, by global layer ids, global head
+A slice is a rectangle: layers x heads x blocks of one kv group, by global layer ids, global head
 numbers and positions in the prompt, never by order of arrival.
 """
 
@@ -49,7 +49,7 @@ class KvSlice:
         return per_token * self.valid_tokens
 
     def fits(self, geometry: KvGeometry) -> bool:
-        """Whether the place lies inside the model and its token count matches its blocks."""
+        """Whether the slice lies inside the model and its token count matches its blocks."""
         tokens = geometry.block_tokens
         return (
             self.kv_group == 0
@@ -86,6 +86,31 @@ class KvSlice:
             message.block_count,
             message.valid_tokens,
             message.kv_group,
+        )
+
+    def to_published(self) -> pb.Published:
+        """As prefill announces it. All heads travel, so they are not named."""
+        return pb.Published(
+            kv_group=self.kv_group,
+            layer_begin=self.layer_begin,
+            layer_count=self.layer_count,
+            block_begin=self.block_begin,
+            block_count=self.block_count,
+            valid_tokens=self.valid_tokens,
+        )
+
+    @classmethod
+    def from_published(cls, message: pb.Published, num_kv_heads: int) -> "KvSlice":
+        """What was announced, of a model with so many heads (unchecked: see ``fits``)."""
+        return cls(
+            layer_begin=message.layer_begin,
+            layer_count=message.layer_count,
+            head_begin=0,
+            head_count=num_kv_heads,
+            block_begin=message.block_begin,
+            block_count=message.block_count,
+            valid_tokens=message.valid_tokens,
+            kv_group=message.kv_group,
         )
 
 

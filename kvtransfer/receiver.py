@@ -8,7 +8,7 @@
        └────revoked before the engine saw the commit─────────────────────────────────────┘
 
 Decode pulls: it decides which frame lands where, so nothing arrives that it did not ask for, and a
-frame counts only if its digest fits the place that was asked for. The pages of a claim are written
+frame counts only if its digest fits the slice that was asked for. The reserved pages are written
 by nobody else; whoever ends the machine first waits for ``writing`` to reach zero.
 """
 
@@ -30,7 +30,7 @@ MAX_BROKEN_PULLS = 3  # in a row, each with a sign of life behind it
 class ReceiverState(enum.Enum):
     """Where the receiving side stands."""
 
-    RESERVING = "claiming"
+    RESERVING = "reserving"
     OPENING = "opening"
     PULLING = "pulling"
     NO_PEER = "no_peer"
@@ -40,7 +40,7 @@ class ReceiverState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Start (or resume) the Prefill stream for this claim."""
+    """Start (or resume) the Prefill stream for this reservation."""
 
     generation: int
     skip_blocks: int
@@ -196,8 +196,8 @@ class HandoffReceiver:
 
     def frame_arrived(self, kv_slice: KvSlice, epoch: int) -> bool:
         """A frame came in; True if it was asked for and may be written now (``writing`` + 1)."""
-        wanted = epoch == self.epoch and kv_slice in self._asked
-        if self.state is not ReceiverState.PULLING or not wanted:
+        asked = epoch == self.epoch and kv_slice in self._asked
+        if self.state is not ReceiverState.PULLING or not asked:
             return False
         self.writing += 1
         return True
@@ -302,7 +302,7 @@ class HandoffReceiver:
         """The router named another prefill worker: same pages, from the start."""
         if self.state is not ReceiverState.NO_PEER:
             return []
-        if not self.generation:  # revoked meanwhile: wait for a new claim
+        if not self.generation:  # revoked meanwhile: wait for a new reservation
             self.state = ReceiverState.RESERVING
             return []
         self._restart(now_ns)
@@ -318,7 +318,7 @@ class HandoffReceiver:
         return [*closing, *self._settle()]
 
     def revoked(self, generation: int) -> list[Action]:
-        """The engine takes the claim away; a new one follows by itself."""
+        """The engine takes the reservation away; a new one follows by itself."""
         if generation != self.generation:
             return [Drained(generation)]
         closing: list[Action] = []

@@ -29,10 +29,10 @@ def edges(senders: int, receivers: int, heads: int) -> list[Edge]:
     """
     plan: list[Edge] = []
     for receiver in range(receivers):
-        wanted = set(owned_heads(receiver, receivers, heads))
+        missing = set(owned_heads(receiver, receivers, heads))
         for sender in range(senders):
-            here = sorted(wanted.intersection(owned_heads(sender, senders, heads)))
-            if here:
-                wanted.difference_update(here)
-                plan.append(Edge(sender, receiver, here[0], len(here)))
+            sent = sorted(missing.intersection(owned_heads(sender, senders, heads)))
+            if sent:
+                missing.difference_update(sent)
+                plan.append(Edge(sender, receiver, sent[0], len(sent)))
     return plan

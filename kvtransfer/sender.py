@@ -3,7 +3,7 @@
     OPEN ──prompt done──▶ OPEN (all published) ──release──────────────▶ CLOSED
       └──cancel, lease lapse, failure──▶ REVOKED ──last read ended──▶ CLOSED
 
-Blocks are given back in two phases. While frames are being read from the pages the claim is only
+Blocks are given back in two phases. While frames are being read from the pages the hand-off is only
 *revoked*: readers notice before they send. The engine hears of it when nobody reads any more.
 """
 
@@ -61,13 +61,13 @@ Action = Announce | AnnounceFirst | AnnounceCommit | GiveBack
 
 @dataclass(slots=True)
 class HandoffSender:
-    """One claim's KV on the prefill side.
+    """One prompt's KV on the prefill side.
 
     Args:
         geometry: Of the pool.
         prompt_tokens: Length of the prompt.
         skip_blocks: Leading blocks that decode has.
-        lease_ns: How long the claim lives without a renewal.
+        lease_ns: How long it lives without a renewal.
         now_ns: The time.
     """
 
@@ -141,7 +141,7 @@ class HandoffSender:
         return self._settle()
 
     def renew(self, now_ns: int) -> None:
-        """Decode is alive and still wants this."""
+        """Decode is alive and still needs this."""
         self.renewed_ns = now_ns
 
     def release(self) -> list[Action]:
@@ -149,7 +149,7 @@ class HandoffSender:
         return self._revoke()
 
     def cancel(self) -> list[Action]:
-        """Nobody wants this any more."""
+        """Decode has no use for it any more."""
         return self._revoke()
 
     def tick(self, now_ns: int) -> list[Action]:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from batonpb import prefill_pb2 as pb
 
 from engine.core import events as ev
 from engine.core.errors import BatonError, UnavailableError
+from engine.core.sequence import Kind
 from engine.process import messages
 from engine.process.handle import EngineHandle
 from kvtransfer import chunk, sender
@@ -24,9 +25,9 @@ from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice
 from telemetry.metrics import Metrics
 from telemetry.tracing import Tracing, extract
-from wire import codecs
-from wire.codecs import error_to_wire
+from wire.codecs import error_to_wire, first_tokens_to_wire
 from wire.compatibility import disagreement
+from wire.requests import submit_from_wire
 from wire.tokens import unpack_tokens
 
 HEARTBEAT_S = 0.5
@@ -36,7 +37,7 @@ Key = tuple[str, int, int]  # request, attempt, generation
 
 
 class Handoff:
-    """One claim's life on this side: the machine, and the stream that listens at present."""
+    """One prompt's KV on this side: the machine, and the stream that listens at present."""
 
     def __init__(self, engine_id: str, start: pb.PrefillStart, machine: sender.HandoffSender):
         self.engine_id = engine_id
@@ -57,7 +58,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         capabilities: What we speak.
         metrics: Of this worker.
         tracing: Of this worker.
-        tamperer: Damages frames on purpose (drills), or None.
+        tamperer: Damages frames on purpose (fault injection), or None.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._tamperer = tamperer
         self._handoffs: dict[Key, Handoff] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
-        self._serial = 0  # a claim that comes back after its lease is another job for the engine
+        self._serial = 0  # a hand-off that comes back after its lease is new to the engine
         self.draining = False
 
     async def Handshake(  # noqa: N802 - gRPC's name
@@ -122,8 +123,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         finally:
             control.cancel()
 
-    async def pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[bytes]:
-        """Frames of the places asked for, in that order, while the claim stands."""
+    async def pull(self, request: pb.PullRequest) -> AsyncIterator[bytes]:
+        """Frames of the slices asked for, in that order, while the hand-off is open."""
         key = (request.request_id, request.attempt, request.generation)
         bound = chunk.binding(*key, self._identity.incarnation)
         for message in request.kv_slices:
@@ -134,7 +135,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     # ---------------------------------------------------------------- hand-offs
 
     def _open(self, start: pb.PrefillStart) -> tuple[Handoff, bool]:
-        """The hand-off of a stream, and whether it was there already."""
+        """The hand-off of a stream, and whether it was open already."""
         key = (start.request_id, start.attempt, start.generation)
         existing = self._handoffs.get(key)
         if (
@@ -166,19 +167,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         handoff_span.set_attribute("baton.prompt_tokens", len(prompt))
         handoff_span.set_attribute("baton.worker_id", self._identity.worker_id)
-        command = messages.Submit(
-            engine_id,
-            "prefill",
-            start.prompt_tokens,
-            codecs.sampling_from_wire(start.sampling),
-            start.hash_seed,
-            start.priority,
-            start.ticket,
-            start.skip_blocks,
-            not start.probe,
-            codecs.adapter_from_wire(start.adapter),
-            start.pooling,
-        )
+        command = submit_from_wire(start, engine_id, Kind.PREFILL, start.skip_blocks)
         self._engine.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
         return handoff, False
 
@@ -237,11 +226,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         for action in actions:
             match action:
                 case sender.Announce():
-                    handoff.events.put_nowait(
-                        pb.PrefillEvent(published=_published(action.kv_slice))
-                    )
+                    published = action.kv_slice.to_published()
+                    handoff.events.put_nowait(pb.PrefillEvent(published=published))
                 case sender.AnnounceFirst():
-                    for message in _first_tokens(action.done, handoff.prompt_outputs):
+                    for message in first_tokens_to_wire(action.done, handoff.prompt_outputs):
                         handoff.events.put_nowait(pb.PrefillEvent(first_tokens=message))
                 case sender.AnnounceCommit():
                     record = pb.CommitRecord(
@@ -282,7 +270,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             still_open = handoff.machine.state is sender.SenderState.OPEN
             self._perform(handoff, handoff.machine.read_ended())
         if not still_open:  # revoked while we read: the bytes may belong to someone else
-            return self._gone(header, "the claim was revoked")
+            return self._gone(header, "the hand-off has ended")
         header.payload_bytes, header.digests = len(payload), digests
         self._metrics.inc("baton_transfer_bytes", len(payload), direction="sent")
         if self._tamperer is not None:
@@ -302,7 +290,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     # ---------------------------------------------------------------- time
 
     async def watch_leases(self) -> None:
-        """Let unrenewed claims lapse; runs as long as the worker."""
+        """End hand-offs whose lease was not renewed; runs as long as the worker."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now_ns = time.monotonic_ns()
@@ -314,46 +302,5 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     @property
     def open_handoffs(self) -> int:
-        """Reservations that are not given back yet."""
+        """Hand-offs whose blocks are not given back yet."""
         return len(self._handoffs)
-
-
-def _published(kv_slice: KvSlice) -> pb.Published:
-    return pb.Published(
-        kv_group=kv_slice.kv_group,
-        layer_begin=kv_slice.layer_begin,
-        layer_count=kv_slice.layer_count,
-        block_begin=kv_slice.block_begin,
-        block_count=kv_slice.block_count,
-        valid_tokens=kv_slice.valid_tokens,
-    )
-
-
-def _first_tokens(
-    done: ev.PromptDone, prompt_outputs: ev.PromptOutputsReady
-) -> Iterator[pb.FirstTokens]:
-    """Slices of the prompt's scores, if any; the last message has the first tokens."""
-    last = None
-    for part in (
-        codecs.prompt_logprobs_to_wire(prompt_outputs.scores)
-        if prompt_outputs.scores is not None
-        else ()
-    ):
-        if last is not None:
-            yield pb.FirstTokens(prompt_logprobs=last)
-        last = part
-    choices = []
-    for token in done.first:
-        first = pb.FirstToken(token_id=token.token)
-        if token.logprob is not None:
-            first.has_logprob = True
-            first.logprob.CopyFrom(codecs.logprob_to_wire(token))
-        choices.append(first)
-    yield pb.FirstTokens(
-        choices=choices,
-        cached_tokens=done.cached_tokens,
-        queue_ns=done.queue_ns,
-        prefill_ns=done.prefill_ns,
-        prompt_logprobs=last,
-        embedding=prompt_outputs.vector,
-    )

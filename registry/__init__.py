@@ -1,4 +1,4 @@
-"""What Redis holds: who serves, and which worker has which blocks. Redis may be away at any time.
+"""What Redis holds: the workers, and the hashes of their blocks. Redis may be away at any time.
 
     publisher = KvEventPublisher(registry, incarnation)   # a worker: .start(), .publish(...)
     presence = Presence(registry, record)                 # a worker: .start(), .update("ready")

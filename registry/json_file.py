@@ -10,7 +10,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def keep(file: Path | None, value: Any) -> None:
-    """Write ``value``, whole or not at all; a disk that refuses costs only the memory of it.
+    """Write ``value``, whole or not at all; a failure is logged and nothing else happens.
 
     Args:
         file: Where; None keeps nothing.
@@ -18,9 +18,9 @@ def keep(file: Path | None, value: Any) -> None:
     """
     if file is None:
         return
-    draft = file.with_suffix(".new")
+    scratch = file.with_suffix(".new")
     try:
-        draft.write_bytes(msgspec.json.encode(value))
-        draft.replace(file)
+        scratch.write_bytes(msgspec.json.encode(value))
+        scratch.replace(file)
     except OSError as error:
         _LOG.warning("cannot write %s: %s", file, error)

@@ -1,4 +1,4 @@
-"""KV events, both ends: what a worker publishes, and how a reader notices what it missed.
+"""KV events: what a worker publishes of its blocks, and how a reader notices what it missed.
 
 The two state machines (`HashLedger`, `FeedMachine`) do no I/O. The shells (`KvEventPublisher`,
 `EventFeed`) talk to Redis, and no error of Redis leaves them.
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from registry.redis_store import (
-    BATCH_NAMES,
+    BATCH_HASHES,
     Registry,
     RegistryUnavailableError,
     StreamEntry,
@@ -30,7 +30,7 @@ from registry.types import (
 _LOG = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-MAX_PENDING_NAMES = 65_536  # beyond it a snapshot is cheaper than the batches
+MAX_PENDING_HASHES = 65_536  # beyond it a snapshot is cheaper than the batches
 _COALESCE_S = 0.02
 _RETRY_S = 0.5
 _POLL_S = 0.1
@@ -39,21 +39,21 @@ FORGET_AFTER_S = 10.0  # an emptied Redis gets this long to be filled again by t
 
 
 class HashLedger:
-    """Turns a worker's stores and removals into numbered net changes of its set of names.
+    """Turns a worker's stores and removals into numbered net changes of its set of block hashes.
 
     Args:
         incarnation: The worker's.
 
-    A name that is stored twice, or removed when absent, is no change. Batches therefore change the
-    checksum exactly by the names in them, and readers can follow it without holding the set.
+    A hash that is stored twice, or removed when absent, is no change. Batches therefore change the
+    checksum exactly by the hashes in them, and readers can follow it without holding the set.
     """
 
     def __init__(self, incarnation: bytes) -> None:
         self.incarnation = incarnation
-        self.names: set[bytes] = set()  # as it should be
+        self.hashes: set[bytes] = set()  # of the blocks that the worker holds
         self.sequence = 0  # of the last batch or snapshot taken
         self.checksum = 0  # of what was taken
-        self.taken_names = 0  # how many names that set has
+        self.taken_hashes = 0  # how many hashes that set has
         self.needs_snapshot = False
         self._stored: dict[bytes, None] = {}  # ordered
         self._removed: dict[bytes, None] = {}
@@ -68,22 +68,22 @@ class HashLedger:
         self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), cleared: bool = False
     ) -> None:
         """Note changes, in the order ``cleared``, ``removed``, ``stored``."""
-        if cleared and (self.names or self._removed):
-            self.names.clear()
+        if cleared and (self.hashes or self._removed):
+            self.hashes.clear()
             self._stored.clear()
             self._removed.clear()
             self._cleared = True
-        for name in removed:
-            if name in self.names:
-                self.names.remove(name)
-                if self._stored.pop(name, self) is self:
-                    self._removed[name] = None
-        for name in stored:
-            if name not in self.names:
-                self.names.add(name)
-                if self._removed.pop(name, self) is self:
-                    self._stored[name] = None
-        if len(self._stored) + len(self._removed) > MAX_PENDING_NAMES:
+        for block_hash in removed:
+            if block_hash in self.hashes:
+                self.hashes.remove(block_hash)
+                if self._stored.pop(block_hash, self) is self:
+                    self._removed[block_hash] = None
+        for block_hash in stored:
+            if block_hash not in self.hashes:
+                self.hashes.add(block_hash)
+                if self._removed.pop(block_hash, self) is self:
+                    self._stored[block_hash] = None
+        if len(self._stored) + len(self._removed) > MAX_PENDING_HASHES:
             self.lost()
 
     def lost(self) -> None:
@@ -94,14 +94,14 @@ class HashLedger:
         self._cleared = False
 
     def take_batch(self) -> EventBatch:
-        """The next batch of at most ``BATCH_NAMES`` names."""
-        removed = _take(self._removed, BATCH_NAMES)
-        stored = _take(self._stored, BATCH_NAMES - len(removed))
+        """The next batch of at most ``BATCH_HASHES`` hashes."""
+        removed = _take(self._removed, BATCH_HASHES)
+        stored = _take(self._stored, BATCH_HASHES - len(removed))
         self.sequence += 1
         if self._cleared:
-            self.checksum = self.taken_names = 0
+            self.checksum = self.taken_hashes = 0
         self.checksum = hashes_checksum((*removed, *stored), self.checksum)
-        self.taken_names += len(stored) - len(removed)
+        self.taken_hashes += len(stored) - len(removed)
         batch = EventBatch(
             incarnation=self.incarnation,
             sequence=self.sequence,
@@ -117,22 +117,22 @@ class HashLedger:
         self.lost()
         self.needs_snapshot = False
         self.sequence += 1
-        self.checksum = hashes_checksum(self.names)
-        self.taken_names = len(self.names)
+        self.checksum = hashes_checksum(self.hashes)
+        self.taken_hashes = len(self.hashes)
         return Snapshot(
-            incarnation=self.incarnation, sequence=self.sequence, names=frozenset(self.names)
+            incarnation=self.incarnation, sequence=self.sequence, hashes=frozenset(self.hashes)
         )
 
 
 def _take(pending: dict[bytes, None], limit: int) -> tuple[bytes, ...]:
-    taken = tuple(name for name, _ in zip(pending, range(limit), strict=False))
-    for name in taken:
-        del pending[name]
+    taken = tuple(block_hash for block_hash, _ in zip(pending, range(limit), strict=False))
+    for block_hash in taken:
+        del pending[block_hash]
     return taken
 
 
 class KvEventPublisher:
-    """Publishes one worker's block names, in the background.
+    """Publishes the hashes of one worker's blocks, in the background.
 
     ``publish`` never blocks and never fails. While Redis is away changes are folded together
     (bounded by the pool's own size); when it is back, or came back empty or old, the whole set is
@@ -202,8 +202,8 @@ class KvEventPublisher:
     async def _refresh(self) -> None:
         """Renew the keys' life; publish everything when Redis has something else."""
         ledger = self._ledger
-        there = await self._registry.refresh(ledger.incarnation)
-        if there != (ledger.sequence, ledger.checksum, ledger.taken_names):
+        in_redis = await self._registry.refresh(ledger.incarnation)
+        if in_redis != (ledger.sequence, ledger.checksum, ledger.taken_hashes):
             ledger.lost()
 
     async def _flush(self) -> None:
@@ -239,10 +239,10 @@ class FeedMachine:
     wants: set[bytes] = field(default_factory=set)
     gaps: int = 0
     _tracks: dict[bytes, _Track] = field(default_factory=dict)
-    _strangers: dict[bytes, float] = field(default_factory=dict)  # wanted, unknown: since when
+    _unknown_since_s: dict[bytes, float] = field(default_factory=dict)  # in wants, without track
 
     def resync(self) -> None:
-        """Redis has another life: believe what is known, and read everything again."""
+        """Redis has another life: keep what is known, and read every snapshot again."""
         self.wants |= set(self._tracks)
 
     def on_entry(self, entry: StreamEntry) -> list[FeedItem]:
@@ -271,10 +271,10 @@ class FeedMachine:
         return [entry]
 
     def on_snapshot(self, snapshot: Snapshot, checksum: int) -> list[FeedItem]:
-        """A snapshot that was wanted. A damaged or outdated one stays wanted."""
+        """A snapshot that was asked for. One that is damaged or outdated is read again."""
         track = self._tracks.get(snapshot.incarnation)
         outdated = track is not None and snapshot.sequence < track.sequence
-        if outdated or hashes_checksum(snapshot.names) != checksum:
+        if outdated or hashes_checksum(snapshot.hashes) != checksum:
             return []
         self.wants.discard(snapshot.incarnation)
         self._tracks[snapshot.incarnation] = _Track(snapshot.sequence, checksum)
@@ -303,16 +303,18 @@ class FeedMachine:
                 track.missing_since_s = now_s
             elif now_s - track.missing_since_s >= FORGET_AFTER_S:
                 items += self._forget(incarnation)
-        self._drop_strangers(live, now_s)
+        self._drop_unknown(live, now_s)
         return items
 
-    def _drop_strangers(self, live: Mapping[bytes, tuple[int, int]], now_s: float) -> None:
-        """What is wanted of an incarnation that never was, or died unread, comes no more."""
+    def _drop_unknown(self, live: Mapping[bytes, tuple[int, int]], now_s: float) -> None:
+        """Stop asking for snapshots of incarnations that do not appear in Redis."""
         unknown = self.wants - live.keys() - self._tracks.keys()
-        self._strangers = {name: self._strangers.get(name, now_s) for name in unknown}
-        for name, since_s in self._strangers.items():
+        self._unknown_since_s = {
+            incarnation: self._unknown_since_s.get(incarnation, now_s) for incarnation in unknown
+        }
+        for incarnation, since_s in self._unknown_since_s.items():
             if now_s - since_s >= FORGET_AFTER_S:
-                self.wants.discard(name)
+                self.wants.discard(incarnation)
 
     def _missed(self, incarnation: bytes) -> None:
         self.gaps += 1
@@ -328,7 +330,7 @@ class FeedMachine:
 class EventFeed:
     """All workers' KV events for one reader: ``async for item in feed``.
 
-    Never ends and never raises for Redis' sake; while Redis is away nothing comes.
+    Never ends and never raises because of Redis; while Redis is away nothing comes.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -394,10 +396,11 @@ class EventFeed:
             self._birth = birth
 
     async def _read_snapshot(self, incarnation: bytes) -> list[FeedItem]:
-        found = await self._registry.snapshot(incarnation)
-        if found is None:
-            return []  # the worker will publish it, or be missed and forgotten
-        return self._machine.on_snapshot(*found)
+        answer = await self._registry.snapshot(incarnation)
+        if answer is None:
+            return []  # the worker will publish it, or its incarnation will be dropped
+        snapshot, checksum = answer
+        return self._machine.on_snapshot(snapshot, checksum)
 
 
 def _stream_order(entry_id: bytes) -> tuple[int, int]:

@@ -6,7 +6,7 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     worker:<worker id>    what the worker says about itself                10 s
     slots                 the ids of both kinds                            pruned when read
     kv:live               sorted set: incarnation -> last refresh (ms)     pruned when written
-    kv:<incarnation>:set  the names of the blocks it holds                 60 s
+    kv:<incarnation>:set  the hashes of the blocks it holds                60 s
     kv:<incarnation>:meta hash: sequence, checksum                         60 s
     kv:events             stream of batches                                MAXLEN ~
     orders, answer:<id>   what operators ask of the controller             10 s
@@ -37,8 +37,8 @@ WORKER_TTL_S = 10.0
 KV_TTL_S = 60.0
 ADAPTERS_TTL_S = 24 * 3600
 STREAM_BATCHES = 4096
-BATCH_NAMES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
-_NAME_BYTES = 16
+BATCH_HASHES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
+_HASH_BYTES = 16
 _TIMEOUT_S = 2.0
 
 Command = tuple[Any, ...]
@@ -52,7 +52,7 @@ class RegistryUnavailableError(ConnectionError):
 
 
 class StreamMark(msgspec.Struct, frozen=True):
-    """An entry of the stream that carries no names: ``snapshot`` or ``forget``."""
+    """An entry of the stream that carries no hashes: ``snapshot`` or ``forget``."""
 
     incarnation: bytes
     sequence: int
@@ -79,7 +79,7 @@ class Registry:
     """
 
     def __init__(self, url: str, fleet: str) -> None:
-        # Retries are ours: a repeated MULTI whose first try did take effect must be thought about.
+        # No retries by the client: a MULTI whose first try took effect must not be sent again.
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
             protocol=2,
@@ -94,6 +94,8 @@ class Registry:
         self.on_skipped: Callable[[str], None] = lambda _: None
         self._prefix = f"baton:{{{fleet}}}:"  # the braces keep a fleet on one cluster node
         self.fleet = fleet
+        self.connected = False  # whether Redis answered the last call
+        self.errors = 0  # calls that failed
 
     @classmethod
     async def connect(cls, url: str, fleet: str) -> "Registry":
@@ -121,7 +123,7 @@ class Registry:
         )
         return bytes(mark)
 
-    # ---- workers and slots ----------------------------------------------------------------------
+    # --- workers and slots -----------------------------------------------------------------------
 
     async def register(self, record: WorkerRecord) -> None:
         """Write what a worker says about itself; expires in 10 s unless refreshed."""
@@ -159,15 +161,15 @@ class Registry:
         and told to ``on_skipped``.
         """
         (ids,) = await self._send(("SMEMBERS", self._key("slots")))
-        names = sorted(worker_id.decode() for worker_id in ids)
-        if not names:
+        worker_ids = sorted(worker_id.decode() for worker_id in ids)
+        if not worker_ids:
             return {}, {}
-        slot_keys = [self._key("slot", name) for name in names]
-        worker_keys = [self._key("worker", name) for name in names]
+        slot_keys = [self._key("slot", worker_id) for worker_id in worker_ids]
+        worker_keys = [self._key("worker", worker_id) for worker_id in worker_ids]
         raw_slots, raw_workers = await self._send(("MGET", *slot_keys), ("MGET", *worker_keys))
-        slots = self._readable(names, raw_slots)
-        workers = self._readable(names, raw_workers)
-        raw = zip(names, raw_slots, raw_workers, strict=True)
+        slots = self._readable(worker_ids, raw_slots)
+        workers = self._readable(worker_ids, raw_workers)
+        raw = zip(worker_ids, raw_slots, raw_workers, strict=True)
         gone = [name for name, slot, worker in raw if slot is None and worker is None]
         if gone:
             await self._send(("SREM", self._key("slots"), *gone))
@@ -206,7 +208,7 @@ class Registry:
             _LOG.warning("the registry's record of %r cannot be read: %s", name, reason)
             self.on_skipped(name)
 
-    # ---- operators to the controller ------------------------------------------------------------
+    # --- operators to the controller -------------------------------------------------------------
 
     async def ask(self, verb: str, worker_ids: Sequence[str], timeout_s: float = 5.0) -> str | None:
         """Ask the controller for something.
@@ -247,10 +249,10 @@ class Registry:
         """Answer an order: ``""`` when it is being done."""
         await self._send(("SET", self._key("answer", order.token), text, "PX", 10_000))
 
-    # ---- adapters that clients may name, shared by the routers -----------------------------------
+    # --- adapters that clients may name, shared by the routers -----------------------------------
 
     async def adapters(self) -> dict[str, bytes]:
-        """What routers wrote, by name; kept alive for a day by whoever reads it."""
+        """What routers wrote, by name. Each read keeps it for another day."""
         key = self._key("adapters")
         pairs, _ = await self._send(("HGETALL", key), ("PEXPIRE", key, ADAPTERS_TTL_S * 1000))
         return {name.decode(): bytes(raw) for name, raw in pairs.items()}
@@ -260,37 +262,37 @@ class Registry:
         fields = [part for name, raw in entries.items() for part in (name, raw)]
         await self._send(("HSET", self._key("adapters"), *fields))
 
-    # ---- KV events: the publishing side ---------------------------------------------------------
+    # --- KV events: the publishing side ----------------------------------------------------------
 
     async def publish(self, batch: EventBatch, checksum: int) -> None:
         """One MULTI: change the worker's set, append to the stream, bump the sequence."""
-        names, _ = self._kv_keys(batch.incarnation)
+        set_key, _ = self._kv_keys(batch.incarnation)
         commands: list[Command] = []
         if batch.cleared:
-            commands.append(("UNLINK", names))
+            commands.append(("UNLINK", set_key))
         if batch.removed:
-            commands.append(("SREM", names, *batch.removed))
+            commands.append(("SREM", set_key, *batch.removed))
         if batch.stored:
-            commands.append(("SADD", names, *batch.stored))
+            commands.append(("SADD", set_key, *batch.stored))
         fields = ("k", "b", "s", b"".join(batch.stored), "r", b"".join(batch.removed))
         commands += self._stamp(batch.incarnation, batch.sequence, checksum)
         commands.append(
             self._append(batch.incarnation, batch.sequence, *fields, "c", int(batch.cleared))
         )
-        await self._send(*commands, ("PEXPIRE", names, int(KV_TTL_S * 1000)), atomic=True)
+        await self._send(*commands, ("PEXPIRE", set_key, int(KV_TTL_S * 1000)), atomic=True)
 
     async def publish_snapshot(self, snapshot: Snapshot, checksum: int) -> None:
         """Replace the worker's whole set; readers are told to read it again."""
-        names, _ = self._kv_keys(snapshot.incarnation)
-        scratch = names + b":new"
+        set_key, _ = self._kv_keys(snapshot.incarnation)
+        scratch = set_key + b":new"
         await self._send(("UNLINK", scratch))
-        ordered = sorted(snapshot.names)
-        for begin in range(0, len(ordered), BATCH_NAMES):
+        ordered = sorted(snapshot.hashes)
+        for begin in range(0, len(ordered), BATCH_HASHES):
             await self._send(
-                ("SADD", scratch, *ordered[begin : begin + BATCH_NAMES]),
+                ("SADD", scratch, *ordered[begin : begin + BATCH_HASHES]),
                 ("PEXPIRE", scratch, int(KV_TTL_S * 1000)),
             )
-        swap: Command = ("RENAME", scratch, names) if ordered else ("UNLINK", names)
+        swap: Command = ("RENAME", scratch, set_key) if ordered else ("UNLINK", set_key)
         await self._send(
             swap,
             *self._stamp(snapshot.incarnation, snapshot.sequence, checksum),
@@ -302,33 +304,33 @@ class Registry:
         """Keep an incarnation's keys alive.
 
         Returns:
-            (sequence, checksum, number of names) as Redis has them, or None if it has nothing.
+            (sequence, checksum, number of hashes) as Redis has them, or None if it has nothing.
         """
-        names, meta = self._kv_keys(incarnation)
+        set_key, meta_key = self._kv_keys(incarnation)
         ttl_ms = int(KV_TTL_S * 1000)
-        found, count, _, _, _ = await self._send(
-            ("HMGET", meta, "n", "x"),
-            ("SCARD", names),
-            ("PEXPIRE", meta, ttl_ms),
-            ("PEXPIRE", names, ttl_ms),
+        meta, count, _, _, _ = await self._send(
+            ("HMGET", meta_key, "n", "x"),
+            ("SCARD", set_key),
+            ("PEXPIRE", meta_key, ttl_ms),
+            ("PEXPIRE", set_key, ttl_ms),
             ("ZADD", self._key("kv:live"), _now_ms(), incarnation),
             atomic=True,
         )
-        return None if found[0] is None else (int(found[0]), int(found[1]), int(count))
+        return None if meta[0] is None else (int(meta[0]), int(meta[1]), int(count))
 
     async def forget(self, incarnation: bytes) -> None:
         """Drop all that a dead incarnation held, in O(1), and tell the readers."""
         if not incarnation:
             return
-        names, meta = self._kv_keys(incarnation)
+        set_key, meta_key = self._kv_keys(incarnation)
         await self._send(
-            ("UNLINK", names, names + b":new", meta),
+            ("UNLINK", set_key, set_key + b":new", meta_key),
             ("ZREM", self._key("kv:live"), incarnation),
             self._append(incarnation, 0, "k", "f"),
             atomic=True,
         )
 
-    # ---- KV events: the reading side ------------------------------------------------------------
+    # --- KV events: the reading side -------------------------------------------------------------
 
     async def live(self) -> dict[bytes, tuple[int, int]]:
         """(sequence, checksum) of every incarnation in the index.
@@ -340,28 +342,28 @@ class Registry:
         if not members:
             return {}
         commands = [("HMGET", self._kv_keys(member)[1], "n", "x") for member in members]
-        found = await self._send(*commands)
-        expired = [m for m, (sequence, _) in zip(members, found, strict=True) if sequence is None]
+        metas = await self._send(*commands)
+        expired = [m for m, (sequence, _) in zip(members, metas, strict=True) if sequence is None]
         if expired:
             await self._send(("ZREM", self._key("kv:live"), *expired))
         return {
             bytes(member): (int(sequence), int(checksum))
-            for member, (sequence, checksum) in zip(members, found, strict=True)
+            for member, (sequence, checksum) in zip(members, metas, strict=True)
             if sequence is not None
         }
 
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
         """One incarnation's set with the checksum it should have, or None if Redis lacks it."""
-        names, meta = self._kv_keys(incarnation)
-        found, members = await self._send(
-            ("HMGET", meta, "n", "x"), ("SMEMBERS", names), atomic=True
+        set_key, meta_key = self._kv_keys(incarnation)
+        meta, members = await self._send(
+            ("HMGET", meta_key, "n", "x"), ("SMEMBERS", set_key), atomic=True
         )
-        if found[0] is None:
+        if meta[0] is None:
             return None
         snapshot = Snapshot(
-            incarnation=incarnation, sequence=int(found[0]), names=frozenset(members)
+            incarnation=incarnation, sequence=int(meta[0]), hashes=frozenset(members)
         )
-        return snapshot, int(found[1])
+        return snapshot, int(meta[1])
 
     async def stream_top(self) -> bytes:
         """The id of the newest entry; ``0-0`` if there is none."""
@@ -379,7 +381,7 @@ class Registry:
         parsed = [_parse_entry(fields) for _, fields in entries]
         return bytes(entries[-1][0]), [entry for entry in parsed if entry is not None]
 
-    # ---- plumbing -------------------------------------------------------------------------------
+    # --- plumbing --------------------------------------------------------------------------------
 
     def _key(self, *parts: str) -> bytes:
         return (self._prefix + ":".join(parts)).encode()
@@ -407,9 +409,12 @@ class Registry:
                 for command in commands:
                     pipe.execute_command(*command)
                 answers: Sequence[Any] = await pipe.execute()
-                return answers
         except (TimeoutError, RedisError, OSError) as error:
+            self.connected = False
+            self.errors += 1
             raise RegistryUnavailableError(f"Redis: {error}") from error
+        self.connected = True
+        return answers
 
 
 def _parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
@@ -426,8 +431,8 @@ def _parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
             )
     except (KeyError, ValueError):
         return None  # from another version: the sequence will show a hole
-    names = {b"s": "snapshot", b"f": "forget"}
-    return StreamMark(incarnation, sequence, names[kind]) if kind in names else None
+    kinds = {b"s": "snapshot", b"f": "forget"}
+    return StreamMark(incarnation, sequence, kinds[kind]) if kind in kinds else None
 
 
 def _split(packed: bytes) -> tuple[bytes, ...]:
@@ -435,8 +440,8 @@ def _split(packed: bytes) -> tuple[bytes, ...]:
 
 
 def _chunks(packed: bytes) -> Iterable[bytes]:
-    for begin in range(0, len(packed), _NAME_BYTES):
-        yield packed[begin : begin + _NAME_BYTES]
+    for begin in range(0, len(packed), _HASH_BYTES):
+        yield packed[begin : begin + _HASH_BYTES]
 
 
 def _now_ms() -> int:

@@ -1,6 +1,6 @@
 """What travels through the registry, as plain data: worker records, KV events, snapshots.
 
-Nothing here does I/O, so that the router's mirror and the tests can use it without Redis.
+Nothing here does I/O, so that the router's prefix index and the tests can use it without Redis.
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,6 @@ from typing import Literal
 
 import msgspec
 
-NAME_BYTES = 16
 INCARNATION_BYTES = 16
 
 Role = Literal["prefill", "decode"]
@@ -18,10 +17,10 @@ WorkerState = Literal["starting", "ready", "draining", "dead"]
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One slot of a pool, as the registry knows it.
 
-    ``incarnation`` is 16 random bytes drawn by the worker when it starts; it is empty while a slot
+    ``incarnation`` is 16 random bytes, made by the worker when it starts; it is empty while a slot
     has no process (``starting`` before the first life, ``dead`` between two lives). ``epoch``
     counts the lives of the slot from 1. ``heartbeat_ms`` is the wall-clock time of the last
-    refresh, on the clock of whoever wrote the record: good for a human, never for liveness.
+    refresh, on the clock of the process that wrote the record: for display, not for liveness.
     """
 
     worker_id: str
@@ -45,7 +44,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that one worker stored and removed since its last batch.
+    """Hashes of the blocks that one worker stored and removed since its last batch.
 
     Apply in the order ``cleared``, ``removed``, ``stored``. Batches of one incarnation are numbered
     1, 2, 3 ...; a hole means that something was lost and a snapshot is needed.
@@ -59,15 +58,15 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that one worker holds after its batch number ``sequence``."""
+    """The hashes of all blocks that one worker holds after its batch number ``sequence``."""
 
     incarnation: bytes
     sequence: int
-    names: frozenset[bytes]
+    hashes: frozenset[bytes]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's word on how its set looks after batch ``sequence``: notices a lost tail."""
+    """The checksum of a worker's set after batch ``sequence``; shows that a last batch was lost."""
 
     incarnation: bytes
     sequence: int
@@ -83,13 +82,13 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True):
 FeedItem = Snapshot | EventBatch | Heartbeat | Forget
 
 
-def hashes_checksum(names: Iterable[bytes], start: int = 0) -> int:
-    """Xor of the first 8 bytes of each name, as a little-endian u64.
+def hashes_checksum(hashes: Iterable[bytes], start: int = 0) -> int:
+    """Xor of the first 8 bytes of each block hash, as a little-endian u64.
 
     Adding and taking away are the same operation, so a set's checksum follows its changes: pass
-    the old checksum as ``start`` and the names that entered or left.
+    the old checksum as ``start`` and the hashes that entered or left.
     """
     checksum = start
-    for name in names:
-        checksum ^= int.from_bytes(name[:8], "little")
+    for block_hash in hashes:
+        checksum ^= int.from_bytes(block_hash[:8], "little")
     return checksum

@@ -1,4 +1,4 @@
-"""Who is in the fleet: a worker's presence, and a reader's list that outlives Redis."""
+"""The workers in the registry: how one keeps its record there, and a list that outlives Redis."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ _LAST_HEARTBEAT_S = 1.0
 
 HEARTBEAT_S = 1.0
 POLL_S = 0.25
-FORGET_AFTER_S = 10.0  # of absence while Redis answers; death is told by `dead`, not by silence
+FORGET_AFTER_S = 10.0  # of absence while Redis answers; a death is reported as state `dead`
 
 
 class Presence:
-    """Keeps a worker's record in Redis fresh, in the background; never raises for Redis' sake."""
+    """Keeps a worker's record in Redis fresh, in the background; never raises because of Redis."""
 
     def __init__(self, registry: Registry, record: WorkerRecord) -> None:
         self._registry = registry
@@ -45,7 +45,7 @@ class Presence:
     async def stop(self) -> None:
         """Stop refreshing and take the worker out of the registry and the index."""
         if self._task is not None:
-            # Not cancelled in the middle of a heartbeat: Redis might hear of that one last.
+            # Not cancelled in the middle of a heartbeat: it could reach Redis after `deregister`.
             self._stopping = True
             self._changed.set()
             await asyncio.wait((self._task,), timeout=_LAST_HEARTBEAT_S)
@@ -112,7 +112,7 @@ class RegistryWatcher:
     restart of the router while Redis is away.
 
     Args:
-        registry: Where to look.
+        registry: Of the fleet.
         last_known: JSON file for the list, or None.
     """
 
@@ -130,9 +130,9 @@ class RegistryWatcher:
             await asyncio.sleep(POLL_S)
 
     async def poll(self) -> list[WorkerChange]:
-        """Look once; what changed since the last look. Never raises for Redis' sake."""
+        """What changed since the last call. Never raises because of Redis."""
         try:
-            found = merged(*await self._registry.records())
+            listed = merged(*await self._registry.records())
         except RegistryUnavailableError as error:
             if self.connected:
                 _LOG.warning("registry away, going on with the last known workers: %s", error)
@@ -140,15 +140,15 @@ class RegistryWatcher:
             self._missing_since_s.clear()
             return [] if self.workers else self._apply(self._load())
         self.connected = True
-        return self._apply(self._with_missing(found, time.monotonic()))
+        return self._apply(self._with_missing(listed, time.monotonic()))
 
     def _with_missing(
-        self, found: dict[str, WorkerRecord], now_s: float
+        self, listed: dict[str, WorkerRecord], now_s: float
     ) -> dict[str, WorkerRecord]:
-        """``found``, and those that are missing for a short time only."""
-        result = dict(found)
+        """``listed``, and those that are missing for a short time only."""
+        result = dict(listed)
         for worker_id, record in self.workers.items():
-            if worker_id in found:
+            if worker_id in listed:
                 self._missing_since_s.pop(worker_id, None)
             elif now_s - self._missing_since_s.setdefault(worker_id, now_s) < FORGET_AFTER_S:
                 result[worker_id] = record

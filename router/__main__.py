@@ -1,7 +1,7 @@
 """`python -m router --config FILE [--port N]`: one router process.
 
-SIGTERM and SIGINT end it within five seconds: no new connections, requests in flight are told, the
-workers are told to stop them. Secrets come by environment (``router/settings.py``).
+SIGTERM and SIGINT end it within five seconds: no new connections; active requests end with an
+error, and the workers are told to stop them. Secrets come by environment (``router/settings.py``).
 """
 
 import argparse
@@ -26,6 +26,7 @@ from router.placement.index_feed import EventSource
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
+from telemetry.metrics import Metrics
 
 _GRACE_S = 3
 
@@ -83,7 +84,9 @@ async def serve(settings: RouterSettings, model: ServedModel) -> None:
     last_known = state_dir / "workers.json" if state_dir is not None else None
     directory: WorkerDirectory = RegistryWatcher(registry, last_known)
     events: EventSource = EventFeed(registry)
-    router = Router(settings, model, directory, events, shelf=registry)
+    router = Router(settings, model, directory, events, shared_adapters=registry)
+    metrics = router.parts.metrics
+    metrics.before_page.append(lambda: _show_registry(metrics, registry))
     server = _Server(
         uvicorn.Config(
             router.app(),
@@ -107,11 +110,16 @@ async def serve(settings: RouterSettings, model: ServedModel) -> None:
         await registry.close()
 
 
+def _show_registry(metrics: Metrics, registry: Registry) -> None:
+    metrics.set("baton_registry_connected", registry.connected)
+    metrics.count_up("baton_registry_errors", registry.errors)
+
+
 async def _end_requests(server: _Server, router: Router) -> None:
     """After a signal, answers have a short time to finish; then they end with a typed error."""
     await server.stopping.wait()
     await asyncio.sleep(_GRACE_S - 1)
-    router.gateway.end_all()
+    router.parts.gateway.end_all()
 
 
 if __name__ == "__main__":

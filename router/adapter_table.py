@@ -2,7 +2,7 @@
 
 Routers share the latter through Redis. Each change carries its time and the newest wins, also over
 an emptied Redis or one that came back old; a name that was taken away is kept as such for a day. So
-any router may be asked, the others follow within a second, and a file carries the table over a
+any router can be asked, the others follow within a second, and a file keeps the table over a
 restart while Redis is away.
 """
 
@@ -47,7 +47,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterSharedTable(Protocol):
-    """Where routers share their table; ``registry.facade.Registry`` is one."""
+    """Where routers share their table; ``registry.redis_store.Registry`` is one."""
 
     async def adapters(self) -> Mapping[str, bytes]:
         """All entries by name, encoded."""
@@ -57,7 +57,7 @@ class AdapterSharedTable(Protocol):
 
 
 class AdapterTable:
-    """See the module.
+    """The adapters that one router serves, by name.
 
     Args:
         config: Of the base model: what adapters must fit.
@@ -84,7 +84,7 @@ class AdapterTable:
         self._max_rank = max_rank
         self._fixed = {name: self._read(name, path, 0) for name, path in (load or {}).items()}
         self._shared: dict[str, AdapterEntry] = {}
-        self._shelf: AdapterSharedTable | None = None
+        self._shared_table: AdapterSharedTable | None = None
         self._file: Path | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -133,20 +133,20 @@ class AdapterTable:
             raise ModelNotFoundError(f"no adapter {name[:200]!r} is loaded", param="lora_name")
         await self._change(AdapterEntry(name=name, changed_ms=self._next_ms(name), gone=True))
 
-    # ---------------------------------------------------------------- sharing
+    # --- sharing ---------------------------------------------------------------------------------
 
-    def start(self, shelf: AdapterSharedTable | None, file: Path | None = None) -> None:
+    def start(self, shared: AdapterSharedTable | None, file: Path | None = None) -> None:
         """Begin to share. Needs a running event loop.
 
         Args:
-            shelf: Where other routers look, or None.
+            shared: The table of all routers of the fleet, or None.
             file: JSON file that outlives this process, or None.
         """
-        self._shelf, self._file = shelf, file
+        self._shared_table, self._file = shared, file
         if file is not None and file.exists():
             self._adopt(_decode_file(file))
-        if shelf is not None:
-            self._task = asyncio.create_task(self._follow(shelf), name="adapters")
+        if shared is not None:
+            self._task = asyncio.create_task(self._follow(shared), name="adapters")
 
     async def close(self) -> None:
         """Stop sharing."""
@@ -154,14 +154,14 @@ class AdapterTable:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def exchange(self, shelf: AdapterSharedTable) -> None:
-        """Take over what is newer there, and write what is newer here.
+    async def exchange(self, shared: AdapterSharedTable) -> None:
+        """Take over what is newer in the shared table, and write what is newer in this one.
 
         Raises:
             RegistryUnavailableError: Redis does not answer.
         """
-        found = [_decode(raw) for raw in (await shelf.adapters()).values()]
-        theirs = {entry.name: entry for entry in found if entry is not None}
+        decoded = [_decode(raw) for raw in (await shared.adapters()).values()]
+        theirs = {entry.name: entry for entry in decoded if entry is not None}
         self._adopt(theirs.values())
         newer = {
             entry.name: msgspec.json.encode(entry)
@@ -169,23 +169,23 @@ class AdapterTable:
             if entry.name not in theirs or theirs[entry.name].changed_ms < entry.changed_ms
         }
         if newer:
-            await shelf.put_adapters(newer)
+            await shared.put_adapters(newer)
 
-    async def _follow(self, shelf: AdapterSharedTable) -> None:
+    async def _follow(self, shared: AdapterSharedTable) -> None:
         while True:
             try:
-                await self.exchange(shelf)
+                await self.exchange(shared)
             except RegistryUnavailableError:
                 _LOG.debug("registry away, going on with the adapters that are known")
             await asyncio.sleep(POLL_S)
 
     async def _change(self, entry: AdapterEntry) -> None:
         self._adopt([entry])
-        if self._shelf is not None:
+        if self._shared_table is not None:
             try:
-                await self.exchange(self._shelf)
+                await self.exchange(self._shared_table)
             except RegistryUnavailableError as error:
-                _LOG.warning("other routers hear of adapter %s later: %s", entry.name, error)
+                _LOG.warning("other routers see adapter %s later: %s", entry.name, error)
 
     def _adopt(self, entries: Iterable[AdapterEntry]) -> None:
         oldest_ms = _now_ms() - _REMEMBER_GONE_MS
@@ -201,7 +201,7 @@ class AdapterTable:
         if changed:
             keep(self._file, list(self._shared.values()))
 
-    # ---------------------------------------------------------------- inside
+    # --- reading and checking --------------------------------------------------------------------
 
     def _read(self, name: str, path: str, changed_ms: int) -> AdapterEntry:
         if not self._max_loaded:

@@ -1,4 +1,4 @@
-"""What a router needs to know, frozen at start."""
+"""A router's configuration, frozen at start."""
 
 import os
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ class RouterSettings:
         adapters: LoRA adapters of the fleet file, name to directory.
         max_adapters: How many of them a worker holds at once.
         window_requests: Sequences sent to one worker at most; more wait in the router's queue.
-        lease_ms: How long a worker keeps a request of a router that it no longer hears.
-        silence_s: A worker that says nothing for so long is dead to this router.
+        lease_ms: How long a worker keeps a request of a router that sends no heartbeat.
+        silence_s: A worker that sends nothing for so long is dead to this router.
         reopen_s: A broken stream must be open again within this time.
         repair_wait_s: How long a request waits for a prefill worker to replace a lost one.
         unary_prompt_bytes: Longer packed prompts go on a call of their own.

@@ -1,7 +1,7 @@
 """Every metric that Baton exports, declared in one table.
 
-Names start with ``baton_``, units are in them. ``vllm:*`` aliases stand in
-the last column, for the names that people already graph.
+Names start with ``baton_``, units are in them. ``vllm:*`` aliases stand in the last column, for the
+names that people already graph. To add a metric: declare it here and set it where it happens.
 """
 
 from typing import Literal, NamedTuple
@@ -102,35 +102,32 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_routes": _count("Placements by mode: disaggregated, colocated.", "mode"),
     "baton_fallbacks": _count("Placements that differ from the first choice.", "reason"),
     "baton_retries": _count("Requests placed again, by reason.", "reason"),
-    "baton_migrations": _count("Live requests moved to another worker.", "reason"),
     "baton_stream_errors": _count("Streams to workers that broke.", "kind"),
     "baton_poison_requests": _count("Requests ended because workers died of them."),
     "baton_predicted_seconds": _seconds("Predicted cost of the placement chosen.", "mode"),
     "baton_actual_seconds": _seconds("Measured cost of the placement chosen.", "mode"),
     "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
-    "baton_regret_seconds": _seconds("Measured cost less the best candidate's, fitted afterwards."),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
     "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
-    "baton_mirror_names": _gauge("Block names in the mirror of the prefix index."),
+    "baton_mirror_names": _gauge("Block hashes in the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
-    "baton_mirror_snapshots": _count("Snapshots read to heal the mirror."),
+    "baton_mirror_snapshots": _count("Snapshots read to heal the prefix index."),
 }
 
 # A worker: its pool, its engine, its side of the hand-off.
 WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_kv_blocks": _gauge("KV blocks: total, free, cached, leased, quarantined.", "state"),
     "baton_kv_usage_ratio": _gauge("Leased blocks / total.", vllm="kv_cache_usage_perc"),
-    "baton_kv_allocation_failures": _count("Allocations that found no block."),
-    "baton_kv_evictions": _count("Named blocks given up for new ones."),
+    "baton_kv_evictions": _count("Cached blocks given up for new ones."),
     "baton_preemptions": _count("Requests preempted and recomputed.", vllm="num_preemptions"),
     "baton_spec_drafts": _count(
-        "Rows that were computed with guesses behind them.", vllm="spec_decode_num_drafts"
+        "Rows that were computed with draft tokens behind them.", vllm="spec_decode_num_drafts"
     ),
     "baton_spec_draft_tokens": _count(
-        "Tokens guessed by speculation.", vllm="spec_decode_num_draft_tokens"
+        "Draft tokens proposed.", vllm="spec_decode_num_draft_tokens"
     ),
     "baton_spec_accepted_tokens": _count(
-        "Guesses that turned out to be right.", vllm="spec_decode_num_accepted_tokens"
+        "Draft tokens that were accepted.", vllm="spec_decode_num_accepted_tokens"
     ),
     "baton_running_requests": _gauge("Requests in the batch.", vllm="num_requests_running"),
     "baton_waiting_requests": _gauge("Requests waiting.", vllm="num_requests_waiting"),
@@ -150,7 +147,6 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_chunks_repaired": _count("Chunks pulled again after damage."),
     "baton_orphans": _count("Requests that lapsed by lease."),
     "baton_quarantines": _count("Page ranges quarantined because a drain was not proven."),
-    "baton_numerics_errors": _count("Requests with NaN or Inf logits."),
     "baton_adapter_requests_info": _gauge(
         "Unix time; the labels name the adapters of live requests, loaded and not yet loaded.",
         *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
@@ -163,7 +159,6 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_adapter_evictions": _count("LoRA adapters that gave their place up.", "adapter"),
     "baton_adapter_load_seconds": _seconds("Time to read and prepare a LoRA adapter."),
     "baton_model_load_seconds": _gauge("Time to load the weights."),
-    "baton_warmup_seconds": _gauge("Time of warm-up and self-test."),
     "baton_kv_events": _count("KV events published: stored, removed, cleared.", "kind"),
     "baton_kv_snapshots": _count("Whole sets published again after trouble with Redis."),
 }

@@ -9,6 +9,7 @@ Nothing is global: each component owns its registry.
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -48,7 +49,7 @@ class Metrics:
         self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
         self._label_sets: dict[str, int] = {}
         self._model = model
-        self.before_page: Callable[[], None] = lambda: None  # sets what is only known when asked
+        self.before_page: list[Callable[[], None]] = []  # set what is only known when asked
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter or gauge."""
@@ -56,6 +57,11 @@ class Metrics:
         if isinstance(child, Histogram):
             raise ValueError(f"{name} is a histogram: use observe()")
         child.inc(value)
+
+    def count_up(self, name: str, total: float) -> None:
+        """Bring a counter without labels up to a total that somebody else counts."""
+        if (delta := total - self.value(name)) > 0:
+            self.inc(name, delta)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
@@ -65,7 +71,7 @@ class Metrics:
         child.set(value)
 
     def set_info(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge that has one series at a time: its labels are what it says."""
+        """Set a gauge that has one series at a time: its labels carry the information."""
         gauge = self._instruments[name]
         if not isinstance(gauge, Gauge):
             raise ValueError(f"{name} is not a gauge")
@@ -82,12 +88,13 @@ class Metrics:
     def value(self, name: str, **labels: str) -> float:
         """The present value: of a histogram its sum. For tests and status pages."""
         labels = {label: str(value) for label, value in labels.items()}
-        wanted = {"counter": f"{name}_total", "gauge": name, "histogram": f"{name}_sum"}
-        return self._registry.get_sample_value(wanted[self._specs[name].kind], labels) or 0.0
+        samples = {"counter": f"{name}_total", "gauge": name, "histogram": f"{name}_sum"}
+        return self._registry.get_sample_value(samples[self._specs[name].kind], labels) or 0.0
 
     def render(self) -> bytes:
         """The page in Prometheus' text format."""
-        self.before_page()
+        for show in self.before_page:
+            show()
         return generate_latest(_Page(self._instruments, self._specs, self._model))
 
     def _child(self, name: str, labels: Mapping[str, str]) -> _Instrument:
@@ -121,7 +128,7 @@ class _Page(Collector):
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        """Families without the ``_created`` series, which double the page and tell nobody much."""
+        """Families without the ``_created`` series, which double the page and are not used."""
         for name, instrument in self._instruments.items():
             for family in instrument.collect():
                 family.samples = [
@@ -159,7 +166,7 @@ class MetricsServer:
     async def close(self) -> None:
         """Stop listening and close open connections."""
         self._server.close()
-        if hasattr(self._server, "close_clients"):  # Python 3.13; before, they end by themselves
+        if sys.version_info >= (3, 13):  # before, connections end by themselves
             self._server.close_clients()
 
 
@@ -173,7 +180,7 @@ async def serve_metrics(metrics: Metrics, host: str = "127.0.0.1", port: int = 0
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A peer that goes away or talks nonsense is its own affair, never the worker's.
+        # A peer that goes away or sends no valid request concerns only this connection.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_REQUEST_LIMIT_S):
                 head = await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What travels between processes and how it is read: one codec for each thing, versions, gRPC options.
+"""What travels between processes and how it is read: codecs, versions, gRPC channels and options.
 
 ``proto/`` beside it holds the messages, generated code only.
 """

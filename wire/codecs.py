@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 
 from batonpb import common_pb2 as pb
+from batonpb import prefill_pb2
 
 from engine.core.errors import BatonError, from_code
+from engine.core.events import PromptDone, PromptOutputsReady
 from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.prompt_outputs import PromptLogprobs
 from wire.tokens import pack_tokens, unpack_tokens
 
-SCORES_BYTES = 256 * 1024  # of one slice
+_SLICE_BYTES = 256 * 1024  # of one message with log-probabilities of a prompt
 
 
 def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
@@ -91,9 +93,17 @@ def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:
     )
 
 
+def logprob_from_wire(token_id: int, message: pb.TokenLogprob | None) -> SampledToken:
+    """A sampled token from its wire form."""
+    if message is None:
+        return SampledToken(token_id)
+    top = zip(unpack_tokens(message.top_ids), message.top_logprobs, strict=True)
+    return SampledToken(token_id, message.logprob, tuple(top))
+
+
 def prompt_logprobs_to_wire(scores: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
-    """A prompt's scores in slices that fit into any message."""
-    for begin, part in scores.slices(SCORES_BYTES):
+    """A prompt's log-probabilities in slices that fit into any message."""
+    for begin, part in scores.slices(_SLICE_BYTES):
         yield pb.PromptLogprobs(
             begin=begin,
             alternatives=part.alternatives,
@@ -115,9 +125,35 @@ def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> PromptLogprobs:
     )
 
 
-def logprob_from_wire(token_id: int, message: pb.TokenLogprob | None) -> SampledToken:
-    """A sampled token from its wire form."""
-    if message is None:
-        return SampledToken(token_id)
-    top = zip(unpack_tokens(message.top_ids), message.top_logprobs, strict=True)
-    return SampledToken(token_id, message.logprob, tuple(top))
+def first_tokens_to_wire(
+    done: PromptDone, prompt_outputs: PromptOutputsReady
+) -> Iterator[prefill_pb2.FirstTokens]:
+    """Slices of the prompt's log-probabilities, if any; the last message has the first tokens."""
+    scores, last = prompt_outputs.scores, None
+    for part in prompt_logprobs_to_wire(scores) if scores is not None else ():
+        if last is not None:
+            yield prefill_pb2.FirstTokens(prompt_logprobs=last)
+        last = part
+    choices = []
+    for token in done.first:
+        choice = prefill_pb2.FirstToken(token_id=token.token)
+        if token.logprob is not None:
+            choice.has_logprob = True
+            choice.logprob.CopyFrom(logprob_to_wire(token))
+        choices.append(choice)
+    yield prefill_pb2.FirstTokens(
+        choices=choices,
+        cached_tokens=done.cached_tokens,
+        queue_ns=done.queue_ns,
+        prefill_ns=done.prefill_ns,
+        prompt_logprobs=last,
+        embedding=prompt_outputs.vector,
+    )
+
+
+def first_tokens_from_wire(message: prefill_pb2.FirstTokens) -> tuple[SampledToken, ...]:
+    """One per choice; none where more slices of log-probabilities are still to come."""
+    return tuple(
+        logprob_from_wire(choice.token_id, choice.logprob if choice.has_logprob else None)
+        for choice in message.choices
+    )

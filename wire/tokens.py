@@ -4,10 +4,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+_TOKEN_BYTES = 4
+
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Little-endian uint32, as token ids travel everywhere."""
     return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def count_tokens(packed: bytes) -> int:
+    """How many ids ``pack_tokens`` packed."""
+    return len(packed) // _TOKEN_BYTES
 
 
 def unpack_tokens(packed: bytes) -> list[int]:

@@ -1,7 +1,7 @@
 """What a model is: one record, made without torch and before anything is loaded.
 
-``engine/artifacts/locate.py`` says what a reference looks like and finds the files. Metadata is read
-only, except that the digest reads every weight byte once.
+``engine/artifacts/locate.py`` says what a reference looks like and finds the files. Metadata is
+read only, except that the digest reads every weight byte once.
 """
 
 import hashlib

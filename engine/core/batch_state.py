@@ -1,6 +1,6 @@
 """Who holds blocks and who waits for them, and how blocks are gained and lost.
 
-queue ──admission──▶ running ──▶ ended         claims: capacity for KV that arrives
+queue ──admission──▶ running ──▶ ended         reservations: capacity for KV that arrives
   ▲                   │    └───▶ held          held: finished prompts that others read
   └────preempted──────┘
 """
@@ -17,10 +17,15 @@ from engine.core.speculative.acceptance import SpareBlocks
 
 
 class BatchState:
-    """The sequences and claims of one engine and their blocks; ``Scheduler`` decides over them.
+    """The sequences and reservations of one engine and their blocks; ``Scheduler`` decides.
 
     Args:
-        pool: Of all blocks.
+        pool: All blocks.
+
+    Attributes:
+        queue: What waits for blocks, in order.
+        running: Sequences of the batch.
+        held: Finished prompts of PREFILL requests by request id, until they are released.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -29,16 +34,16 @@ class BatchState:
         self.spare = SpareBlocks(pool, self.reservations)
         self.events = self.reservations.events
         self.preemptions = 0
-        self._queue: list[TokenSequence | Reservation] = []
-        self._running: list[TokenSequence] = []
-        self._held: dict[str, TokenSequence] = {}  # PREFILL done, waiting for release
+        self.queue: list[TokenSequence | Reservation] = []
+        self.running: list[TokenSequence] = []
+        self.held: dict[str, TokenSequence] = {}
         self._next_sequence_id = 0
 
     # ---------------------------------------------------------------- reading
 
-    def running(self) -> dict[int, TokenSequence]:
+    def running_by_id(self) -> dict[int, TokenSequence]:
         """Running sequences by id."""
-        return {sequence.sequence_id: sequence for sequence in self._running}
+        return {sequence.sequence_id: sequence for sequence in self.running}
 
     def take_events(self) -> list[ev.Event]:
         """What has happened since the last call."""
@@ -46,33 +51,40 @@ class BatchState:
         self.events.clear()
         return taken
 
-    def has_running(self) -> bool:
-        """Whether ``plan`` will yield rows without any further command."""
-        return bool(self._running)
-
     def has_decodes(self) -> bool:
         """Whether the next step writes answers, beside what it computes of prompts."""
-        return any(self._decodes(sequence) for sequence in self._running)
+        return any(sequence.decodes for sequence in self.running)
 
     def has_work(self) -> bool:
         """Whether anything is left that may yield rows, now or after blocks come back."""
-        return bool(self._running or self._queue)
+        return bool(self.running or self.queue)
 
     def load(self) -> tuple[int, int, int]:
         """(running requests, waiting requests, prompt tokens still to be computed)."""
-        running = {s.request.request_id for s in self._running} | self._held.keys()
+        running = {sequence.request.request_id for sequence in self.running} | self.held.keys()
         running |= {
-            c.request.request_id
-            for c in self.reservations
-            if c.state is not ReservationState.WANTED
+            reservation.request.request_id
+            for reservation in self.reservations
+            if reservation.state is not ReservationState.WAITING
         }
-        waiting = {item.request.request_id for item in self._queue} - running
-        todo = sum(
+        waiting = {item.request.request_id for item in self.queue} - running
+        queued_tokens = sum(
             len(item.tokens) - item.computed
-            for item in [*self._running, *self._queue]
-            if isinstance(item, TokenSequence) and not self._decodes(item)
+            for item in [*self.running, *self.queue]
+            if isinstance(item, TokenSequence) and not item.decodes
         )
-        return len(running), len(waiting), todo
+        return len(running), len(waiting), queued_tokens
+
+    def available_blocks(self) -> int:
+        """Blocks that can be taken now: neither in use nor promised."""
+        return self.pool.available() - self.reservations.reserved_blocks
+
+    def sequences_of(self, request_id: str) -> list[TokenSequence]:
+        """The request's sequences, running, waiting and held."""
+        waiting = [item for item in self.queue if isinstance(item, TokenSequence)]
+        held = [self.held[request_id]] if request_id in self.held else []
+        sequences = [*self.running, *waiting, *held]
+        return [sequence for sequence in sequences if sequence.request.request_id == request_id]
 
     def check_integrity(self) -> None:
         """Recount blocks and references; see ``BlockPool.check_integrity``.
@@ -80,35 +92,82 @@ class BatchState:
         Raises:
             RuntimeError: Something is counted wrongly, held twice, or held by nobody.
         """
-        holders: list[Sequence[int]] = [s.blocks for s in self._running]
-        holders += [s.blocks for s in self._held.values()]
-        holders += [reservation.blocks for reservation in self.reservations]
-        self.pool.check_integrity(holders, self.reservations.draining())
-        for item in self._queue:
+        tables: list[Sequence[int]] = [sequence.blocks for sequence in self.running]
+        tables += [sequence.blocks for sequence in self.held.values()]
+        tables += [reservation.blocks for reservation in self.reservations]
+        self.pool.check_integrity(tables, self.reservations.draining())
+        for item in self.queue:
             if isinstance(item, TokenSequence) and item.blocks:
                 raise RuntimeError(f"waiting sequence {item.sequence_id} holds blocks")
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- sequences come and go
 
-    def _new_sequence(
-        self, request: EngineRequest, choice: int, tokens: list[int]
-    ) -> TokenSequence:
+    def new_sequence(self, request: EngineRequest, choice: int, tokens: list[int]) -> TokenSequence:
+        """A sequence without blocks."""
         self._next_sequence_id += 1
-        return TokenSequence(self._next_sequence_id, request, choice, tokens)
+        return TokenSequence(
+            sequence_id=self._next_sequence_id, request=request, choice=choice, tokens=tokens
+        )
 
-    def _new_prompt(self, request: EngineRequest) -> TokenSequence:
-        sequence = self._new_sequence(request, 0, list(request.prompt))
+    def new_prompt(self, request: EngineRequest) -> TokenSequence:
+        """The sequence that computes the request's prompt."""
+        sequence = self.new_sequence(request, 0, list(request.prompt))
         sequence.prompt_outputs = request.new_prompt_outputs()
         return sequence
 
-    def _enqueue(self, item: TokenSequence | Reservation) -> None:
-        bisect.insort(self._queue, item, key=lambda waiting: waiting.request.order)
+    def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
+        """A new running choice that shares every block of ``source`` until it writes."""
+        branch = self.new_sequence(source.request, choice, [*source.tokens, token])
+        branch.blocks, branch.computed = list(source.blocks), source.computed
+        branch.block_hashes = list(source.block_hashes)
+        branch.registered_blocks = source.registered_blocks
+        self.pool.pin(branch.blocks)
+        self.run(branch)
+        return branch
 
-    def _decodes(self, sequence: TokenSequence) -> bool:
-        return sequence.computed == len(sequence.tokens) - 1 and sequence.generated > 0
+    def enqueue(self, item: TokenSequence | Reservation) -> None:
+        """Let a sequence or a reservation wait for blocks, in its request's place."""
+        bisect.insort(self.queue, item, key=lambda waiting: waiting.request.order)
 
-    def _make_writable(self, sequence: TokenSequence, copies: list[tuple[int, int]]) -> bool:
-        """Give the sequence a block of its own for its next token; False if it was preempted."""
+    def run(self, sequence: TokenSequence) -> None:
+        """Put a sequence that has its blocks into the batch."""
+        sequence.running = True
+        self.running.append(sequence)
+
+    def hold(self, sequence: TokenSequence) -> None:
+        """Take a finished prompt out of the batch and keep its blocks for who reads them."""
+        self.running.remove(sequence)
+        sequence.running = False
+        self.held[sequence.request.request_id] = sequence
+
+    def remove(self, sequence: TokenSequence) -> None:
+        """End a sequence, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.queue:
+            self.queue.remove(sequence)
+        else:
+            self.held.pop(sequence.request.request_id, None)
+        self.vacate(sequence)
+
+    # ---------------------------------------------------------------- blocks are gained and lost
+
+    def register_hashes(self, sequence: TokenSequence) -> None:
+        """Tell the pool the hashes of blocks that have become full, so that others may share."""
+        if not sequence.request.spec.cacheable:
+            return
+        full_blocks = sequence.computed // BLOCK_TOKENS
+        if full_blocks > sequence.registered_blocks:
+            hashes = sequence.full_hashes(sequence.computed)
+            for index in range(sequence.registered_blocks, full_blocks):
+                self.pool.set_hash(sequence.blocks[index], hashes[index])
+            sequence.registered_blocks = full_blocks
+
+    def make_writable(self, sequence: TokenSequence, copies: list[tuple[int, int]]) -> bool:
+        """Give the sequence a block of its own for its next token; False if it was preempted.
+
+        ``copies`` gets (source, target) when the block was shared.
+        """
         index = sequence.computed // BLOCK_TOKENS
         if index < len(sequence.blocks) and not self.pool.shared(sequence.blocks[index]):
             return True
@@ -117,7 +176,7 @@ class BatchState:
         after = sequence.blocks[index - 1] if index else None
         (page,) = self.pool.allocate(1, after) or (None,)
         if page is None:
-            self._preempt(sequence)
+            self.preempt(sequence)
             return False
         if index < len(sequence.blocks):
             shared = sequence.blocks[index]
@@ -129,82 +188,53 @@ class BatchState:
         return True
 
     def _make_room(self, sequence: TokenSequence) -> bool:
-        """Preempt lower tickets until one block is available, in the end the asker itself."""
-        while self.pool.available() - self.reservations.reserved_blocks < 1:
+        """Preempt lower tickets until one block is available, in the end ``sequence`` itself."""
+        while self.available_blocks() < 1:
             victims: list[TokenSequence | Reservation] = [
-                s for s in self._running if s.request.kind is not Kind.PREFILL
+                running for running in self.running if running.request.kind is not Kind.PREFILL
             ]
-            victims += [c for c in self.reservations if c.state is ReservationState.RESERVED]
+            victims += self.reservations.in_state(ReservationState.RESERVED)
             victim = max(victims, key=lambda v: (v.request.order, isinstance(v, TokenSequence)))
             if isinstance(victim, Reservation):
-                self._revoke(victim)
+                self.revoke(victim)
                 continue
             if victim is sequence or victim.request.order <= sequence.request.order:
                 self._revoke_lowest_bound(sequence)
-                self._preempt(sequence)
+                self.preempt(sequence)
                 return False
-            self._preempt(victim)
+            self.preempt(victim)
         return True
 
     def _revoke_lowest_bound(self, sequence: TokenSequence) -> None:
-        bound = [c for c in self.reservations if c.state is ReservationState.BOUND]
-        lower = [c for c in bound if c.request.order > sequence.request.order]
+        bound = self.reservations.in_state(ReservationState.BOUND)
+        lower = [other for other in bound if other.request.order > sequence.request.order]
         if lower:
-            self._revoke(max(lower, key=lambda reservation: reservation.request.order))
+            self.revoke(max(lower, key=lambda reservation: reservation.request.order))
 
-    def _preempt(self, sequence: TokenSequence) -> None:
+    def preempt(self, sequence: TokenSequence) -> None:
+        """Take a running sequence's blocks away; it comes back through the queue."""
         self.preemptions += 1
         sequence.request.preemptions += 1
-        self._running.remove(sequence)
-        self._vacate(sequence)
-        self._enqueue(sequence)
+        self.running.remove(sequence)
+        self.vacate(sequence)
+        self.enqueue(sequence)
 
-    def _revoke(self, reservation: Reservation) -> None:
+    def revoke(self, reservation: Reservation) -> None:
+        """Take a reservation's capacity away; a new one of its request joins the queue."""
         self.reservations.revoke(reservation)
         self.preemptions += 1
-        self._enqueue(self.reservations.new(reservation.request))
+        self.enqueue(self.reservations.new(reservation.request))
 
-    def _drop(self, reservation: Reservation) -> None:
-        if reservation in self._queue:
-            self._queue.remove(reservation)
+    def drop(self, reservation: Reservation) -> None:
+        """Give back what a reservation holds; nobody writes into its pages any more."""
+        if reservation in self.queue:
+            self.queue.remove(reservation)
         self.reservations.drop(reservation)
 
-    def _vacate(self, sequence: TokenSequence) -> None:
+    def vacate(self, sequence: TokenSequence) -> None:
+        """Give the sequence's blocks back to the cache."""
         self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.computed, sequence.named = [], 0, 0
+        sequence.blocks, sequence.computed, sequence.registered_blocks = [], 0, 0
         if sequence.prompt_outputs is not None:
             sequence.prompt_outputs = sequence.request.new_prompt_outputs()
         sequence.running = False
-
-    def _fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
-        """A new choice that shares every block of ``source`` until it writes."""
-        branch = self._new_sequence(source.request, choice, [*source.tokens, token])
-        branch.blocks, branch.computed = list(source.blocks), source.computed
-        branch.names, branch.named = list(source.names), source.named
-        self.pool.pin(branch.blocks)
-        return branch
-
-    def _name_blocks(self, sequence: TokenSequence) -> None:
-        if not sequence.request.cacheable:
-            return
-        full = sequence.computed // BLOCK_TOKENS
-        if full > sequence.named:
-            names = sequence.full_hashes(sequence.computed)
-            for index in range(sequence.named, full):
-                self.pool.name(sequence.blocks[index], names[index])
-            sequence.named = full
-
-    def _sequences_of(self, request_id: str) -> list[TokenSequence]:
-        waiting = [item for item in self._queue if isinstance(item, TokenSequence)]
-        held = [self._held[request_id]] if request_id in self._held else []
-        everywhere = [*self._running, *waiting, *held]
-        return [s for s in everywhere if s.request.request_id == request_id]
-
-    def _remove(self, sequence: TokenSequence) -> None:
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._queue:
-            self._queue.remove(sequence)
-        else:
-            self._held.pop(sequence.request.request_id, None)
-        self._vacate(sequence)

@@ -1,8 +1,8 @@
-"""Block names: what a full block of KV cache holds, as 16 bytes that any process computes alike.
+"""Block hashes: what a full block of KV cache holds, as 16 bytes that any process computes alike.
 
-A name is keyed BLAKE2b-128 over (parent name, token ids). The first parent is the *seed*, which
+A hash is keyed BLAKE2b-128 over (parent hash, token ids). The first parent is the *seed*, which
 covers everything else that shapes the KV: weights, KV format, numerics, adapter, and the cache
-scope that separates tenants. So equal names mean equal bytes, and nobody finds a block of a tenant
+scope that separates tenants. So equal hashes mean equal bytes, and nobody finds a block of a tenant
 who did not share it.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from engine.core.geometry import BLOCK_TOKENS
 
-NAME_BYTES = 16
-_KEY = b"baton block name v1"
+HASH_BYTES = 16
+_KEY = b"baton block name v1"  # part of every hash: it never changes
 
 
 def hash_seed(
@@ -24,7 +24,7 @@ def hash_seed(
     adapter: str = "",
     cache_scope: str = "",
 ) -> bytes:
-    """The root of a chain of names.
+    """The root of a chain of hashes.
 
     Args:
         weights_digest: Digest of the model's weights.
@@ -36,7 +36,7 @@ def hash_seed(
     Returns:
         16 bytes.
     """
-    digest = blake2b(key=_KEY, digest_size=NAME_BYTES)
+    digest = blake2b(key=_KEY, digest_size=HASH_BYTES)
     for field in (weights_digest, kv_format, numerics_id, adapter, cache_scope):
         data = field if isinstance(field, bytes) else field.encode()
         digest.update(len(data).to_bytes(4, "little"))  # lengths keep the fields apart
@@ -45,28 +45,20 @@ def hash_seed(
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Name of the block that holds ``tokens`` behind ``parent`` (a name, or the seed)."""
+    """Hash of the block that holds ``tokens`` behind ``parent`` (a hash, or the seed)."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
-    return blake2b(parent + packed, key=_KEY, digest_size=NAME_BYTES).digest()
+    return blake2b(parent + packed, key=_KEY, digest_size=HASH_BYTES).digest()
 
 
 def block_hashes(
     seed: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS
 ) -> list[bytes]:
-    """Names of all full blocks of ``tokens``, in order; a partial tail has no name."""
+    """Hashes of all full blocks of ``tokens``, in order; a partial tail has none."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
-    names, parent, step = [], seed, 4 * block_tokens
+    hashes, parent, step = [], seed, 4 * block_tokens
     for begin in range(0, len(packed) - len(packed) % step, step):
         parent = blake2b(
-            parent + packed[begin : begin + step], key=_KEY, digest_size=NAME_BYTES
+            parent + packed[begin : begin + step], key=_KEY, digest_size=HASH_BYTES
         ).digest()
-        names.append(parent)
-    return names
-
-
-def fold(names: Sequence[bytes]) -> int:
-    """Order-free checksum of a set of names (u64, xor); heartbeats carry it."""
-    checksum = 0
-    for name in names:
-        checksum ^= int.from_bytes(name[:8], "little")
-    return checksum
+        hashes.append(parent)
+    return hashes

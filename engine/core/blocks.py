@@ -1,33 +1,34 @@
 """Who owns which block of the KV pool.
 
-    free ──allocate──▶ leased ──release──▶ cached (has a name) ──evict──▶ leased by another
-                         │  └──release──▶ free   (has no name)
+    free ──allocate──▶ in use ──release──▶ cached (has a hash) ──evict──▶ in use by another
+                         │  └──release──▶ free   (has no hash)
                          └──quarantine──▶ quarantined ──absolve──▶ free
 
-Every block is in exactly one of the four states, so ``free + cached + leased + quarantined ==
-total`` holds by construction; ``check_integrity`` recounts it the slow way.
+Every block is in exactly one of the four states, so ``free + cached + in_use + quarantined ==
+total`` holds by construction; ``check_integrity`` recounts it the slow way. A block's hash is set
+once it is full and computed; outside the engine, blocks in use are called ``leased``.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
+class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks by state."""
 
-    total: int
-    free: int
-    cached: int
-    leased: int
-    quarantined: int
+    total: int = 0
+    free: int = 0
+    cached: int = 0
+    in_use: int = 0
+    quarantined: int = 0
 
 
 class BlockPool:
-    """Reference counts, names and LRU order of ``total`` blocks.
+    """Reference counts, hashes and LRU order of ``total`` blocks.
 
-    A released block keeps its name until the block is taken for something else; blocks are evicted
+    A released block keeps its hash until the block is taken for something else; blocks are evicted
     oldest release first, and within one release tails go before roots.
     """
 
@@ -37,7 +38,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * total
         self._quarantined: set[int] = set()
-        self._name_of: list[bytes | None] = [None] * total
+        self._hash_of: list[bytes | None] = [None] * total
         self._block_of: dict[bytes, int] = {}
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
@@ -50,28 +51,33 @@ class BlockPool:
     def counts(self) -> BlockCounts:
         """Blocks by state."""
         free, cached, quarantined = len(self._free), len(self._cached), len(self._quarantined)
-        leased = self.total - free - cached - quarantined
-        return BlockCounts(self.total, free, cached, leased, quarantined)
+        return BlockCounts(
+            total=self.total,
+            free=free,
+            cached=cached,
+            in_use=self.total - free - cached - quarantined,
+            quarantined=quarantined,
+        )
 
-    def match(self, names: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest run of ``names``, from the first, that the pool holds."""
-        found = []
-        for name in names:
-            block = self._block_of.get(name)
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest run of ``hashes``, from the first, that the pool holds."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Take one more reference on each block (a cached or a leased one)."""
+        """Take one more reference on each block (cached, or in use)."""
         for block in blocks:
             if not self._references[block]:
                 del self._cached[block]
             self._references[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """Lease ``count`` nameless blocks, contiguous where that is possible.
+        """Take ``count`` blocks without hashes, contiguous where that is possible.
 
         Args:
             count: How many.
@@ -117,25 +123,25 @@ class BlockPool:
         evicted = []
         for _ in range(count):
             block, _ = self._cached.popitem(last=False)
-            self._forget_name(block)
+            self._forget_hash(block)
             self.evictions += 1
             evicted.append(block)
         return evicted
 
-    def _forget_name(self, block: int) -> None:
-        name = self._name_of[block]
-        if name is not None:
-            self._name_of[block] = None
-            del self._block_of[name]
-            self._removed.append(name)
+    def _forget_hash(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            self._hash_of[block] = None
+            del self._block_of[block_hash]
+            self._removed.append(block_hash)
 
-    def name(self, block: int, name: bytes) -> None:
-        """Give a leased, fully computed block its name; a name already taken stays where it is."""
-        if name in self._block_of or self._name_of[block] is not None:
+    def set_hash(self, block: int, block_hash: bytes) -> None:
+        """Make a fully computed block findable; a hash that another block has stays there."""
+        if block_hash in self._block_of or self._hash_of[block] is not None:
             return
-        self._name_of[block] = name
-        self._block_of[name] = block
-        self._stored.append(name)
+        self._hash_of[block] = block_hash
+        self._block_of[block_hash] = block
+        self._stored.append(block_hash)
 
     def shared(self, block: int) -> bool:
         """Whether more than one sequence holds the block (write to a copy then)."""
@@ -147,16 +153,16 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if self._name_of[block] is None:
+            if self._hash_of[block] is None:
                 self._free.add(block)
             else:
                 self._cached[block] = None
 
     def quarantine(self, blocks: Sequence[int]) -> None:
-        """Put leased, unshared blocks aside: someone may still be writing into them."""
+        """Put unshared blocks in use aside: someone may still be writing into them."""
         for block in blocks:
             self._references[block] = 0
-            self._forget_name(block)
+            self._forget_hash(block)
             self._quarantined.add(block)
 
     def absolve(self, blocks: Sequence[int]) -> None:
@@ -164,37 +170,37 @@ class BlockPool:
         self._quarantined.difference_update(blocks)
         self._free.update(blocks)
 
-    def names(self) -> list[bytes]:
-        """All names held, for a snapshot."""
+    def hashes(self) -> list[bytes]:
+        """Hashes of all blocks that can be found, for a snapshot."""
         return list(self._block_of)
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Names stored and removed since the last call; one name is in one of them at most."""
+        """Hashes stored and removed since the last call; none of them is in both lists."""
         stored, removed = self._stored, self._removed
         self._stored, self._removed = [], []
         if stored and removed:
-            here = self._block_of
+            held = self._block_of
             stored, removed = (
-                list(dict.fromkeys(name for name in stored if name in here)),
-                list(dict.fromkeys(name for name in removed if name not in here)),
+                list(dict.fromkeys(block_hash for block_hash in stored if block_hash in held)),
+                list(dict.fromkeys(block_hash for block_hash in removed if block_hash not in held)),
             )
         return stored, removed
 
     def check_integrity(
-        self, holders: Iterable[Sequence[int]], draining: Sequence[int] | None = None
+        self, tables: Iterable[Sequence[int]], draining: Sequence[int] | None = None
     ) -> None:
-        """Recount everything from the block tables of all ``holders``.
+        """Recount everything from the block tables of all who hold blocks.
 
         Args:
-            holders: Each table once for each reference that it took.
+            tables: Each table once for each reference that it took.
             draining: What the quarantine must consist of; None = not known.
 
         Raises:
-            RuntimeError: A count differs, a block is in two places, or a name is; the text says
+            RuntimeError: A count differs, a block is in two places, or a hash is; the text says
                 which.
         """
         references = [0] * self.total
-        for table in holders:
+        for table in tables:
             if len(set(table)) != len(table):
                 raise RuntimeError(f"a table holds a block twice: {list(table)[:64]}")
             for block in table:
@@ -202,21 +208,21 @@ class BlockPool:
         if references != self._references:
             wrong = [b for b in range(self.total) if references[b] != self._references[b]]
             raise RuntimeError(f"blocks {wrong[:8]}: references differ from the tables that hold")
-        leased = {block for block in range(self.total) if references[block]}
-        parts = [self._free, set(self._cached), leased, self._quarantined]
+        in_use = {block for block in range(self.total) if references[block]}
+        parts = [self._free, set(self._cached), in_use, self._quarantined]
         union = set().union(*parts)
         if sum(map(len, parts)) != self.total or len(union) != self.total:
             raise RuntimeError(f"block states overlap or leak: {list(map(len, parts))}")
         if draining is not None and sorted(draining) != sorted(self._quarantined):
             raise RuntimeError(f"quarantined {sorted(self._quarantined)[:8]}: not what drains")
-        self._check_names()
+        self._check_hashes()
 
-    def _check_names(self) -> None:
-        for name, block in self._block_of.items():
-            if self._name_of[block] != name:
-                raise RuntimeError(f"block {block} does not carry the name that points to it")
-        named = {block for block in range(self.total) if self._name_of[block] is not None}
-        if len(named) != len(self._block_of):
-            raise RuntimeError("two blocks carry one name, or a name that nobody finds")
-        if named & (self._free | self._quarantined) or not named.issuperset(self._cached):
-            raise RuntimeError("a free block has a name, or a cached one has none")
+    def _check_hashes(self) -> None:
+        for block_hash, block in self._block_of.items():
+            if self._hash_of[block] != block_hash:
+                raise RuntimeError(f"block {block} does not have the hash that points to it")
+        hashed = {block for block in range(self.total) if self._hash_of[block] is not None}
+        if len(hashed) != len(self._block_of):
+            raise RuntimeError("two blocks have one hash, or a hash that points to no block")
+        if hashed & (self._free | self._quarantined) or not hashed.issuperset(self._cached):
+            raise RuntimeError("a free block has a hash, or a cached one has none")

@@ -9,10 +9,12 @@ from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Kind
 from engine.core.speculative.proposers import Speculation
+from telemetry.running_mean import RunningMean
 
 CHUNK_TIME_NS = 250_000_000  # a step with decodes in it takes no longer
 LONE_CHUNK_TIME_NS = 1_000_000_000  # nobody waits but the client who may cancel
 _MIN_CHUNK_TOKENS = 64
+_SAMPLE_WEIGHT = 0.3  # of a step's time: the means follow within a few steps
 
 
 class EngineCore:
@@ -23,7 +25,7 @@ class EngineCore:
         config: Limits.
         group_layers_bytes: KV of a PREFILL request is published in groups of layers of about this
             many bytes.
-        speculation: Draft tokens the next tokens of answers; None for no draft tokens.
+        speculation: Proposes the next tokens of answers; None for no draft tokens.
         check_every_step: Recount all blocks after every step and every failure (tests).
     """
 
@@ -40,14 +42,15 @@ class EngineCore:
         self.geometry = runner.geometry
         self.pool = BlockPool(runner.geometry.num_blocks)
         self.scheduler = Scheduler(self.pool, config, runner.eos_token_ids)
+        self.batch = self.scheduler.batch
         self.steps = 0
         self.numerics_failures = 0
         self.speculation = speculation
         self._group_layers_bytes = group_layers_bytes
         self._check_every_step = check_every_step
         self._checked_at = 0  # the step after which the blocks were recounted
-        self._token_ns = 0.0  # one prompt token, fitted
-        self._decode_ns = 0.0  # one step of the running decodes, fitted
+        self._token_ns = RunningMean(_SAMPLE_WEIGHT)  # one prompt token
+        self._decode_ns = RunningMean(_SAMPLE_WEIGHT)  # one step of the running decodes
 
     def plan(self, now_ns: int) -> StepPlan:
         """The next step; no rows means that there is nothing to do."""
@@ -55,39 +58,42 @@ class EngineCore:
         plan = self.scheduler.plan(now_ns)
         if self.speculation is None:
             return plan
-        scheduler = self.scheduler
         return self.speculation.extend(
             plan,
-            scheduler.running(),
+            self.batch.running_by_id(),
             self.runner.admissible,
-            scheduler.spare.lend,
-            scheduler.max_step_tokens,
+            self.batch.spare.lend,
+            self.scheduler.max_step_tokens,
         )
 
     def publications(self, plan: StepPlan) -> list["Publication"]:
         """What the PREFILL rows of a plan will let others read, layer group by layer group."""
-        found = []
-        running = self.scheduler.running()
+        publications = []
+        running = self.batch.running_by_id()
         for row in plan.rows:
             request = running[row.sequence_id].request
-            if request.kind is not Kind.PREFILL or request.pooling:
+            if request.kind is not Kind.PREFILL or request.spec.pooling:
                 continue
             block_tokens = self.geometry.block_tokens
             end = row.start + len(row.tokens)
             last = bool(row.samples)
-            begin_block = max(row.start // block_tokens, request.skip_blocks)
+            begin_block = max(row.start // block_tokens, request.spec.skip_blocks)
             end_block = -(-end // block_tokens) if last else end // block_tokens
             if end_block > begin_block:
                 valid = min(end, end_block * block_tokens) - begin_block * block_tokens
                 per_layer = self.geometry.block_bytes // self.geometry.num_layers
                 bytes_per_layer = per_layer * (end_block - begin_block)
                 layers = max(1, self._group_layers_bytes // bytes_per_layer)
-                found.append(
+                publications.append(
                     Publication(
-                        request.request_id, begin_block, end_block - begin_block, valid, layers
+                        request_id=request.request_id,
+                        block_begin=begin_block,
+                        block_count=end_block - begin_block,
+                        valid_tokens=valid,
+                        layers_per_group=layers,
                     )
                 )
-        return found
+        return publications
 
     def apply(
         self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int, duration_ns: int
@@ -111,8 +117,8 @@ class EngineCore:
         A row with draft tokens is not judged by them: it comes again without.
         """
         self.numerics_failures += 1
-        running = self.scheduler.running()
-        rows = getattr(error, "rows", ()) or range(len(plan.rows))
+        running = self.batch.running_by_id()
+        rows = error.rows or range(len(plan.rows))
         ids = [plan.rows[i].sequence_id for i in rows if not plan.rows[i].num_draft_tokens]
         for row in (plan.rows[i] for i in rows if plan.rows[i].num_draft_tokens):
             if self.speculation is not None:
@@ -128,7 +134,7 @@ class EngineCore:
         A row that met NaN of a neighbour is computed once more, alone. What was announced of it
         meanwhile may have been pulled half written.
         """
-        running = self.scheduler.running()
+        running = self.batch.running_by_id()
         for index in self.runner.rewritten_rows:
             sequence = running.get(plan.rows[index].sequence_id)
             if sequence is not None and sequence.request.kind is Kind.PREFILL:
@@ -139,15 +145,15 @@ class EngineCore:
         """Recount all blocks, once after each time of work: a leak is noticed in production too.
 
         Raises:
-            RuntimeError: See ``Scheduler.check_integrity``.
+            RuntimeError: See ``BatchState.check_integrity``.
         """
-        if self._checked_at != self.steps and not self.scheduler.has_work():
+        if self._checked_at != self.steps and not self.batch.has_work():
             self._checked_at = self.steps
-            self.scheduler.check_integrity()
+            self.batch.check_integrity()
 
     def _end_refused(self, plan: StepPlan) -> None:
         """End the requests whose grammar failed; the others of the step are untouched."""
-        running = self.scheduler.running()
+        running = self.batch.running_by_id()
         for index, error in self.runner.refused_rows.items():
             sequence = running.get(plan.rows[index].sequence_id)
             if sequence is not None:
@@ -155,13 +161,13 @@ class EngineCore:
 
     def take_admissions(self) -> list[ev.Event]:
         """What planning a step has caused; ahead of what the step itself will say."""
-        return self.scheduler.take_events()
+        return self.batch.take_events()
 
     def take_events(self, plan: StepPlan | None = None, duration_ns: int = 0) -> list[ev.Event]:
         """Events gathered so far, with the cache changes and the load at the end."""
         if self._check_every_step:
-            self.scheduler.check_integrity()
-        events = self.scheduler.take_events()
+            self.batch.check_integrity()
+        events = self.batch.take_events()
         stored, removed = self.pool.take_events()
         if stored or removed:
             events.append(ev.CacheChanged(tuple(stored), tuple(removed)))
@@ -173,38 +179,33 @@ class EngineCore:
         decode_rows = sum(row.decodes for row in rows)
         prompt_tokens = sum(len(row.tokens) for row in rows if not row.decodes)
         speculation = self.speculation
-        running, waiting, queued = self.scheduler.load()
-        counts = self.pool.counts()
+        running, waiting, queued = self.batch.load()
         return ev.StepDone(
-            self.steps,
-            duration_ns,
-            prompt_tokens,
-            decode_rows,
-            running,
-            waiting,
-            queued,
-            counts.total,
-            counts.free,
-            counts.cached,
-            counts.leased,
-            counts.quarantined,
-            self.pool.evictions,
-            self.scheduler.preemptions,
-            self.runner.mask_ns if rows else 0,
-            speculation.drafts if speculation else 0,
-            speculation.draft_tokens if speculation else 0,
-            speculation.accepted_tokens if speculation else 0,
+            step=self.steps,
+            duration_ns=duration_ns,
+            prompt_tokens=prompt_tokens,
+            decode_rows=decode_rows,
+            running=running,
+            waiting=waiting,
+            queued_prompt_tokens=queued,
+            blocks=self.pool.counts(),
+            evictions=self.pool.evictions,
+            preemptions=self.batch.preemptions,
+            mask_ns=self.runner.mask_ns if rows else 0,
+            drafts=speculation.drafts if speculation else 0,
+            draft_tokens=speculation.draft_tokens if speculation else 0,
+            accepted_tokens=speculation.accepted_tokens if speculation else 0,
         )
 
     def _token_budget(self) -> int:
         """Tokens of the next step, so that it stays within its time."""
         limit = self.scheduler.config.max_step_tokens
-        if not self._token_ns:
+        if not self._token_ns.value:
             return limit
         time_ns: float = LONE_CHUNK_TIME_NS
-        if self.scheduler.has_decodes():
-            time_ns = CHUNK_TIME_NS - self._decode_ns
-        return min(limit, max(_MIN_CHUNK_TOKENS, int(time_ns / self._token_ns)))
+        if self.batch.has_decodes():
+            time_ns = CHUNK_TIME_NS - self._decode_ns.value
+        return min(limit, max(_MIN_CHUNK_TOKENS, int(time_ns / self._token_ns.value)))
 
     def _fit_times(self, plan: StepPlan, duration_ns: int) -> None:
         """Learn from a step what prompt tokens and decodes cost."""
@@ -213,16 +214,11 @@ class EngineCore:
         decodes = sum(row.decodes for row in plan.rows)
         prompt_tokens = sum(len(row.tokens) for row in plan.rows if not row.decodes)
         if not prompt_tokens:
-            self._decode_ns = _average(self._decode_ns, duration_ns)
+            self._decode_ns.add(duration_ns)
         elif prompt_tokens >= _MIN_CHUNK_TOKENS:
-            spent_ns = duration_ns - (self._decode_ns if decodes else 0.0)
+            spent_ns = duration_ns - (self._decode_ns.value if decodes else 0.0)
             if spent_ns > 0:
-                self._token_ns = _average(self._token_ns, spent_ns / prompt_tokens)
-
-
-def _average(old: float, sample: float) -> float:
-    """Running mean that follows within a few samples; the first one is taken as it is."""
-    return 0.7 * old + 0.3 * sample if old else sample
+                self._token_ns.add(spent_ns / prompt_tokens)
 
 
 class Publication:
@@ -234,6 +230,7 @@ class Publication:
 
     def __init__(
         self,
+        *,
         request_id: str,
         block_begin: int,
         block_count: int,
@@ -255,12 +252,12 @@ class Publication:
         if not count or not (full or done == total):
             return None
         published = ev.Published(
-            self.request_id,
-            self._sent,
-            count,
-            self.block_begin,
-            self.block_count,
-            self.valid_tokens,
+            request_id=self.request_id,
+            layer_begin=self._sent,
+            layer_count=count,
+            block_begin=self.block_begin,
+            block_count=self.block_count,
+            valid_tokens=self.valid_tokens,
         )
         self._sent = done
         return published

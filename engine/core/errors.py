@@ -128,9 +128,18 @@ class InternalError(BatonError):
 
 
 class NumericsError(InternalError):
-    """The model produced NaN or Inf."""
+    """The model produced NaN or Inf.
+
+    Args:
+        message: Where.
+        rows: The rows of the step's plan at fault; empty where that is not known.
+    """
 
     code = "numerics_error"
+
+    def __init__(self, message: str, *, rows: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 class PoisonRequestError(InternalError):

@@ -2,13 +2,14 @@
 
 import msgspec
 
+from engine.core.blocks import BlockCounts
 from engine.core.params import SampledToken
 from engine.core.prompt_outputs import PromptLogprobs
 
 ALL_LAYERS = -1
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """New tokens of one choice; ``index`` counts generated tokens from 0."""
 
     request_id: str
@@ -20,14 +21,14 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class PromptOutputsReady(msgspec.Struct, frozen=True, tag=True):
-    """What was wanted of the prompt's rows; comes once, before the first token."""
+    """What was asked of the prompt's rows; comes once, before the first token."""
 
     request_id: str
     scores: PromptLogprobs | None = None
     vector: bytes = b""  # float32, little-endian, not normalised
 
 
-class Admitted(msgspec.Struct, frozen=True, tag=True):
+class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request left the queue; ``cached_tokens`` of its prompt need no computing here.
 
     ``blocks`` is the block table of a PREFILL request (others need not know theirs).
@@ -39,7 +40,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     blocks: tuple[int, ...] = ()
 
 
-class Published(msgspec.Struct, frozen=True, tag=True):
+class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """KV of a PREFILL request that may now be read: layers x blocks.
 
     ``layer_count`` may be ``ALL_LAYERS``; block 0 is the prompt's first.
@@ -53,7 +54,7 @@ class Published(msgspec.Struct, frozen=True, tag=True):
     valid_tokens: int
 
 
-class PromptDone(msgspec.Struct, frozen=True, tag=True):
+class PromptDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A PREFILL request is computed; its blocks are held until it is released."""
 
     request_id: str
@@ -100,13 +101,13 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):
-    """Block names that the pool gained and lost."""
+    """Hashes of blocks that the pool gained and lost."""
 
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
 
 
-class AdapterChanged(msgspec.Struct, frozen=True, tag=True):
+class AdapterChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The set of adapters that this engine holds has changed, or could not."""
 
     name: str
@@ -116,27 +117,23 @@ class AdapterChanged(msgspec.Struct, frozen=True, tag=True):
     load_s: float = 0.0
 
 
-class StepDone(msgspec.Struct, frozen=True, tag=True):
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Load after a step."""
 
-    step: int
-    duration_ns: int
-    prompt_tokens: int  # computed in this step, of prompts
-    decode_rows: int
-    running: int
-    waiting: int
-    queued_prompt_tokens: int
-    total: int
-    free: int
-    cached: int
-    leased: int
-    quarantined: int
-    evictions: int
-    preemptions: int
+    step: int = 0
+    duration_ns: int = 0
+    prompt_tokens: int = 0  # computed in this step, of prompts
+    decode_rows: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_prompt_tokens: int = 0
+    blocks: BlockCounts = BlockCounts()
+    evictions: int = 0
+    preemptions: int = 0
     mask_ns: int = 0  # of the step's duration, what grammars took
-    drafts: int = 0  # speculation, since the start: rows with draft tokens, draft tokens, draft tokens accepted
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: int = 0  # since the start: rows that had draft tokens
+    draft_tokens: int = 0  # since the start
+    accepted_tokens: int = 0  # of them
 
 
 Event = (

@@ -1,6 +1,8 @@
 """What the engine asks of a backend: to execute plans over one KV pool.
 
-``engine/cpu/runner.py``, ``engine/cuda/runner.py`` and ``engine/emulated.py`` answer.
+``ModelRunner`` is implemented by ``engine/cpu/runner.py``, ``engine/cuda/runner.py`` and
+``engine/emulated.py``. What a request may ask of a runner stands in its ``capabilities``; anything
+else is refused when the request is submitted, before it waits for anything.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +10,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.core.errors import BatonError
+from engine.core.errors import BatonError, GrammarError, InvalidRequestError
 from engine.core.geometry import KvGeometry
 from engine.core.params import AdapterRef, SampledToken
 from engine.core.plan import SampleSpec, StepPlan
+from engine.core.sequence import RequestSpec
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -20,6 +23,45 @@ class ModelInfo(msgspec.Struct, frozen=True):
     numerics_id: str
     weights_digest: bytes
     max_context_tokens: int
+
+
+class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request may ask of a runner beside plain sampling."""
+
+    prompt_logprobs: bool = False
+    poolings: tuple[str, ...] = ()  # ways to pool a prompt's hidden rows to a vector
+    grammars: bool = False
+    adapters: bool = False
+
+    def refusal(self, request: RequestSpec) -> BatonError | None:
+        """The error that a request ends with because the runner cannot serve it."""
+        if request.params.grammar and not self.grammars:
+            return GrammarError("this engine takes no grammars")
+        scored, pooling = request.params.prompt_logprobs is not None, request.pooling
+        if (scored and not self.prompt_logprobs) or (pooling and pooling not in self.poolings):
+            return InvalidRequestError(
+                "prompt_logprobs and embeddings are not served by this engine"
+            )
+        if request.adapter and not self.adapters:
+            return InvalidRequestError("LoRA adapters are not served by this engine")
+        return None
+
+
+class GrammarStore(Protocol):
+    """The grammars that a runner has compiled. For any thread."""
+
+    def hold(self, grammar: str) -> None:
+        """Keep a grammar, compiled now or later, until as many calls of ``release``."""
+
+    def release(self, grammar: str) -> None:
+        """One holder less."""
+
+    def prepare(self, grammar: str) -> Any:
+        """Compile a grammar unless that is done; it may take long.
+
+        Raises:
+            GrammarError: It does not compile.
+        """
 
 
 class AdapterStore(Protocol):
@@ -43,12 +85,16 @@ class ModelRunner(Protocol):
     """Executes plans over one KV pool."""
 
     @property
-    def takes_prompt_outputs(self) -> bool:
-        """Whether rows may have a ``prompt_outputs``."""
+    def capabilities(self) -> RunnerCapabilities:
+        """What rows may ask for."""
 
     @property
     def adapters(self) -> AdapterStore:
         """What rows may name in ``adapter``."""
+
+    @property
+    def grammars(self) -> GrammarStore | None:
+        """Compiles what rows may name in ``params.grammar``; None where there are no grammars."""
 
     @property
     def geometry(self) -> KvGeometry:
@@ -64,14 +110,14 @@ class ModelRunner(Protocol):
 
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
-        """Rows of the last plan whose grammar failed, and why: what was drawn there is void."""
+        """Rows of the last plan whose grammar failed, and why: what was sampled there is void."""
 
     @property
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """How many of ``draft_tokens``, in order, the grammar of ``spec`` lets follow its history."""
+        """How many of ``draft_tokens``, in order, the grammar of ``spec`` allows next."""
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None

@@ -4,7 +4,7 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn.
+    """How tokens are sampled.
 
     Noise is a pure function of (seed, choice, position), so equal parameters and equal logits give
     equal tokens on any worker. ``temperature`` 0 is greedy.
@@ -30,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """One drawn token; log-probabilities are of the raw logits, before penalties."""
+    """One sampled token; log-probabilities are of the raw logits, before penalties."""
 
     token: int
     logprob: float | None = None
@@ -48,19 +48,19 @@ class AdapterRef(msgspec.Struct, frozen=True):
 def finish_reason(
     params: SamplingParams, eos: frozenset[int], token: int, generated: int
 ) -> tuple[str, int | None]:
-    """Whether a token just drawn ends its choice.
+    """Whether a token just sampled ends its choice.
 
     Args:
         params: The request's parameters.
         eos: The model's end tokens.
-        token: The token drawn.
-        generated: Tokens drawn so far, this one included.
+        token: The token sampled.
+        generated: Tokens sampled so far, this one included.
 
     Returns:
         ``("", None)`` to go on, ``("stop", token)`` when the token itself is the end (it is not
         part of the answer), ``("length", None)`` at the limit.
 
-    With a grammar an end token is drawn early, or in spite of ``ignore_eos``, only where nothing
+    With a grammar an end token is sampled early, or in spite of ``ignore_eos``, only where nothing
     else may follow; then it does end the answer.
     """
     if params.grammar and token in eos:

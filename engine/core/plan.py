@@ -9,10 +9,10 @@ from engine.core.prompt_outputs import PromptOutputs
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Draw one token from a row's logits: the last one's, or one that verifies a draft token.
+    """Sample one token from a row's logits: the last one's, or one that verifies a draft token.
 
     ``history`` is the whole token list so far (prompt, then answer); penalties know by
-    ``prompt_tokens`` where the prompt ends. The token drawn will stand at index ``len(history)``,
+    ``prompt_tokens`` where the prompt ends. The token sampled will stand at index ``len(history)``,
     and ``generated`` = ``len(history) - prompt_tokens`` (for ``min_tokens``).
     """
 
@@ -22,18 +22,19 @@ class SampleSpec:
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
     """One sequence's part of a step: compute ``tokens`` at positions ``start ...``.
 
     ``block_ids`` covers positions 0 to ``start + len(tokens) - 1``; the KV of positions below
     ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished, and else
-    holds one entry per choice, all drawn from the last row. A ``prompt_outputs`` takes these rows' part
-    when the step has succeeded, and not before.
+    holds one entry per choice, all sampled from the last row. ``prompt_outputs`` takes these rows'
+    part when the step has succeeded, and not before.
 
-    The last ``num_draft_tokens`` tokens may be draft tokens (speculation). Then ``samples`` has one entry for
-    each of the last ``1 + num_draft_tokens`` rows, in order, with a history that takes the draft tokens before it
-    for granted; what is drawn counts as far as the draft tokens before it were right.
+    The last ``num_draft_tokens`` tokens may be draft tokens. Then ``samples`` has one entry for
+    each of the last ``1 + num_draft_tokens`` rows, in order, with a history that takes the draft
+    tokens before it for granted; what is sampled counts as far as the draft tokens before it were
+    right.
     """
 
     sequence_id: int
@@ -52,11 +53,11 @@ class PlanRow:
 
     @property
     def decodes(self) -> bool:
-        """Whether the row continues an answer (or draws behind a prompt's last token alone)."""
+        """Whether it continues an answer (or samples behind a prompt's last token alone)."""
         return bool(self.samples) and len(self.tokens) == 1 + self.num_draft_tokens
 
-    def draws(self) -> list[tuple[int, tuple[SampleSpec, ...]]]:
-        """(how many rows before the last, what is drawn there), in order."""
+    def samples_by_row(self) -> list[tuple[int, tuple[SampleSpec, ...]]]:
+        """(how many rows before the last, what is sampled there), in order."""
         if not self.num_draft_tokens:
             return [(0, self.samples)] if self.samples else []
         return [(self.num_draft_tokens - i, (sample,)) for i, sample in enumerate(self.samples)]

@@ -1,10 +1,10 @@
-"""What a request wants of its prompt's rows beside their KV: scores of its tokens, or one vector.
+"""What a request asks of its prompt's rows beside their KV: scores of its tokens, or one vector.
 
-    plan row ──rows of the prompt──▶ PromptOutputs (of the sequence) ──prompt done──▶ event PromptOutputsReady
+    plan row ──rows of the prompt──▶ PromptOutputs (of the sequence) ──prompt done──▶ an event
 
-A harvest grows with the prompt's chunks and is thrown away when its sequence is preempted, so each
-row is in it once and in order. Every row's part depends on that row alone, and sums run row by row
-in fp64 in the order of positions: chunks and neighbours cannot show in the result.
+``PromptOutputs`` grows with the prompt's chunks and is thrown away when its sequence is preempted,
+so each row is in it once and in order. Every row's part depends on that row alone, and sums run
+row by row in fp64 in the order of positions: chunks and neighbours cannot show in the result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,15 +90,19 @@ class PromptLogprobsIntake:
 
     @property
     def complete(self) -> PromptLogprobs | None:
-        """All of them, once they are here."""
+        """All of them, once every slice has come."""
         if not self._parts or self._filled < self._rows:
             return None
         if len(self._parts) > 1:
-            joined = (
-                b"".join(getattr(part, name) for part in self._parts)
-                for name in ("logprobs", "ranks", "top_ids", "top_logprobs")
+            parts = self._parts
+            joined = PromptLogprobs(
+                parts[0].alternatives,
+                logprobs=b"".join(part.logprobs for part in parts),
+                ranks=b"".join(part.ranks for part in parts),
+                top_ids=b"".join(part.top_ids for part in parts),
+                top_logprobs=b"".join(part.top_logprobs for part in parts),
             )
-            self._parts = [PromptLogprobs(self._parts[0].alternatives, *joined)]
+            self._parts = [joined]
         return self._parts[0]
 
 
@@ -144,7 +148,7 @@ class PromptOutputs:
         self._pooled += len(rows)
 
     def scores(self) -> PromptLogprobs | None:
-        """The scores of the whole prompt, or None if they are not wanted."""
+        """The scores of the whole prompt, or None if nobody asked for them."""
         if self.alternatives is None:
             return None
         columns = zip(*self._scored, strict=True) if self._scored else [()] * 4
@@ -152,7 +156,7 @@ class PromptOutputs:
         return PromptLogprobs(self.alternatives, *packed)
 
     def vector(self) -> bytes:
-        """The pooled vector as float32, not normalised; empty if it is not wanted."""
+        """The pooled vector as float32, not normalised; empty if nobody asked for it."""
         if self._sum is None:
             return b""
         return (self._sum / self._pooled).astype("<f4").tobytes()

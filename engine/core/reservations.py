@@ -1,11 +1,11 @@
-"""Decode's claim on pages for a prompt whose KV arrives from elsewhere.
+"""Pages that decode reserves for a prompt whose KV arrives from elsewhere.
 
-    WANTED ──granted at its ticket──▶ RESERVED ──first publication──▶ BOUND ──commit──▶ (a sequence)
-       ▲                                 │                              │
-       └────────── revoked, new generation ────────────(pages drain)────┘
+    WAITING ──granted at its ticket──▶ RESERVED ──first publication──▶ BOUND ──commit──▶ sequence
+       ▲                                  │                              │
+       └────────── revoked, new generation ─────────────(pages drain)────┘
 
-A generation is one claim; its number is never used again in this incarnation, so that a late
-chunk of an old claim can be told from one of the new.
+A generation is one reservation; its number is never used again in this incarnation, so that a late
+chunk for an old reservation can be told from one for the new.
 """
 
 import enum
@@ -18,9 +18,9 @@ from engine.core.sequence import EngineRequest, TokenSequence, blocks_for
 
 
 class ReservationState(enum.Enum):
-    """Where a claim stands."""
+    """Where a reservation stands."""
 
-    WANTED = "wanted"
+    WAITING = "waiting"
     RESERVED = "reserved"
     BOUND = "bound"
 
@@ -31,7 +31,7 @@ class Reservation:
 
     request: EngineRequest
     generation: int
-    state: ReservationState = ReservationState.WANTED
+    state: ReservationState = ReservationState.WAITING
     pinned: list[int] = field(default_factory=list)  # own cached prefix: will not travel
     need_blocks: int = 0  # counted, not yet taken (RESERVED)
     pages: list[int] = field(default_factory=list)  # taken for what arrives (BOUND)
@@ -43,7 +43,7 @@ class Reservation:
 
 
 class Reservations:
-    """All claims of one engine, and the pages of revoked ones that still drain.
+    """All reservations of one engine, and the pages of revoked ones that still drain.
 
     Args:
         pool: The blocks.
@@ -60,18 +60,18 @@ class Reservations:
         return iter(self._by_request.values())
 
     def new(self, request: EngineRequest) -> Reservation:
-        """A claim under a fresh generation; it replaces the request's former one."""
+        """A reservation under a fresh generation; it replaces the request's former one."""
         reservation = Reservation(request, self._next_generation)
         self._next_generation += 1
         self._by_request[request.request_id] = reservation
         return reservation
 
-    def of(self, request_id: str) -> Reservation | None:
-        """The request's claim."""
-        return self._by_request.get(request_id)
+    def in_state(self, state: ReservationState) -> list[Reservation]:
+        """Those in one state."""
+        return [reservation for reservation in self if reservation.state is state]
 
     def find(self, request_id: str, generation: int, state: ReservationState) -> Reservation | None:
-        """The request's claim if it is the one meant; a stale generation finds nothing."""
+        """The request's reservation if it is the one meant; None for a stale generation."""
         reservation = self._by_request.get(request_id)
         if (
             reservation is None
@@ -82,33 +82,30 @@ class Reservations:
         return reservation
 
     def take(self, request_id: str) -> Reservation | None:
-        """Remove the request's claim; what it holds is the caller's."""
+        """Remove the request's reservation; what it holds is the caller's."""
         return self._by_request.pop(request_id, None)
 
     @property
     def granted(self) -> int:
         """Reservations that have capacity: each is a request that will run."""
-        return sum(reservation.state is not ReservationState.WANTED for reservation in self)
+        return sum(reservation.state is not ReservationState.WAITING for reservation in self)
 
     @property
     def reserved_blocks(self) -> int:
         """Blocks that are promised and not yet taken."""
-        return sum(c.need_blocks for c in self if c.state is ReservationState.RESERVED)
+        return sum(r.need_blocks for r in self.in_state(ReservationState.RESERVED))
 
     def grant(self, reservation: Reservation) -> bool:
-        """Count capacity for a claim and pin its cached prefix; False when it does not fit."""
+        """Count capacity and pin the cached prefix; False when it does not fit."""
         request = reservation.request
-        pinned = self._pool.match(_prompt_hashes(request)) if request.cacheable else []
+        pinned = self._pool.match(_prompt_hashes(request)) if request.spec.cacheable else []
         self._pool.pin(pinned)
         need = blocks_for(len(request.prompt) + 1) - len(pinned)
         if need > self._pool.available() - self.reserved_blocks:
             self._pool.release(pinned)
             return False
-        reservation.pinned, reservation.need_blocks, reservation.state = (
-            pinned,
-            need,
-            ReservationState.RESERVED,
-        )
+        reservation.pinned, reservation.need_blocks = pinned, need
+        reservation.state = ReservationState.RESERVED
         self.events.append(ev.Reserved(request.request_id, reservation.generation, len(pinned)))
         return True
 
@@ -118,11 +115,8 @@ class Reservations:
         pages = self._pool.allocate(reservation.need_blocks, after)
         if pages is None:
             return False
-        reservation.pages, reservation.need_blocks, reservation.state = (
-            pages,
-            0,
-            ReservationState.BOUND,
-        )
+        reservation.pages, reservation.need_blocks = pages, 0
+        reservation.state = ReservationState.BOUND
         bound = ev.Bound(
             reservation.request.request_id, reservation.generation, tuple(reservation.blocks)
         )
@@ -130,7 +124,7 @@ class Reservations:
         return True
 
     def revoke(self, reservation: Reservation) -> None:
-        """Take a claim's capacity away; pages someone may be writing into go to quarantine."""
+        """Take the capacity away; pages someone may be writing into go to quarantine."""
         self.events.append(ev.Revoked(reservation.request.request_id, reservation.generation))
         if reservation.pages:
             self._pool.quarantine(reservation.pages)
@@ -142,7 +136,7 @@ class Reservations:
         reservation.request.preemptions += 1
 
     def drop(self, reservation: Reservation) -> None:
-        """Give back what a claim holds; its pages are known not to be written any more."""
+        """Give back what it holds; its pages are known not to be written any more."""
         self._pool.release(reservation.blocks)
         reservation.pinned, reservation.pages, reservation.need_blocks = [], [], 0
 
@@ -151,20 +145,26 @@ class Reservations:
         self._pool.absolve(self._draining.pop((request_id, generation), ()))
 
     def draining(self) -> list[int]:
-        """Pages of revoked claims that someone may still be writing into: the quarantine."""
+        """Pages of revoked reservations that someone may still write into: the quarantine."""
         return [page for pages in self._draining.values() for page in pages]
 
     def writable(self, request_id: str) -> set[int]:
         """Pages that the request's intake may be writing into at present."""
         reservation = self._by_request.get(request_id)
         pages = set(reservation.pages) if reservation else set()
-        for (name, _), draining in self._draining.items():
-            if name == request_id:
+        for (revoked_id, _), draining in self._draining.items():
+            if revoked_id == request_id:
                 pages.update(draining)
         return pages
 
 
 def _prompt_hashes(request: EngineRequest) -> list[bytes]:
-    """Names of all full blocks of the prompt; kept with the request, because claims come again."""
-    sequence = TokenSequence(0, request, 0, request.prompt, names=request.names)
+    """Hashes of the prompt's full blocks; the request keeps them for its next reservation."""
+    sequence = TokenSequence(
+        sequence_id=0,
+        request=request,
+        choice=0,
+        tokens=request.prompt,
+        block_hashes=request.block_hashes,
+    )
     return sequence.full_hashes(len(request.prompt))

@@ -1,12 +1,12 @@
 """Which tokens of which sequence are computed in the next step. Pure: no clock, no I/O, no torch.
 
 One queue, ordered by (priority, ticket), holds everything that wants blocks: sequences to compute
-here and claims for KV that arrives from elsewhere. The head waits until it fits and nothing
+here and reservations for KV that arrives from elsewhere. The head waits until it fits and nothing
 overtakes it, so two workers that follow the same tickets cannot wait for each other in a circle.
 
 A step is: running decodes, then running prompt chunks, then admissions, within a token budget.
-Growth preempts the lowest ticket; what is preempted keeps its names in the cache and comes back
-through the queue with all its tokens, of which only the next one will be drawn.
+Growth preempts the lowest ticket; the blocks of a preempted sequence stay findable in the cache. It
+comes back through the queue with all its tokens, behind which only the next one is sampled.
 """
 
 from collections.abc import Sequence
@@ -33,13 +33,19 @@ class SchedulerConfig:
     max_step_tokens: int = 512
 
 
-class Scheduler(BatchState):
-    """Owns all requests of one engine and their blocks."""
+class Scheduler:
+    """Decides over all requests of one engine.
+
+    Args:
+        pool: All blocks.
+        config: Limits.
+        eos_token_ids: Tokens that end an answer.
+    """
 
     def __init__(
         self, pool: BlockPool, config: SchedulerConfig, eos_token_ids: tuple[int, ...]
     ) -> None:
-        super().__init__(pool)
+        self.batch = BatchState(pool)
         self.config = config
         self.max_step_tokens = config.max_step_tokens  # lowered when steps would take too long
         self._eos = frozenset(eos_token_ids)
@@ -55,27 +61,27 @@ class Scheduler(BatchState):
         """
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is already in use here")
-        no_answer = request.kind is Kind.PREFILL or request.pooling
-        answer = 0 if no_answer else request.params.max_tokens
+        no_answer = request.kind is Kind.PREFILL or request.spec.pooling
+        answer = 0 if no_answer else request.spec.params.max_tokens
         need = blocks_for(len(request.prompt) + answer)
-        if not request.prompt or need > self.pool.total:
+        if not request.prompt or need > self.batch.pool.total:
             raise InvalidRequestError(
                 f"prompt of {len(request.prompt)} tokens and answer of {answer} need {need} KV "
-                f"blocks; this worker has {self.pool.total} (raise kv_blocks_per_worker)"
+                f"blocks; this worker has {self.batch.pool.total} (raise kv_blocks_per_worker)"
             )
         request.submitted_ns = now_ns
-        request.live_choices = set(range(request.params.n))
         self._requests[request.request_id] = request
         if request.kind is Kind.REMOTE:
-            self._enqueue(self.reservations.new(request))
+            self.batch.enqueue(self.batch.reservations.new(request))
         else:
-            self._enqueue(self._new_prompt(request))
+            self.batch.enqueue(self.batch.new_prompt(request))
 
     def bind(self, request_id: str, generation: int) -> None:
-        """Turn a reserved claim into pages (``Bound`` follows); stale generations are ignored."""
-        reservation = self.reservations.find(request_id, generation, ReservationState.RESERVED)
-        if reservation is not None and not self.reservations.bind(reservation):
-            self._revoke(reservation)  # give it a new turn
+        """Turn counted capacity into pages (``Bound`` follows); stale generations are ignored."""
+        reservations = self.batch.reservations
+        reservation = reservations.find(request_id, generation, ReservationState.RESERVED)
+        if reservation is not None and not reservations.bind(reservation):
+            self.batch.revoke(reservation)  # its request waits again
 
     def commit(
         self, request_id: str, generation: int, first: Sequence[int | None], now_ns: int
@@ -84,60 +90,58 @@ class Scheduler(BatchState):
 
         Args:
             request_id: The request.
-            generation: Of the claim that was filled; a stale one is ignored.
+            generation: Of the reservation that was filled; a stale one is ignored.
             first: Per choice the first token, or None for a choice that has ended already.
             now_ns: The time.
 
         Returns:
-            Whether the claim was there to be committed.
+            Whether there was such a reservation.
         """
-        reservation = self.reservations.find(request_id, generation, ReservationState.BOUND)
+        reservation = self.batch.reservations.find(request_id, generation, ReservationState.BOUND)
         if reservation is None:
             return False
         request = reservation.request
-        self.reservations.take(request_id)
+        self.batch.reservations.take(request_id)
         request.prompt_done_ns = now_ns
         blocks = reservation.blocks
-        source = self._new_sequence(request, 0, list(request.prompt))
+        source = self.batch.new_sequence(request, 0, list(request.prompt))
         source.blocks, source.computed = blocks, len(request.prompt)
-        self._name_blocks(source)
+        self.batch.register_hashes(source)
         for choice, token in enumerate(first):
             if token is not None and choice in request.live_choices:
-                branch = self._fork(source, choice, token)
-                branch.running = True
-                self._running.append(branch)
+                self.batch.fork(source, choice, token)
             else:
                 request.live_choices.discard(choice)
-        self.pool.release(blocks)
+        self.batch.pool.release(blocks)
         self._end_if_done(request)
         return True
 
     def compute_locally(self, request_id: str, first: Sequence[int | None] | None) -> None:
         """Give up the hand-off of a REMOTE request: compute its prompt here.
 
-        ``first`` holds first tokens that the client may have seen already: facts, never drawn
+        ``first`` holds first tokens that the client may have seen already: facts, never sampled
         again. The caller has stopped writing into the request's pages.
         """
-        reservation = self.reservations.take(request_id)
+        reservation = self.batch.reservations.take(request_id)
         if reservation is None:
             return
-        self._drop(reservation)
+        self.batch.drop(reservation)
         request = reservation.request
         request.kind = Kind.FULL
         if first is None:
-            self._enqueue(self._new_prompt(request))
+            self.batch.enqueue(self.batch.new_prompt(request))
             return
         for choice, token in enumerate(first):
             if token is not None and choice in request.live_choices:
                 tokens = [*request.prompt, token]
-                self._enqueue(self._new_sequence(request, choice, tokens))
+                self.batch.enqueue(self.batch.new_sequence(request, choice, tokens))
             else:
                 request.live_choices.discard(choice)
         self._end_if_done(request)
 
     def drained(self, request_id: str, generation: int) -> None:
         """Nobody writes into the revoked pages of ``generation`` any more."""
-        self.reservations.drained(request_id, generation)
+        self.batch.reservations.drained(request_id, generation)
 
     def release(self, request_id: str) -> None:
         """The taker holds the KV of a PREFILL request: give its blocks back to the cache."""
@@ -151,9 +155,9 @@ class Scheduler(BatchState):
         if not choices:
             self._end(request_id, CancelledError_(reason or "cancelled"))
             return
-        for sequence in self._sequences_of(request_id):
+        for sequence in self.batch.sequences_of(request_id):
             if sequence.choice in choices and sequence.generated:
-                self._remove(sequence)
+                self.batch.remove(sequence)
         request.live_choices.difference_update(choices)
         self._end_if_done(request)
 
@@ -167,35 +171,36 @@ class Scheduler(BatchState):
         """Choose the rows of the next step (possibly none); blocks for them are taken."""
         rows: list[PlanRow] = []
         copies: list[tuple[int, int]] = []
-        self.spare.take_back()
-        self._running.sort(key=lambda sequence: sequence.request.order)
-        for sequence in list(self._running):
-            if not sequence.running or not self._decodes(sequence):
+        batch = self.batch
+        batch.spare.take_back()
+        batch.running.sort(key=lambda sequence: sequence.request.order)
+        for sequence in list(batch.running):
+            if not sequence.running or not sequence.decodes:
                 continue
-            if self._make_writable(sequence, copies):
+            if batch.make_writable(sequence, copies):
                 rows.append(self._row(sequence, 1))
         budget = max(self.max_step_tokens - len(rows), BLOCK_TOKENS)
-        for sequence in self._running:
-            if budget > 0 and not self._decodes(sequence):
+        for sequence in batch.running:
+            if budget > 0 and not sequence.decodes:
                 rows.append(self._row(sequence, budget))
                 budget -= rows[-1].cost_tokens
-        while budget > 0 and (sequence_or_none := self._admit(now_ns)) is not None:
-            rows.append(self._row(sequence_or_none, budget))
+        while budget > 0 and (admitted := self._admit(now_ns)) is not None:
+            rows.append(self._row(admitted, budget))
             budget -= rows[-1].cost_tokens
         return StepPlan(tuple(rows), tuple(copies))
 
     def apply(self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int) -> None:
-        """Record what a step computed and drew."""
-        by_id = self.running()
-        for row, drawn in zip(plan.rows, results, strict=True):
+        """Record what a step computed and sampled."""
+        by_id = self.batch.running_by_id()
+        for row, sampled in zip(plan.rows, results, strict=True):
             sequence = by_id.get(row.sequence_id)
             if sequence is None:
                 continue  # its request ended within this step
             if row.num_draft_tokens:
-                self._take_run(sequence, row, drawn)
+                self._take_run(sequence, row, sampled)
                 continue
             sequence.computed = row.start + len(row.tokens)
-            self._name_blocks(sequence)
+            self.batch.register_hashes(sequence)
             if row.prompt_outputs is not None and sequence.computed == len(sequence.tokens):
                 self._collect(sequence, row.prompt_outputs, now_ns)
             if not row.samples:
@@ -204,29 +209,23 @@ class Scheduler(BatchState):
             if not request.prompt_done_ns:
                 request.prompt_done_ns = now_ns
             if request.kind is Kind.PREFILL:
-                self._hold(sequence, drawn)
+                self._hold(sequence, sampled)
                 continue
             branches = [sequence]
-            for sample, token in zip(row.samples[1:], drawn[1:], strict=True):
-                branch = self._fork(sequence, sample.choice, token.token)
-                branch.running = True
-                self._running.append(branch)
-                branches.append(branch)
-            sequence.tokens.append(drawn[0].token)
-            for branch, token in zip(branches, drawn, strict=True):
+            for sample, token in zip(row.samples[1:], sampled[1:], strict=True):
+                branches.append(self.batch.fork(sequence, sample.choice, token.token))
+            sequence.tokens.append(sampled[0].token)
+            for branch, token in zip(branches, sampled, strict=True):
                 self._emit(branch, [token])
             self._end_if_done(request)
-        self.spare.take_back()
+        self.batch.spare.take_back()
 
     # ---------------------------------------------------------------- inside
 
     def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
         """The next chunk of a sequence; chunks that do not reach the end stop at a block border."""
-        start, end, prompt_outputs = (
-            sequence.computed,
-            len(sequence.tokens),
-            sequence.prompt_outputs,
-        )
+        start, end = sequence.computed, len(sequence.tokens)
+        prompt_outputs = sequence.prompt_outputs
         if prompt_outputs is not None:
             budget //= prompt_outputs.token_cost
         if end - start > budget:
@@ -236,37 +235,49 @@ class Scheduler(BatchState):
         samples: tuple[SampleSpec, ...] = ()
         if end == len(sequence.tokens):
             samples = self._samples(sequence)
-        tokens = sequence.tokens[start:end]
-        table = sequence.blocks[: blocks_for(end)]
-        adapter = sequence.request.adapter
-        return PlanRow(sequence.sequence_id, tokens, start, table, samples, adapter, prompt_outputs)
+        adapter = sequence.request.spec.adapter
+        return PlanRow(
+            sequence_id=sequence.sequence_id,
+            tokens=sequence.tokens[start:end],
+            start=start,
+            block_ids=sequence.blocks[: blocks_for(end)],
+            samples=samples,
+            adapter=adapter.digest if adapter else "",
+            prompt_outputs=prompt_outputs,
+        )
 
     def _samples(self, sequence: TokenSequence) -> tuple[SampleSpec, ...]:
         request, first = sequence.request, sequence.generated == 0
-        if request.pooling:
+        if request.spec.pooling:
             return ()
         choices = sorted(request.live_choices) if first else [sequence.choice]
         if first:
             sequence.choice = choices[0]
         return tuple(
-            SampleSpec(choice, request.params, sequence.tokens, len(request.prompt))
+            SampleSpec(
+                choice=choice,
+                params=request.spec.params,
+                history=sequence.tokens,
+                prompt_tokens=len(request.prompt),
+            )
             for choice in choices
         )
 
     def _admit(self, now_ns: int) -> TokenSequence | None:
         """Take waiting items that fit, in order; stop behind the first sequence taken."""
-        while self._queue:
-            if len(self._running) + self.reservations.granted >= self.config.max_batch_requests:
+        batch = self.batch
+        while batch.queue:
+            if len(batch.running) + batch.reservations.granted >= self.config.max_batch_requests:
                 return None
-            item = self._queue[0]
+            item = batch.queue[0]
             taken = (
-                self.reservations.grant(item)
+                batch.reservations.grant(item)
                 if isinstance(item, Reservation)
                 else self._admit_sequence(item, now_ns)
             )
             if not taken:
                 return None
-            self._queue.pop(0)
+            batch.queue.pop(0)
             if isinstance(item, Reservation):
                 self._note_admission(item.request, len(item.pinned), now_ns)
             else:
@@ -274,41 +285,45 @@ class Scheduler(BatchState):
         return None
 
     def _admit_sequence(self, sequence: TokenSequence, now_ns: int) -> bool:
-        request = sequence.request
+        request, pool = sequence.request, self.batch.pool
         matched: list[int] = []
-        if request.cacheable and sequence.prompt_outputs is None:
-            # the last token is always computed: its logits are wanted
-            matched = self.pool.match(sequence.full_hashes(len(sequence.tokens) - 1))
-        self.pool.pin(matched)
+        if request.spec.cacheable and sequence.prompt_outputs is None:
+            # the last token is always computed: the next one is sampled from its logits
+            matched = pool.match(sequence.full_hashes(len(sequence.tokens) - 1))
+        pool.pin(matched)
         need = blocks_for(len(sequence.tokens)) - len(matched)
         pages: list[int] | None = None
-        room = self.pool.available() - self.reservations.reserved_blocks
-        if need <= room and not self._pins_too_much(request, need):
-            pages = self.pool.allocate(need, matched[-1] if matched else None)
+        if need <= self.batch.available_blocks() and not self._pins_too_much(request, need):
+            pages = pool.allocate(need, matched[-1] if matched else None)
         if pages is None:
-            self.pool.release(matched)
+            pool.release(matched)
             return False
         sequence.blocks = matched + pages
         sequence.computed = len(matched) * BLOCK_TOKENS
-        sequence.named = len(matched)
-        sequence.running = True
-        self._running.append(sequence)
+        sequence.registered_blocks = len(matched)
+        self.batch.run(sequence)
         self._note_admission(request, len(matched), now_ns, sequence.blocks)
-        if request.kind is Kind.PREFILL and len(matched) > request.skip_blocks:
-            self.events.append(self._published_prefix(request, len(matched)))
+        if request.kind is Kind.PREFILL and len(matched) > request.spec.skip_blocks:
+            self.batch.events.append(self._published_prefix(request, len(matched)))
         return True
 
     def _pins_too_much(self, request: EngineRequest, need: int) -> bool:
         """Pins of finished prompts above half the pool make new prompts wait."""
-        if request.kind is not Kind.PREFILL or not self._held:
+        if request.kind is not Kind.PREFILL or not self.batch.held:
             return False
-        pinned = sum(len(sequence.blocks) for sequence in self._held.values())
-        return pinned + need > self.pool.total // 2
+        pinned = sum(len(sequence.blocks) for sequence in self.batch.held.values())
+        return pinned + need > self.batch.pool.total // 2
 
     def _published_prefix(self, request: EngineRequest, matched: int) -> ev.Published:
-        skip = request.skip_blocks
-        count = matched - skip
-        return ev.Published(request.request_id, 0, ev.ALL_LAYERS, skip, count, count * BLOCK_TOKENS)
+        skip_blocks = request.spec.skip_blocks
+        return ev.Published(
+            request_id=request.request_id,
+            layer_begin=0,
+            layer_count=ev.ALL_LAYERS,
+            block_begin=skip_blocks,
+            block_count=matched - skip_blocks,
+            valid_tokens=(matched - skip_blocks) * BLOCK_TOKENS,
+        )
 
     def _note_admission(
         self,
@@ -321,16 +336,21 @@ class Scheduler(BatchState):
             return
         request.admitted_ns = now_ns
         request.cached_tokens = matched_blocks * BLOCK_TOKENS
-        queue_ns = now_ns - request.submitted_ns
-        table = tuple(blocks) if request.kind is Kind.PREFILL else ()
-        self.events.append(ev.Admitted(request.request_id, request.cached_tokens, queue_ns, table))
+        self.batch.events.append(
+            ev.Admitted(
+                request_id=request.request_id,
+                cached_tokens=request.cached_tokens,
+                queue_ns=now_ns - request.submitted_ns,
+                blocks=tuple(blocks) if request.kind is Kind.PREFILL else (),
+            )
+        )
 
     def _collect(self, sequence: TokenSequence, prompt_outputs: PromptOutputs, now_ns: int) -> None:
-        """The prompt is computed: tell what was gathered of it. A vector is an answer by itself."""
+        """The prompt is computed: report its outputs. A pooled vector is the whole answer."""
         request, sequence.prompt_outputs = sequence.request, None
         scores, vector = prompt_outputs.scores(), prompt_outputs.vector()
-        self.events.append(ev.PromptOutputsReady(request.request_id, scores, vector))
-        if not request.pooling:
+        self.batch.events.append(ev.PromptOutputsReady(request.request_id, scores, vector))
+        if not request.spec.pooling:
             return
         request.prompt_done_ns = now_ns
         if request.kind is Kind.PREFILL:
@@ -338,41 +358,44 @@ class Scheduler(BatchState):
         else:
             self._end(request.request_id, None)
 
-    def _hold(self, sequence: TokenSequence, drawn: list[SampledToken]) -> None:
+    def _hold(self, sequence: TokenSequence, sampled: list[SampledToken]) -> None:
         request = sequence.request
-        self._running.remove(sequence)
-        sequence.running = False
-        self._held[request.request_id] = sequence
-        self.events.append(
+        self.batch.hold(sequence)
+        self.batch.events.append(
             ev.PromptDone(
-                request.request_id,
-                tuple(drawn),
-                request.cached_tokens,
-                request.admitted_ns - request.submitted_ns,
-                request.prompt_done_ns - request.admitted_ns,
+                request_id=request.request_id,
+                first=tuple(sampled),
+                cached_tokens=request.cached_tokens,
+                queue_ns=request.admitted_ns - request.submitted_ns,
+                prefill_ns=request.prompt_done_ns - request.admitted_ns,
             )
         )
 
-    def _take_run(self, sequence: TokenSequence, row: PlanRow, drawn: list[SampledToken]) -> None:
-        """Tokens drawn behind right draft tokens, and the one that shows the first wrong draft token."""
-        run = accepted_run(sequence, row, drawn, self._eos)
-        sequence.tokens += [sampled.token for sampled in run]
+    def _take_run(self, sequence: TokenSequence, row: PlanRow, sampled: list[SampledToken]) -> None:
+        """Add the tokens behind right draft tokens, the first one that corrects one included."""
+        run = accepted_run(sequence, row, sampled, self._eos)
+        sequence.tokens += [token.token for token in run]
         sequence.computed = row.start + len(run)
-        self._name_blocks(sequence)
+        self.batch.register_hashes(sequence)
         self._emit(sequence, run)
         self._end_if_done(sequence.request)
 
     def _emit(self, sequence: TokenSequence, run: list[SampledToken]) -> None:
         """Announce the sequence's newest tokens, of which only the last may be its end."""
         request, generated = sequence.request, sequence.generated
-        index = generated - len(run)
-        reason, stop = finish_reason(request.params, self._eos, run[-1].token, generated)
-        tokens = tuple(run if stop is None else run[:-1])
-        self.events.append(
-            ev.Tokens(request.request_id, sequence.choice, index, tokens, reason, stop)
+        reason, stop = finish_reason(request.spec.params, self._eos, run[-1].token, generated)
+        self.batch.events.append(
+            ev.Tokens(
+                request_id=request.request_id,
+                choice=sequence.choice,
+                index=generated - len(run),
+                tokens=tuple(run if stop is None else run[:-1]),
+                finish_reason=reason,
+                stop_token=stop,
+            )
         )
         if reason:
-            self._remove(sequence)
+            self.batch.remove(sequence)
             request.live_choices.discard(sequence.choice)
 
     def _end_if_done(self, request: EngineRequest) -> None:
@@ -383,17 +406,17 @@ class Scheduler(BatchState):
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        for sequence in self._sequences_of(request_id):
-            self._remove(sequence)
-        reservation = self.reservations.take(request_id)
+        for sequence in self.batch.sequences_of(request_id):
+            self.batch.remove(sequence)
+        reservation = self.batch.reservations.take(request_id)
         if reservation is not None:
-            self._drop(reservation)
+            self.batch.drop(reservation)
         done_ns, admitted_ns = request.prompt_done_ns, request.admitted_ns
-        self.events.append(
+        self.batch.events.append(
             ev.Ended(
-                request_id,
-                error.code if error else "",
-                error.message if error else "",
+                request_id=request_id,
+                error_code=error.code if error else "",
+                error_message=error.message if error else "",
                 queue_ns=max(admitted_ns - request.submitted_ns, 0),
                 prefill_ns=max(done_ns - admitted_ns, 0),
                 preemptions=request.preemptions,

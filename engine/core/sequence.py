@@ -3,9 +3,11 @@
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.core.block_hashes import block_hash
 from engine.core.geometry import BLOCK_TOKENS
-from engine.core.params import SamplingParams
+from engine.core.params import AdapterRef, SamplingParams
 from engine.core.prompt_outputs import PromptOutputs
 
 
@@ -13,53 +15,69 @@ class Kind(enum.Enum):
     """What the engine is to do with a request."""
 
     FULL = "full"  # compute the prompt and the answer here
-    PREFILL = "prefill"  # compute the prompt, draw first tokens, hold the KV until released
+    PREFILL = "prefill"  # compute the prompt, sample first tokens, hold the KV until released
     REMOTE = "remote"  # the prompt's KV arrives from elsewhere; then answer
 
 
-@dataclass(slots=True)
-class EngineRequest:
-    """A request as the engine knows it; ``(priority, ticket)`` is its place in every order."""
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of an engine, beside the prompt.
 
-    request_id: str
+    The gRPC shell fills it once (``wire.codecs.request_spec_from_wire``), ``messages.Submit``
+    carries it, and ``EngineRequest`` holds it: a new field is added here and where it is used.
+    """
+
     kind: Kind
-    prompt: list[int]
     params: SamplingParams
-    hash_seed: bytes
+    hash_seed: bytes  # the root of the prompt's block hashes
     priority: int = 0
     ticket: int = 0
     skip_blocks: int = 0  # PREFILL: leading blocks that the taker has already
     cacheable: bool = True  # False for health probes
-    adapter: str = ""  # digest of a LoRA adapter that the runner holds as long as this lives
-    pooling: str = ""  # not empty: pool the prompt's hidden rows to a vector, draw nothing
-    cached_tokens: int = 0  # prompt tokens found in the cache when first admitted
+    adapter: AdapterRef | None = None
+    pooling: str = ""  # not empty: pool the prompt's hidden rows to a vector, sample nothing
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineRequest:
+    """A request and how far it has come; ``(priority, ticket)`` is its place in every order."""
+
+    request_id: str
+    prompt: list[int]
+    spec: RequestSpec
+    kind: Kind = field(init=False)  # the spec's, until a hand-off is given up
+    cached_tokens: int = 0  # prompt tokens that were in the cache when it was first admitted
     preemptions: int = 0
-    names: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
+    block_hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     live_choices: set[int] = field(default_factory=set)
     admitted_ns: int = 0
     submitted_ns: int = 0
     prompt_done_ns: int = 0
 
+    def __post_init__(self) -> None:
+        self.kind = self.spec.kind
+        self.live_choices = set(range(self.spec.params.n))
+
     @property
     def order(self) -> tuple[int, int]:
         """Smaller runs first and is preempted last."""
-        return (self.priority, self.ticket)
+        return (self.spec.priority, self.spec.ticket)
 
     def new_prompt_outputs(self) -> PromptOutputs | None:
-        """Where a sequence that computes the prompt gathers what is wanted of its rows."""
-        if not self.pooling and self.params.prompt_logprobs is None:
+        """Where a sequence that computes the prompt gathers what is asked of its rows."""
+        alternatives, pooling = self.spec.params.prompt_logprobs, self.spec.pooling
+        if not pooling and alternatives is None:
             return None
-        return PromptOutputs(self.prompt, self.params.prompt_logprobs, self.pooling)
+        return PromptOutputs(self.prompt, alternatives, pooling)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class TokenSequence:
     """One choice: ``computed`` chases ``len(tokens)``.
 
     tokens   [ prompt ................ | generated ....... ]
     KV       [ computed ......................... | to do  ]
     blocks   [ 16 | 16 | 16 | ... one table entry per 16   ]
-    names    [ named: full blocks that others may reuse |  ]
+    hashes   [ registered: full blocks that others may reuse ]
     """
 
     sequence_id: int
@@ -68,26 +86,31 @@ class TokenSequence:
     tokens: list[int]
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    names: list[bytes] = field(default_factory=list)  # one per full block of `tokens`, as needed
-    named: int = 0  # leading blocks whose names were offered to the pool
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
+    registered_blocks: int = 0  # leading blocks whose hashes the pool was told
     running: bool = False
-    prompt_outputs: PromptOutputs | None = (
-        None  # wants every row of the prompt: no cached prefix will do
-    )
+    # Set while every row of the prompt is asked for: then no cached prefix is used.
+    prompt_outputs: PromptOutputs | None = None
 
     @property
     def generated(self) -> int:
-        """Tokens drawn so far."""
+        """Tokens sampled so far."""
         return len(self.tokens) - len(self.request.prompt)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether all that is left to compute is the answer's newest token."""
+        return self.computed == len(self.tokens) - 1 and self.generated > 0
+
     def full_hashes(self, upto_tokens: int) -> list[bytes]:
-        """Names of the full blocks within the first ``upto_tokens`` tokens."""
+        """Hashes of the full blocks within the first ``upto_tokens`` tokens."""
         count = upto_tokens // BLOCK_TOKENS
-        while len(self.names) < count:
-            begin = len(self.names) * BLOCK_TOKENS
-            parent = self.names[-1] if self.names else self.request.hash_seed
-            self.names.append(block_hash(parent, self.tokens[begin : begin + BLOCK_TOKENS]))
-        return self.names[:count]
+        hashes = self.block_hashes
+        while len(hashes) < count:
+            begin = len(hashes) * BLOCK_TOKENS
+            parent = hashes[-1] if hashes else self.request.spec.hash_seed
+            hashes.append(block_hash(parent, self.tokens[begin : begin + BLOCK_TOKENS]))
+        return hashes[:count]
 
 
 def blocks_for(tokens: int) -> int:

@@ -1,1 +1,5 @@
-"""The backend for CPUs; ``engine/cuda`` has the same files for GPUs."""
+"""The backend for CPUs; ``engine/cuda`` has the same files for GPUs. Neither imports the other.
+
+``attention.py`` and ``linear.py`` use torch's kernels, ``native/`` our own; ``parallel/`` is about
+the ranks of a tensor-parallel replica.
+"""

@@ -9,14 +9,14 @@ packed into one matrix, so that the kernel reads K and V once:
 keys it is given, and, for very few query rows, on that number too. So the number of keys is a
 function of the position alone, ``ceil((p + 1) / unit) * unit``, the rest being masked; prefill is
 cut into tiles that end at multiples of ``unit``; and no call has fewer than ``min_rows`` query rows
-(or, where the kernels ask for it, all have exactly the same number). ``choose_layout`` finds by
+(or, where the kernels ask for it, all have exactly the same number). ``choose_tiling`` finds by
 probing what this machine needs, and fails loudly when nothing holds.
 
 **Sliding windows.** A layer with a window of W lets the query at ``p`` see the keys ``p - W + 1``
-to ``p``. Its keys begin at a multiple of ``unit`` too (``Layout.first_key``), so their start and
-their number are functions of the position, and what was said above holds. A step is planned once
-for each distinct window; ``run`` takes the plan of its layer. Blocks before the window are not
-read, and not freed either: all layers share one block table.
+to ``p``. Its keys begin at a multiple of ``unit`` too (``AttentionTiling.first_key``), so their
+start and their number are functions of the position, and what was said above holds. A step is
+planned once for each distinct window; ``run`` takes the plan of its layer. Blocks before the window
+are not read, and not freed either: all layers share one block table.
 
 Masked keys are read: their weight is zero, but zero times NaN is NaN. So the pool should hold
 finite values everywhere, and the runner computes a row that meets NaN again, isolated from others.
@@ -43,7 +43,7 @@ _VIEW_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttentionTiling:
     """How queries and keys are cut.
 
     Attributes:
@@ -178,7 +178,7 @@ class PagedAttention:
         pool: The KV pool; the caller keeps every value in it finite.
         geometry: Its shape.
         num_heads: Query heads.
-        layout: How calls are cut.
+        tiling: How calls are cut.
         windows: Keys that a query sees, its own included, for each layer; ``None`` is all of them.
         kv_heads: The KV heads that are read here, if not all (``num_heads`` are their queries).
         codec: How K and V are stored, if not as they are.
@@ -189,12 +189,12 @@ class PagedAttention:
         pool: torch.Tensor,
         geometry: KvGeometry,
         num_heads: int,
-        layout: Layout,
+        tiling: AttentionTiling,
         windows: Sequence[int | None] = (),
         kv_heads: range | None = None,
         codec: KvCodec | None = None,
     ) -> None:
-        self.layout = layout
+        self.tiling = tiling
         self._heads = num_heads
         self._kv_heads = geometry.num_kv_heads if kv_heads is None else len(kv_heads)
         self._group = num_heads // self._kv_heads
@@ -259,11 +259,11 @@ class PagedAttention:
         calls: list[_Decode | _Chunk] = []
         begin = 0
         while begin < len(decodes):
-            keys = self.layout.keys(decodes[begin].start)
+            keys = self.tiling.keys(decodes[begin].start)
             end = begin + 1
-            while end < len(decodes) and self.layout.keys(decodes[end].start) == keys:
+            while end < len(decodes) and self.tiling.keys(decodes[end].start) == keys:
                 end += 1
-            first_key = self.layout.first_key(decodes[begin].start, window)
+            first_key = self.tiling.first_key(decodes[begin].start, window)
             calls += self._decode_calls(decodes[begin:end], first_key, keys, window)
             begin = end
         calls += [self._chunk(span, window) for span in chunks]
@@ -271,7 +271,7 @@ class PagedAttention:
 
     def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
         """Order of decode rows that puts equal lengths, and neighbours in the pool, together."""
-        return self.layout.keys(position), blocks[0]
+        return self.tiling.keys(position), blocks[0]
 
     def _decode_calls(
         self, spans: Sequence[Span], first_key: int, end_key: int, window: int | None
@@ -342,17 +342,17 @@ class PagedAttention:
         return _Keys(gather=torch.tensor(index))
 
     def _chunk(self, span: Span, window: int | None) -> _Chunk:
-        layout, group = self.layout, self._group
+        tiling, group = self.tiling, self._group
         end = span.start + span.count
-        lead = span.start % layout.align
+        lead = span.start % tiling.align
         base = span.start - lead
-        limit = -(-end // layout.align) * layout.align
-        origin = layout.first_key(base, window)
+        limit = -(-end // tiling.align) * tiling.align
+        origin = tiling.first_key(base, window)
         tiles = []
         begin = base
         while begin < limit:
-            stop = min((begin // layout.tile + 1) * layout.tile, limit)
-            first, last = layout.first_key(begin, window), layout.keys(stop - 1)
+            stop = min((begin // tiling.tile + 1) * tiling.tile, limit)
+            first, last = tiling.first_key(begin, window), tiling.keys(stop - 1)
             mask = self._mask(torch.arange(begin, stop), first, last, window)
             mask = mask.repeat_interleave(group, 0)[None, None]
             keys = slice(first - origin, last - origin)
@@ -410,7 +410,7 @@ class PagedAttention:
         return k, v
 
     def _run_decode(self, layer: int, call: _Decode, q_THD: torch.Tensor) -> torch.Tensor:
-        batch, group, rows = call.count, self._group, self.layout.decode_rows
+        batch, group, rows = call.count, self._group, self.tiling.decode_rows
         q = q_THD.view(batch, self._kv_heads, group, self._dim)
         if rows > group:
             q = torch.nn.functional.pad(q, (0, 0, 0, rows - group))

@@ -8,15 +8,16 @@ from engine.artifacts.artifact import resolve_model
 from engine.core.model_runner import ModelRunner
 from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import Speculation
-from engine.cpu.build import attention_layout, geometry_of
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
-from engine.numerics import Numerics
+from engine.cpu.selftest import attention_tiling
+from engine.loading.memory import kv_geometry
+from engine.numerics import numerics_of
 from engine.settings import EngineSettings
 from engine.text.same_vocabulary import check_same_vocabulary
 
 
-def open_draft(
+def build_draft(
     settings: EngineSettings, main_runner: ModelRunner, progress: Callable[[str], None]
 ) -> Speculation:
     """Load the draft model that the settings name, beside the main one.
@@ -31,13 +32,13 @@ def open_draft(
     progress(f"looking for the draft model {settings.speculation.draft}")
     draft, main = resolve_model(settings.speculation.draft), resolve_model(settings.model)
     check_same_vocabulary(main, draft)
-    numerics: Numerics = "fast" if settings.numerics == "fast" else "exact"
+    numerics = numerics_of(settings.numerics)
     with torch.inference_mode():
         model = load_model(draft, settings.dtype, numerics)
-        layout = attention_layout(draft, settings.dtype, numerics)
-    geometry = geometry_of(draft, settings.dtype, main_runner.geometry.num_blocks)
+        tiling = attention_tiling(draft.config, settings.dtype, numerics)
+    geometry = kv_geometry(draft.config, settings.dtype, main_runner.geometry.num_blocks)
     pool = bytearray(geometry.pool_bytes)
     grammars = main_runner.grammars if isinstance(main_runner, CpuRunner) else None
     stops = main.config.eos_token_ids
-    runner = CpuRunner(model, pool, geometry, layout, stops, grammars=grammars)
+    runner = CpuRunner(model, pool, geometry, tiling, stops, grammars=grammars)
     return Speculation(DraftProposer(runner), settings.speculation.tokens)

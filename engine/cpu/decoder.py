@@ -12,7 +12,6 @@ pairs are adjacent here and in the pool, wherever the weights came from (``engin
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -24,6 +23,7 @@ from engine.cpu.native.rows import finite_rows, native_rows
 from engine.cpu.parallel.shard import Shard
 from engine.cpu.rows import TorchRows
 from engine.models.families import FAMILIES
+from engine.models.layer import Deltas, LayerVectors, take_vectors
 from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
 from engine.sampling.sample import Logits
 
@@ -32,17 +32,12 @@ REFINED = 32  # logits of each row that are computed in fp32
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer; what a family has not is ``None``."""
+    """One layer."""
 
-    attn_norm: torch.Tensor
+    vectors: LayerVectors
     qkv: Linear
-    qkv_bias: torch.Tensor | None
-    head_norm: torch.Tensor | None  # [H + K, D], for Q and K
     o: Linear
-    attn_post_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
     mlp: "_Dense | Experts"
-    mlp_post_norm: torch.Tensor | None
     frequencies: int  # which of the model's
 
 
@@ -56,13 +51,6 @@ class _Dense:
 
 AttentionFn = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, q [T, H, D], kv [2, T, K, D]) -> [T, H * D]``; writes K and V first."""
-
-
-class Deltas(Protocol):
-    """What is added to the layers' products."""
-
-    def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
-        """Change ``y_TN``, the product ``name`` of a layer for the inputs ``x_TE``."""
 
 
 class Decoder:
@@ -120,23 +108,13 @@ class Decoder:
         """Take the weights of one layer and pack them."""
         c = self.config
 
-        def take(name: str) -> torch.Tensor | None:
-            return weights.pop(f"layers.{index}.{name}", None)
-
-        def norm(name: str) -> torch.Tensor | None:
-            weight = take(name)
-            return None if weight is None else weight.float()
-
         def linear(*names: str) -> Linear:
             parts = [weights.pop(f"layers.{index}.{name}") for name in names]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0]
             parts.clear()
             return pack(names[0], weight)
 
-        attn_norm, mlp_norm = norm("attn_norm"), norm("mlp_norm")
-        if attn_norm is None or mlp_norm is None:
-            raise KeyError(f"layers.{index}: every family norms its inputs")
-        biases = [take(f"{name}_bias") for name in "qkv"]
+        vectors = take_vectors(weights, index, self.local)
         mlp: _Dense | Experts
         if c.num_experts:
             each = range(c.num_experts)
@@ -151,45 +129,29 @@ class Decoder:
             mlp = _Dense(linear("gate", "up"), linear("down"))
         is_local = bool(c.layer_windows) and c.layer_windows[index] is not None
         return _Layer(
-            attn_norm=attn_norm,
+            vectors=vectors,
             qkv=linear("q", "k", "v"),
-            qkv_bias=_joined(biases),
-            head_norm=self._head_norm(norm("q_norm"), norm("k_norm")),
             o=linear("o"),
-            attn_post_norm=norm("attn_post_norm"),
-            mlp_norm=mlp_norm,
             mlp=mlp,
-            mlp_post_norm=norm("mlp_post_norm"),
             frequencies=int(is_local and len(self._frequencies) > 1),
         )
-
-    def _head_norm(
-        self, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """``[H + K, D]``: a row for each head. A query scale of the model's own goes in here."""
-        c = self.local
-        if q_norm is None or k_norm is None:
-            return None
-        if c.query_scale is not None:
-            q_norm = q_norm * (c.query_scale * math.sqrt(c.head_dim))
-        return torch.cat((q_norm.expand(c.num_heads, -1), k_norm.expand(c.num_kv_heads, -1)))
 
     def linears(self) -> Mapping[str, Linear]:
         """One linear layer of each kind, for the self-test."""
         first = self._layers[0]
-        found = {"head": self._head, "qkv": first.qkv, "o": first.o}
+        kinds = {"head": self._head, "qkv": first.qkv, "o": first.o}
         if isinstance(first.mlp, Experts):
             mlp = first.mlp
-            return {**found, "router": mlp.router, "gate_up": mlp.gate_up[0], "down": mlp.down[0]}
-        return {**found, "gate_up": first.mlp.gate_up, "down": first.mlp.down}
+            return {**kinds, "router": mlp.router, "gate_up": mlp.gate_up[0], "down": mlp.down[0]}
+        return {**kinds, "gate_up": first.mlp.gate_up, "down": first.mlp.down}
 
     def rotations(self, positions_T: torch.Tensor) -> list[torch.Tensor]:
         """What RoPE multiplies the pairs with: ``[T, 1, D / 2]`` complex for each base."""
-        found = []
+        rotations = []
         for frequencies, magnitude in zip(self._frequencies, self._magnitudes, strict=True):
             angles = positions_T.to(torch.float32).view(-1, 1, 1) * frequencies
-            found.append(torch.polar(torch.full_like(angles, magnitude), angles))
-        return found
+            rotations.append(torch.polar(torch.full_like(angles, magnitude), angles))
+        return rotations
 
     def forward(
         self,
@@ -213,18 +175,18 @@ class Decoder:
             x_TE *= self._embed_scale
         rotations = self.rotations(positions_T)
         rows = self._rows
-        h_TE = rows.add_norm(x_TE, None, None, self._layers[0].attn_norm)
-        following = [layer.attn_norm for layer in self._layers[1:]]
+        h_TE = rows.add_norm(x_TE, None, None, self._layers[0].vectors.attn_norm)
+        following = [layer.vectors.attn_norm for layer in self._layers[1:]]
         for index, layer in enumerate(self._layers):
             q, kv = self._heads(layer, index, h_TE, rotations[layer.frequencies])
             a_TE = attention(index, q, kv)
             if on_layers_done is not None:
                 on_layers_done(index + 1)
             o_TE = self._project(layer.o, index, "o", a_TE)
-            h_TE = rows.add_norm(x_TE, o_TE, layer.attn_post_norm, layer.mlp_norm)
+            h_TE = rows.add_norm(x_TE, o_TE, layer.vectors.attn_post_norm, layer.vectors.mlp_norm)
             m_TE = self._mlp(layer, index, h_TE)
             next_norm = following[index] if index < len(following) else None
-            h_TE = rows.add_norm(x_TE, m_TE, layer.mlp_post_norm, next_norm)
+            h_TE = rows.add_norm(x_TE, m_TE, layer.vectors.mlp_post_norm, next_norm)
         return x_TE
 
     def _heads(
@@ -234,7 +196,8 @@ class Decoder:
         c, rows, dim = self.local, h_TE.shape[0], self.config.head_dim
         q_end, k_end = self._split
         qkv = self._project(layer.qkv, index, "qkv", h_TE)
-        self._rows.heads(qkv, k_end // dim, dim, layer.qkv_bias, layer.head_norm, rotation)
+        bias, norm = layer.vectors.qkv_bias, layer.vectors.head_norm
+        self._rows.heads(qkv, k_end // dim, dim, bias, norm, rotation)
         kv = qkv[:, q_end:].view(rows, 2, c.num_kv_heads, dim).transpose(0, 1)
         return qkv[:, :q_end].view(rows, c.num_heads, dim), kv
 
@@ -298,9 +261,3 @@ def row_operations(config: ModelConfig, dtype: torch.dtype) -> TorchRows:
     """The native kernels where they fit the model, else torch; the same for all ranks."""
     native = native_rows(dtype, config.rms_norm_eps, (config.head_dim, config.hidden_size))
     return native or TorchRows(dtype, config.rms_norm_eps)
-
-
-def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """One fp32 row of all parts, or ``None`` without them."""
-    there = [part.float() for part in parts if part is not None]
-    return torch.cat(there) if there else None

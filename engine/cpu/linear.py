@@ -128,13 +128,13 @@ def probe_row_counts(outputs: int, inputs: int, dtype: torch.dtype) -> RowCounts
                 return False
         return True
 
-    found = frozenset(count for count in counts if equal(count))
-    return RowCounts(equal=found, free_from=_free_from(counts, found), limit=most)
+    invariant = frozenset(count for count in counts if equal(count))
+    return RowCounts(equal=invariant, free_from=_free_from(counts, invariant), limit=most)
 
 
-def _free_from(counts: Sequence[int], found: frozenset[int]) -> int | None:
+def _free_from(counts: Sequence[int], invariant: frozenset[int]) -> int | None:
     """The start of the range in which everything that was probed is equal."""
-    failed = max((count for count in counts if count not in found), default=0)
+    failed = max((count for count in counts if count not in invariant), default=0)
     above = [count for count in counts if count > failed]
     enough = len(above) >= 10 and any(count % 2 for count in above[-6:])
     return failed + 1 if enough else None

@@ -142,13 +142,13 @@ def quantise_groups(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     least, greatest = groups.amin(2), groups.amax(2)
     extreme = torch.where(greatest.abs() > least.abs(), greatest, least)
     candidates = [((greatest - least) / 15, least), (-extreme / 8, extreme)]
-    found = []
+    fits = []
     for scale, offset in candidates:
         safe = torch.where(scale == 0, 1.0, scale)
         levels = ((groups - offset[..., None]) / safe[..., None]).round_().clamp_(0, 15)
         error = (levels * scale[..., None] + offset[..., None] - groups).square_().sum(2)
-        found.append((error, levels, scale, offset))
-    (error, levels, scale, offset), other = found
+        fits.append((error, levels, scale, offset))
+    (error, levels, scale, offset), other = fits
     better = other[0] < error
     levels = torch.where(better[..., None], other[1], levels)
     return levels, torch.where(better, other[2], scale), torch.where(better, other[3], offset)

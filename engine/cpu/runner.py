@@ -17,22 +17,23 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.errors import BatonError, GrammarError, NumericsError
+from engine.core.errors import BatonError
 from engine.core.geometry import KvGeometry
+from engine.core.model_runner import RunnerCapabilities
 from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
-from engine.cpu.attention import Attention, Layout, PagedAttention, Span, slots_of
+from engine.core.prompt_outputs import POOLINGS
+from engine.cpu.attention import Attention, AttentionTiling, PagedAttention, Span, slots_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import kv_codec
-from engine.cpu.lora import LoadedAdapters, StepDeltas
+from engine.cpu.lora import CpuAdapters, StepDeltas
 from engine.cpu.native.attention import NativeAttention, native_library
 from engine.cpu.native.rows import finite_rows
-from engine.numerics import DTYPES
-from engine.sampling import prompt_scores as scoring
-from engine.sampling import sample as sampling
-from engine.sampling import speculative as verifying
+from engine.models.lora import rows_by_adapter
+from engine.numerics import DTYPES, not_finite_error
 from engine.sampling.grammars import Grammars
+from engine.sampling.prompt_scores import collect_rows
+from engine.sampling.step_sampler import StepSampler
 
 
 @dataclass(slots=True)
@@ -43,19 +44,19 @@ class _Batch:
     positions_T: torch.Tensor
     decodes: list[Span]
     chunks: list[Span]
-    last_rows: list[int]  # by plan row
+    ends: list[int]  # where each plan row's flat rows end
     deltas: StepDeltas | None
     rows: Sequence[PlanRow]
 
 
 class CpuRunner:
-    """``engine.core.plan.ModelRunner`` over torch, on the CPU.
+    """``engine.core.model_runner.ModelRunner`` over torch, on the CPU.
 
     Args:
         model: A loaded model.
         pool_buffer: Writable, zeroed (or at least finite) memory of ``geometry.pool_bytes`` bytes.
         geometry: Shape of the pool.
-        layout: How attention is cut, from ``attention_layout``.
+        tiling: How attention is cut, from ``attention_tiling``.
         eos_token_ids: Tokens that end an answer.
         adapters: What rows may name; by default an empty set in ``exact``.
         grammars: For requests with a grammar.
@@ -67,19 +68,20 @@ class CpuRunner:
         model: Decoder,
         pool_buffer: memoryview | bytearray,
         geometry: KvGeometry,
-        layout: Layout,
+        tiling: AttentionTiling,
         eos_token_ids: tuple[int, ...] = (),
-        adapters: LoadedAdapters | None = None,
+        adapters: CpuAdapters | None = None,
         grammars: Grammars | None = None,
         *,
         shared_pool: bool = False,
     ) -> None:
         self.grammars = grammars
-        self.takes_prompt_outputs = True
-        self._refused: dict[int, GrammarError] = {}
-        self._mask_ns = 0
+        self.capabilities = RunnerCapabilities(
+            prompt_logprobs=True, poolings=POOLINGS, grammars=grammars is not None, adapters=True
+        )
+        self._sampler = StepSampler(eos_token_ids, grammars)
         self._model = model
-        self.adapters = adapters or LoadedAdapters(model.config, model.dtype)
+        self.adapters = adapters or CpuAdapters(model.config, model.dtype)
         self._shard = model.shard
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
@@ -91,22 +93,22 @@ class CpuRunner:
         self._pool = flat.view(geometry.shape)
         kv_heads = None
         if self._shard is not None:
-            layout = self._shard.open(geometry, layout, shared=shared_pool)
+            tiling = self._shard.open(geometry, tiling, shared=shared_pool)
             kv_heads = self._shard.split.kv_heads
-        self._attention = self._make_attention(geometry, layout, kv_heads)
+        self._attention = self._make_attention(geometry, tiling, kv_heads)
 
     def _make_attention(
-        self, geometry: KvGeometry, layout: Layout, kv_heads: range | None
+        self, geometry: KvGeometry, tiling: AttentionTiling, kv_heads: range | None
     ) -> Attention:
         """The native kernel where there is one for this pool, else torch's."""
         c = self._model.local
         library = native_library(geometry, c.num_heads, c.num_kv_heads)
         if library is not None:
             return NativeAttention(
-                library, self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads
+                library, self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads
             )
         return PagedAttention(
-            self._pool, geometry, c.num_heads, layout, c.layer_windows, kv_heads, self._codec
+            self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads, self._codec
         )
 
     @property
@@ -122,12 +124,12 @@ class CpuRunner:
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
         """Rows of the last plan whose grammar failed, and why."""
-        return self._refused
+        return self._sampler.refused_rows
 
     @property
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
-        return self._mask_ns
+        return self._sampler.mask_ns
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -138,65 +140,49 @@ class CpuRunner:
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
-        """See ``engine.core.plan.ModelRunner``."""
+        """See ``engine.core.model_runner.ModelRunner``."""
         for source, target in plan.copies:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
-        self._refused, self._mask_ns = {}, 0
+        self._sampler.begin_step()
         if not plan.rows:
             return []
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, on_layers_done)
-        wanted = [
-            (index, batch.last_rows[index] - back)
+        sampled_from = [
+            (index, batch.ends[index] - 1 - back)
             for index, row in enumerate(plan.rows)
-            for back, _ in row.draws()
+            for back, _ in row.samples_by_row()
         ]
-        broken = self._broken_rows(plan, batch, hidden_TE)
+        broken = self._broken_rows(batch, hidden_TE)
         self._rewritten = tuple(sorted(broken))
         if broken:
-            broken = self._retry_isolated(plan, batch, hidden_TE, broken)
-        if wanted:
-            logits = self._model.logits(hidden_TE[[flat for _, flat in wanted]])
-            pairs = zip(wanted, logits.finite(), strict=True)
-            broken |= {index for (index, _), ok in pairs if not ok}
-        collected, unscored = self._collect(plan, batch, hidden_TE, broken)
-        broken |= unscored
-        if broken:
-            self._fail(plan, broken)
-        for prompt_outputs, scores, rows_TE in collected:
-            prompt_outputs.take(scores, rows_TE)
-        if not wanted:
+            broken = self._retry_isolated(batch, hidden_TE, broken)
+        if sampled_from:
+            logits = self._model.logits(hidden_TE[[flat_row for _, flat_row in sampled_from]])
+            pairs = zip(sampled_from, logits.finite(), strict=True)
+            broken |= {index for (index, _), is_finite in pairs if not is_finite}
+        collected, unscored = collect_rows(
+            self._model, plan.rows, batch.ends, hidden_TE, skipped=broken
+        )
+        if broken := broken | unscored:
+            self._clear(plan.rows[index] for index in broken)
+            raise not_finite_error(broken, len(plan.rows))
+        for part in collected:
+            part.hand_over()
+        if not sampled_from:
             return [[] for _ in plan.rows]
-        eos = self._eos_token_ids
-        results, self._refused = verifying.draw(logits, plan.rows, eos, self._masks)
-        return results
+        return self._sampler.sample(logits, plan.rows)
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``engine.core.plan.ModelRunner``."""
-        if self.grammars is None or not spec.params.grammar:
-            return len(draft_tokens)
-        try:
-            return self.grammars.admissible(spec, draft_tokens)
-        except GrammarError:
-            return 0  # the step without draft tokens will say it
-
-    def _masks(
-        self, specs: Sequence[Sequence[SampleSpec]]
-    ) -> tuple[list[list[sampling.Mask | None]], dict[int, GrammarError]]:
-        """What the grammars allow; see ``Grammars.masks``."""
-        if self.grammars is None:
-            return [[None] * len(wanted) for wanted in specs], {}
-        found = self.grammars.masks(specs)
-        self._mask_ns += self.grammars.mask_ns
-        return found
+        """See ``engine.core.model_runner.ModelRunner``."""
+        return self._sampler.admissible(spec, draft_tokens)
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
         """Hidden states ``[len(tokens), E]`` of each row of a plan (self-test and tests)."""
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, None)
-        ends = [last + 1 for last in batch.last_rows]
-        pairs = zip(ends, plan.rows, strict=True)
+        pairs = zip(batch.ends, plan.rows, strict=True)
         return [hidden_TE[end - len(row.tokens) : end] for end, row in pairs]
 
     @torch.inference_mode()
@@ -229,97 +215,60 @@ class CpuRunner:
         singles = [i for i, row in enumerate(rows) if len(row.tokens) == 1]
         singles.sort(key=lambda i: attention.sort_key(rows[i].start, rows[i].block_ids))
         longer = [i for i, row in enumerate(rows) if len(row.tokens) > 1]
-        last_rows = [0] * len(rows)
+        ends = [0] * len(rows)
         tokens = [rows[i].tokens[0] for i in singles]
         positions = [rows[i].start for i in singles]
         decodes = [Span(n, rows[i].start, 1, rows[i].block_ids) for n, i in enumerate(singles)]
-        for flat, i in enumerate(singles):
-            last_rows[i] = flat
+        for flat_row, i in enumerate(singles):
+            ends[i] = flat_row + 1
         chunks = []
         for i in longer:
             row, begin, count = rows[i], len(tokens), len(rows[i].tokens)
             tokens += row.tokens
             positions += range(row.start, row.start + count)
             chunks.append(Span(begin, row.start, count, row.block_ids))
-            last_rows[i] = begin + count - 1
-        deltas = self._deltas(rows, last_rows)
+            ends[i] = len(tokens)
+        own_rows = rows_by_adapter(rows, ends)
+        deltas = StepDeltas(own_rows, self.adapters) if own_rows else None
         return _Batch(
             torch.tensor(tokens),
             torch.tensor(positions),
             decodes,
             chunks,
-            last_rows,
+            ends,
             deltas,
             rows,
         )
-
-    def _deltas(self, rows: Sequence[PlanRow], last_rows: Sequence[int]) -> StepDeltas | None:
-        """Which flat rows get which adapter's deltas; None when no row has an adapter."""
-        groups: dict[str, list[int]] = {}
-        for row, last in zip(rows, last_rows, strict=True):
-            if row.adapter:
-                flat = range(last + 1 - len(row.tokens), last + 1)
-                groups.setdefault(row.adapter, []).extend(flat)
-        if not groups:
-            return None
-        return StepDeltas([(sorted(flat), self.adapters[name]) for name, flat in groups.items()])
 
     def _slots(self, row: PlanRow) -> torch.Tensor:
         own = slots_of(row.start, len(row.tokens), row.block_ids, self._geometry.block_tokens)
         return torch.from_numpy(own)
 
-    def _collect(
-        self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
-    ) -> tuple[list[tuple[PromptOutputs, list[Scores], Floats]], set[int]]:
-        """What harvests want of this step's rows, and the rows whose logits are not finite."""
-        collected, unscored = [], set()
-        for index, row in enumerate(plan.rows):
-            if row.prompt_outputs is None or index in broken:
-                continue
-            last = batch.last_rows[index]
-            rows_TE = hidden_TE[last + 1 - len(row.tokens) : last + 1]
-            try:
-                part = scoring.collect(self._model, row.prompt_outputs, row.start, rows_TE)
-            except scoring.NotFiniteError:
-                unscored.add(index)
-            else:
-                collected.append((row.prompt_outputs, *part))
-        return collected, unscored
-
-    def _broken_rows(self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
+    def _broken_rows(self, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
         """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""
         finite_T = finite_rows(hidden_TE)
         if all(finite_T):
             return set()
         broken = set()
-        for index, (row, last) in enumerate(zip(plan.rows, batch.last_rows, strict=True)):
-            if not all(finite_T[last + 1 - len(row.tokens) : last + 1]):
+        for index, (row, end) in enumerate(zip(batch.rows, batch.ends, strict=True)):
+            if not all(finite_T[end - len(row.tokens) : end]):
                 broken.add(index)
         return broken
 
-    def _retry_isolated(
-        self, plan: StepPlan, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]
-    ) -> set[int]:
+    def _retry_isolated(self, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]) -> set[int]:
         """Compute rows with NaN again, each alone; returns those at fault themselves."""
-        self._clear(plan, broken)
+        self._clear(batch.rows[index] for index in broken)
         guilty = set()
         for index in sorted(broken):
-            row, last = plan.rows[index], batch.last_rows[index]
+            row, end = batch.rows[index], batch.ends[index]
             again_TE = self._forward(self._flatten((row,)), None, isolated=True)
-            hidden_TE[last + 1 - len(row.tokens) : last + 1] = again_TE
+            hidden_TE[end - len(row.tokens) : end] = again_TE
             if not bool(torch.isfinite(again_TE).all()):
                 guilty.add(index)
         return guilty
 
-    def _clear(self, plan: StepPlan, rows: Iterable[int]) -> None:
-        """Zero the KV that rows of the plan wrote, also what other ranks wrote of it."""
+    def _clear(self, rows: Iterable[PlanRow]) -> None:
+        """Zero the KV that these rows wrote, also what other ranks wrote of it."""
         tokens = self._pool.flatten(2, 3)  # [layers, 2, slots, heads, elements]
-        for index in rows:
-            tokens[:, :, self._slots(plan.rows[index])] = 0
-
-    def _fail(self, plan: StepPlan, broken: set[int]) -> None:
-        rows = tuple(sorted(broken))
-        self._clear(plan, rows)
-        error = NumericsError(f"NaN or Inf in the logits of {len(rows)} of {len(plan.rows)} rows")
-        error.rows = rows  # type: ignore[attr-defined]
-        raise error
+        for row in rows:
+            tokens[:, :, self._slots(row)] = 0

@@ -1,4 +1,9 @@
-"""Probes at load: which attention layout keeps ``exact``'s promise here, and does it really."""
+"""Proof at start that ``exact`` keeps its promise on this machine, and what it computes here.
+
+First attention alone: the cheapest tiling whose bits do not depend on batch and chunking. Then the
+loaded model. The numerics id is a digest of computed bits, so two workers that say the same id can
+hand over to each other.
+"""
 
 # ruff: noqa: N803 - suffixes such as q_THD give shapes
 
@@ -6,50 +11,80 @@ import math
 
 import torch
 
+from engine.artifacts.model_config import ModelConfig
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
-from engine.cpu.attention import Layout, PagedAttention, Span
-from engine.numerics import DTYPES, NumericsSetupError, cancelling, same_bits
+from engine.core.plan import PlanRow, StepPlan
+from engine.cpu.attention import AttentionTiling, PagedAttention, Span
+from engine.cpu.decoder import Decoder
+from engine.cpu.runner import CpuRunner
+from engine.loading.memory import kv_geometry
+from engine.models.rope import ROPE_ORDER
+from engine.numerics import (
+    DTYPES,
+    Numerics,
+    NumericsSetupError,
+    cancelling,
+    digest,
+    same_bits,
+)
 
 UNIT_TOKENS = 64
 _FIXED_TILE = 16
 _POSITIONS = 704  # crosses the flash kernel's 512-key split
 _WINDOW = 512  # a longer one is probed as if it were this long
+_MODEL_BLOCKS = 24  # of the pool in which the loaded model is probed
 
 
-def fast_layout(group: int) -> Layout:
+def attention_tiling(config: ModelConfig, dtype: str, numerics: Numerics) -> AttentionTiling:
+    """How attention is cut on this machine.
+
+    Raises:
+        NumericsSetupError: ``exact`` cannot be kept.
+    """
+    c = config
+    if numerics == "fast":
+        return fast_tiling(c.num_heads // c.num_kv_heads)
+    return choose_tiling(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
+
+
+def fast_tiling(group: int) -> AttentionTiling:
     """No promise: exact lengths up to the block, large tiles, no padding rows."""
-    return Layout(unit=BLOCK_TOKENS, tile=128, align=1, decode_rows=group)
+    return AttentionTiling(unit=BLOCK_TOKENS, tile=128, align=1, decode_rows=group)
 
 
-def candidate_layouts(group: int) -> list[Layout]:
-    """Layouts for ``exact``, cheapest first; the last gives every call the same number of rows."""
-    found = []
+def candidate_tilings(group: int) -> list[AttentionTiling]:
+    """Tilings for ``exact``, cheapest first; the last gives every call the same number of rows."""
+    tilings = []
     for rows in (1, 4, 8, 16):
         if rows > 1 and rows < group:
             continue
         align = rows // math.gcd(rows, group)
         decode_rows = -(-group // rows) * rows
-        found.append(
-            Layout(unit=UNIT_TOKENS, tile=UNIT_TOKENS, align=align, decode_rows=decode_rows)
+        tilings.append(
+            AttentionTiling(
+                unit=UNIT_TOKENS, tile=UNIT_TOKENS, align=align, decode_rows=decode_rows
+            )
         )
     fixed = _FIXED_TILE
-    found.append(Layout(unit=UNIT_TOKENS, tile=fixed, align=fixed, decode_rows=fixed * group))
-    return found
+    tilings.append(
+        AttentionTiling(unit=UNIT_TOKENS, tile=fixed, align=fixed, decode_rows=fixed * group)
+    )
+    return tilings
 
 
-def choose_layout(
+def choose_tiling(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None
-) -> Layout:
-    """The cheapest layout whose bits do not depend on batch and chunking on this machine.
+) -> AttentionTiling:
+    """The cheapest tiling whose bits do not depend on batch and chunking on this machine.
 
     With a ``window``, layers with and without it are probed.
 
     Raises:
-        NumericsSetupError: No layout keeps the promise.
+        NumericsSetupError: No tiling keeps the promise.
     """
-    for layout in candidate_layouts(num_heads // num_kv_heads):
-        if attention_fault(layout, num_heads, num_kv_heads, head_dim, dtype, window) is None:
-            return layout
+    for tiling in candidate_tilings(num_heads // num_kv_heads):
+        if attention_fault(tiling, num_heads, num_kv_heads, head_dim, dtype, window) is None:
+            return tiling
     raise NumericsSetupError(
         f"numerics exact: attention with {num_heads} heads over {num_kv_heads} of {head_dim} in "
         f"{dtype} is not invariant on this machine with {torch.get_num_threads()} threads; "
@@ -58,7 +93,7 @@ def choose_layout(
 
 
 def attention_fault(
-    layout: Layout,
+    tiling: AttentionTiling,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -85,7 +120,7 @@ def attention_fault(
             pool[0, 0, table] = keys.view(blocks, BLOCK_TOKENS, num_kv_heads, head_dim)
             pool[0, 1, table] = values.view(blocks, BLOCK_TOKENS, num_kv_heads, head_dim)
         for each in windows:
-            attention = PagedAttention(pool, geometry, num_heads, layout, (each,))
+            attention = PagedAttention(pool, geometry, num_heads, tiling, (each,))
             if fault := _compare(attention, q, inline, twin, scattered):
                 return fault if each is None else f"{fault}, with a window of {each}"
     return None
@@ -146,3 +181,74 @@ def _compare(
         if not same_bits(decode(positions[:2], [inline, twin]), whole[positions[:2]]):
             return f"a strided decode batch at position {first}"
     return None
+
+
+@torch.inference_mode()
+def verify_exact(model: Decoder, tiling: AttentionTiling, dtype: str, kv_dtype: str = "") -> None:
+    """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
+
+    Raises:
+        NumericsSetupError: The message names what differs.
+    """
+    for linear in model.linears().values():
+        linear.check()
+    c = model.config
+    if fault := attention_fault(tiling, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window):
+        raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
+    runner = _runner(model, tiling, kv_dtype or dtype)
+    length = 5 * BLOCK_TOKENS + 3
+    tokens = [(7919 * i + 13) % c.vocab_size for i in range(length)]
+    tables = [list(range(6)), [6 + (5 * i) % 6 for i in range(6)], list(range(12, 18))]
+
+    def part(table: list[int], start: int, end: int) -> PlanRow:
+        return PlanRow(
+            sequence_id=table[0],
+            tokens=tokens[start:end],
+            start=start,
+            block_ids=table[: -(-end // BLOCK_TOKENS)],
+        )
+
+    whole = runner.hidden(StepPlan((part(tables[0], 0, length),)))[0]
+    steps = [
+        [part(tables[1], 0, 37), part(tables[2], 0, 64)],
+        [part(tables[1], 37, 66), part(tables[2], 64, 65)],
+        [part(tables[1], 66, 67), part(tables[2], 65, 66)],
+        [part(tables[1], 67, 70), part(tables[2], 66, length)],
+        [part(tables[1], 70, 71)],
+    ]
+    for rows in steps:
+        for row, got in zip(rows, runner.hidden(StepPlan(tuple(rows))), strict=True):
+            end = row.start + len(row.tokens)
+            if not same_bits(got, whole[row.start : end]):
+                raise NumericsSetupError(
+                    f"numerics exact: positions {row.start} to {end - 1} computed apart differ "
+                    f"from one chunk with {torch.get_num_threads()} threads; use numerics: fast"
+                )
+
+
+@torch.inference_mode()
+def numerics_id(
+    model: Decoder, tiling: AttentionTiling, dtype: str, numerics: Numerics, kv_dtype: str = ""
+) -> str:
+    """What two workers must have in common for their KV and tokens to be interchangeable.
+
+    It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
+    versions, number of threads) is in it exactly as far as it matters.
+    """
+    c = model.config
+    runner = _runner(model, tiling, kv_dtype or dtype)
+    tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
+    blocks = list(range(19))
+    hidden = runner.hidden(
+        StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=blocks),))
+    )[0]
+    logits = model.logits(hidden[-1:]).raw_SV
+    cut = f"u{tiling.unit}t{tiling.tile}"
+    kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
+    return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
+
+
+def _runner(model: Decoder, tiling: AttentionTiling, kv_dtype: str) -> CpuRunner:
+    """The model over a small pool of its own."""
+    geometry = kv_geometry(model.config, kv_dtype, _MODEL_BLOCKS)
+    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)

@@ -1,1 +1,4 @@
-"""The backend for GPUs; ``engine/cpu`` has the same files for CPUs. Needs triton."""
+"""The backend for GPUs; ``engine/cpu`` has the same files for CPUs. Neither imports the other.
+
+Needs triton. The kernels are in ``kernels/``; under ``TRITON_INTERPRET=1`` they run on the CPU.
+"""

@@ -14,7 +14,7 @@ from engine.cuda.kernels.products import FP8_SIDE
 from engine.cuda.lora import CudaAdapters
 from engine.cuda.runner import CudaRunner
 from engine.cuda.selftest import (
-    PROOF_BLOCKS,
+    SELFTEST_BLOCKS,
     device_name,
     numerics_id,
     verify_exact,
@@ -28,24 +28,6 @@ from engine.numerics import DTYPES
 from engine.sampling.grammars import Grammars
 from engine.settings import EngineSettings
 
-_SETTINGS = (
-    "model",
-    "dtype",
-    "numerics",
-    "device",
-    "kv_blocks",
-    "threads",
-    "max_context_tokens",
-    "max_batch_requests",
-    "max_step_tokens",
-    "poison_token",
-    "workers_on_host",
-    "check_every_step",
-    "max_adapters",
-    "max_adapter_rank",
-    "speculation",
-    "weight_quantisation",
-)
 _FP8_CAPABILITY = (9, 0)
 _USED_SHARE = 0.85  # of the device's free memory; the rest is for activations, splits and graphs
 
@@ -125,7 +107,7 @@ def fit_pool(
     most = int((free_bytes * _USED_SHARE - weight_bytes) / geometry.block_bytes)
     if geometry.num_blocks <= most:
         return geometry
-    if chosen or most < PROOF_BLOCKS:
+    if chosen or most < SELFTEST_BLOCKS:
         raise ModelError(
             f"kv_blocks_per_worker is {geometry.num_blocks}, but beside {weight_bytes / 1e9:.1f} "
             f"GB of weights the GPU has room for {max(most, 0)} ({free_bytes / 1e9:.1f} GB free)"
@@ -133,7 +115,7 @@ def fit_pool(
     return msgspec.structs.replace(geometry, num_blocks=most)
 
 
-def open_cuda_runner(
+def build_cuda_runner(
     settings: EngineSettings,
     artifact: ModelArtifact,
     max_context_tokens: int,
@@ -142,7 +124,7 @@ def open_cuda_runner(
     grammars: Grammars | None = None,
     device: torch.device | None = None,
 ) -> tuple[CudaRunner, ModelInfo]:
-    """Load, prove, and wrap (see ``engine.cpu.build.open_runner``).
+    """Load, prove, and wrap (see ``engine.build.build_runner``).
 
     Args:
         settings: Dtype, numerics and number of blocks.
@@ -183,25 +165,29 @@ def open_cuda_runner(
 
 
 def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
-    """Name what the CUDA path does not have; a setting that it does not know is one of them."""
+    """Name what the CUDA path does not have."""
     escape = "hide the GPU with CUDA_VISIBLE_DEVICES= to serve on the CPU"
     if artifact.config.num_experts:
         raise ModelError(
             f"{artifact.source}: architecture {artifact.architecture}, a mixture of experts, does "
             f"not run on CUDA yet; {escape}"
         )
-    kept = settings.weight_quantisation
-    if kept not in ("none", "fp8"):
+    quantisation = settings.weight_quantisation
+    if quantisation not in ("none", "fp8"):
         raise ModelError(
-            f"quantisation.weights {kept} is not supported on CUDA, only fp8; {escape}"
+            f"quantisation.weights {quantisation} is not supported on CUDA, only fp8; {escape}"
         )
-    if kept == "fp8":
+    if quantisation == "fp8":
         _refuse_fp8(settings, artifact.config)
     if settings.speculation.mode == "draft":
         raise ModelError(f"a draft model is not supported on CUDA yet, only ngram; {escape}")
-    plain = EngineSettings(model=settings.model)
-    for name in EngineSettings.__struct_fields__:
-        if name not in _SETTINGS and getattr(settings, name) != getattr(plain, name):
+    for name, is_set in (
+        ("kv_dtype", bool(settings.kv_dtype)),
+        ("tensor_parallel", settings.tensor_parallel != 1),
+        ("emulated_token_s", bool(settings.emulated_token_s)),
+        ("emulated_nan_after_steps", bool(settings.emulated_nan_after_steps)),
+    ):
+        if is_set:
             raise ModelError(f"{name} is not supported on CUDA yet; {escape}")
 
 

@@ -1,4 +1,4 @@
-"""One decode step for all rows of a batch, on the device: forward, logits, draw, and move on.
+"""One decode step for all rows of a batch, on the device: forward, logits, sample, and move on.
 
 A step is one CUDA graph, captured when its bucket (rows, splits) is first used; without graphs (in
 Triton's interpreter) the same code runs as it is. Buckets do not show in the results: rows that
@@ -14,7 +14,7 @@ import torch
 
 from engine.cuda.decoder import Batch, CudaDecoder
 from engine.cuda.kernels.attention import Tiles
-from engine.cuda.kernels.rows import draw
+from engine.cuda.kernels.rows import sample_tokens
 
 _ALIGNED_BYTES = 256  # of each part of the inputs: kernels are compiled by alignment
 
@@ -66,7 +66,7 @@ class _State:
         self.tiles_4R = self._part(self.inputs, "tiles").view(4, rows)
         self.tables_RB = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.hidden_RE = torch.zeros(rows, hidden, device=device)
-        self.drawn_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.sampled_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables: list[list[int]] = [[] for _ in range(rows)]  # what stands in tables_RB
 
     def _part(self, memory: torch.Tensor, name: str) -> torch.Tensor:
@@ -77,7 +77,7 @@ class _State:
         """Begin with these rows; nothing waits for the device."""
         pad = self.rows - len(rows)
         used = [1] * len(rows) + [0] * pad
-        index = [i if here else -1 for i, here in enumerate(used)]
+        index = [i if is_used else -1 for i, is_used in enumerate(used)]
         positions = [row.position for row in rows] + [0] * pad
         values = {
             "tokens": [row.token for row in rows] + [0] * pad,
@@ -157,9 +157,9 @@ class DecodeSteps:
         return len(self._graphs)
 
     @property
-    def drawn_R(self) -> torch.Tensor:  # noqa: N802 - a shape
+    def sampled_R(self) -> torch.Tensor:  # noqa: N802 - a shape
         """The last step's tokens, until the next one; -1 = NaN or Inf in that row's logits."""
-        return self._state.drawn_R[: self._rows]
+        return self._state.sampled_R[: self._rows]
 
     @property
     def hidden_RE(self) -> torch.Tensor:  # noqa: N802 - a shape
@@ -190,7 +190,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Enqueue one step of the batch: its KV is written and one token per row is drawn.
+        """Enqueue one step of the batch: its KV is written and one token per row is sampled.
 
         Raises:
             ValueError: The longest sequence has reached the context, or its block table's end.
@@ -240,10 +240,12 @@ class DecodeSteps:
         x_RE = decoder.forward(batch)
         logits_RV = decoder.logits(x_RE)
         next_R = (state.positions_R + 1).to(torch.int64)
-        token_R = draw(logits_RV, state.temperatures_R, state.seeds_R, state.choices_R, next_R)
+        token_R = sample_tokens(
+            logits_RV, state.temperatures_R, state.seeds_R, state.choices_R, next_R
+        )
         finite_R = torch.isfinite(logits_RV.sum(dim=-1))
         state.hidden_RE.copy_(x_RE)
-        state.drawn_R.copy_(token_R.masked_fill(~finite_R, -1))
+        state.sampled_R.copy_(token_R.masked_fill(~finite_R, -1))
         state.tokens_R.copy_(token_R)
         state.positions_R.add_(state.used_R)
         state.tiles_4R[2].add_(state.used_R)

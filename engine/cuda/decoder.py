@@ -9,10 +9,8 @@ that its results can be compared with ``engine/cpu/decoder.py`` without a GPU.
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -21,6 +19,7 @@ from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attentio
 from engine.cuda.kernels.configs import AttentionConfig, attention_config
 from engine.cuda.kernels.products import Products, Weight, to_fp8
 from engine.cuda.kernels.rows import add_norm, add_to, gate_mul, rope_write
+from engine.models.layer import Deltas, LayerVectors, take_vectors
 
 SPREAD_QUERIES = 8
 """Up to so many queries (decode, verification) a sequence's keys are spread over programs."""
@@ -65,13 +64,6 @@ class DecoderShape:
         return self.hidden_size * (attention + 3 * self.intermediate_size)
 
 
-class Deltas(Protocol):
-    """What is added to the layers' products."""
-
-    def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
-        """Change ``y_TN``, the product ``name`` of a layer for the inputs ``x_TE``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's rows, on the device.
@@ -95,18 +87,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer; what a family has not is ``None``."""
+    """One layer."""
 
-    attn_norm: torch.Tensor
+    vectors: LayerVectors
     qkv: Weight
-    qkv_bias: torch.Tensor | None
-    head_norm: torch.Tensor | None  # [H + K, D]
     o: Weight
-    attn_post_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
     gate_up: Weight
     down: Weight
-    mlp_post_norm: torch.Tensor | None
     window: int
     rotation: torch.Tensor  # [positions, D / 2, 2]
 
@@ -182,40 +169,19 @@ class CudaDecoder:
             whole = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
             return to_fp8(whole) if self.fp8 else whole
 
-        def there(name: str) -> torch.Tensor | None:
-            found = weights.pop(f"layers.{index}.{name}", None)
-            return None if found is None else found.to(self.device, torch.float32).contiguous()
+        def place(vector: torch.Tensor) -> torch.Tensor:
+            return vector.to(self.device, torch.float32).contiguous()
 
-        def norm(name: str) -> torch.Tensor:
-            return weights.pop(f"layers.{index}.{name}").to(self.device, torch.float32)
-
-        biases = [part for name in "qkv" if (part := there(f"{name}_bias")) is not None]
         window = s.windows[index] if s.windows else 0
         return _Layer(
-            attn_norm=norm("attn_norm"),
+            vectors=take_vectors(weights, index, s, place),
             qkv=matrix("q", "k", "v"),
-            qkv_bias=torch.cat(biases) if biases else None,
-            head_norm=self._head_norm(there("q_norm"), there("k_norm")),
             o=matrix("o"),
-            attn_post_norm=there("attn_post_norm"),
-            mlp_norm=norm("mlp_norm"),
             gate_up=matrix("gate", "up"),
             down=matrix("down"),
-            mlp_post_norm=there("mlp_post_norm"),
             window=window,
             rotation=self._rotations[-1 if window else 0],
         )
-
-    def _head_norm(
-        self, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """``[H + K, D]``: a row for each head. A query scale of the model's own goes in here."""
-        s = self.shape
-        if q_norm is None or k_norm is None:
-            return None
-        if s.query_scale is not None:
-            q_norm = q_norm * (s.query_scale * math.sqrt(s.head_dim))
-        return torch.cat((q_norm.expand(s.num_heads, -1), k_norm.expand(s.num_kv_heads, -1)))
 
     @torch.inference_mode()
     def forward(
@@ -235,16 +201,18 @@ class CudaDecoder:
         delta_TE: torch.Tensor | None = None
         post_E: torch.Tensor | None = None  # of the delta that is still to be added
         for index, layer in enumerate(self._layers):
-            h_TE = add_norm(x_TE, delta_TE, layer.attn_norm, eps, self.dtype, post_E)
+            vectors = layer.vectors
+            h_TE = add_norm(x_TE, delta_TE, vectors.attn_norm, eps, self.dtype, post_E)
             a_TE = self._attend(batch, index, layer, h_TE)
             if on_layers_done is not None:
                 on_layers_done(index + 1)
             delta_TE = self._project(batch, index, "o", layer.o, a_TE)
-            h_TE = add_norm(x_TE, delta_TE, layer.mlp_norm, eps, self.dtype, layer.attn_post_norm)
+            post_E = vectors.attn_post_norm
+            h_TE = add_norm(x_TE, delta_TE, vectors.mlp_norm, eps, self.dtype, post_E)
             gate_up = self._project(batch, index, "gate_up", layer.gate_up, h_TE)
             act_TF = gate_mul(gate_up, gelu=self.shape.gelu)
             delta_TE = self._project(batch, index, "down", layer.down, act_TF)
-            post_E = layer.mlp_post_norm
+            post_E = vectors.mlp_post_norm
         if delta_TE is not None:
             add_to(x_TE, delta_TE, eps, post_E)
         return x_TE
@@ -261,8 +229,8 @@ class CudaDecoder:
             layer.rotation,
             batch.tables_SB,
             self.pool[index],
-            bias=layer.qkv_bias,
-            norm=layer.head_norm,
+            bias=layer.vectors.qkv_bias,
+            norm=layer.vectors.head_norm,
             eps=s.rms_norm_eps,
         )
         q_THD = qkv.view(len(qkv), -1, s.head_dim)[:, : s.num_heads]
@@ -333,13 +301,13 @@ class CudaDecoder:
             queries = min(fitting, max(span.count for span in few))
             longest = max(span.start + span.count for span in few)
             splits = -(-longest // self.decode_config.split)
-            found = tiles_of(few, queries, aligned=False)
-            launches.append((Tiles(self._int32(found).t().contiguous(), splits, queries),
+            tiles = tiles_of(few, queries, aligned=False)
+            launches.append((Tiles(self._int32(tiles).t().contiguous(), splits, queries),
                              self.decode_config))  # fmt: skip
         if many:
             queries = self.prefill_config.queries(self._group)
-            found = tiles_of(many, queries)
-            launches.append((Tiles(self._int32(found).t().contiguous(), 0, queries),
+            tiles = tiles_of(many, queries)
+            launches.append((Tiles(self._int32(tiles).t().contiguous(), 0, queries),
                              self.prefill_config))  # fmt: skip
         return Batch(
             self._to_device(torch.tensor(tokens)),

@@ -1,200 +1,139 @@
-"""Which token each row of a step draws, on the device or on the host.
+"""Samples the tokens of each row of a step, on the device or on the host.
 
-The device draws the largest logit, or the largest logit / temperature + noise, of all tokens or of
-those that ``top_k``, ``top_p`` and ``min_p`` leave. A draw with penalties, log-probabilities or a
-grammar has its row of logits brought to the host, where ``engine/sampling/sample.py`` draws. Which of the
-two it is depends on the draw alone, never on what else is in the step.
+The device takes the largest logit, or the largest logit / temperature + noise, of all tokens or of
+those that ``top_k``, ``top_p`` and ``min_p`` leave. A row with penalties, log-probabilities or a
+grammar has its logits brought to the host, where ``engine/sampling/sample.py`` samples. Which of
+the two it is depends on the row alone, never on what else is in the step.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-from engine.core.errors import GrammarError
 from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import PlanRow, SampleSpec
+from engine.core.plan import SampleSpec
 from engine.cuda.decode_graphs import signed
-from engine.cuda.kernels.rows import cuts, draw
+from engine.cuda.kernels.rows import cuts, sample_tokens
 from engine.sampling import sample as sampling
-from engine.sampling import speculative as verifying
-from engine.sampling.grammars import Grammars
 
 Specs = tuple[SampleSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Drawable:
-    """Rows of logits, numbered as ``PlanRow.draws`` gives them, plan row by plan row.
+class SampledRows:
+    """Rows of logits, numbered as ``PlanRow.samples_by_row`` gives them, plan row by plan row.
+
+    An ``engine.sampling.speculative.LogitsRows``.
 
     Attributes:
         numbers: The rows.
-        drawn: What the device drew, by row.
-        host: The logits ``[1, V]`` of all other rows.
+        on_device: What the device sampled, by row.
+        host_logits: The logits ``[1, V]`` of all other rows.
     """
 
     numbers: Sequence[int]
-    drawn: Mapping[int, list[int]]
-    host: Mapping[int, torch.Tensor]
+    on_device: Mapping[int, list[int]]
+    host_logits: Mapping[int, torch.Tensor]
 
-    def rows(self, indexes: Sequence[int]) -> "Drawable":
+    def rows(self, indexes: Sequence[int]) -> "SampledRows":
         """Some of the rows."""
-        return Drawable([self.numbers[i] for i in indexes], self.drawn, self.host)
+        return SampledRows([self.numbers[i] for i in indexes], self.on_device, self.host_logits)
 
     def sample(
         self,
         specs: Sequence[Sequence[SampleSpec]],
         eos_token_ids: Sequence[int],
-        masks: Sequence[Sequence[sampling.Mask | None]],
+        masks: Sequence[Sequence[sampling.Mask | None]] | None = None,
     ) -> list[list[SampledToken]]:
         """See ``engine.sampling.sample.sample``."""
-        found = []
-        for number, wanted, allowed in zip(self.numbers, specs, masks, strict=True):
-            if number in self.drawn:
-                found.append([SampledToken(token) for token in self.drawn[number]])
+        sampled = []
+        for index, number in enumerate(self.numbers):
+            if number in self.on_device:
+                sampled.append([SampledToken(token) for token in self.on_device[number]])
             else:
-                logits = sampling.Logits(self.host[number])
-                found += sampling.sample(logits, [wanted], eos_token_ids, [allowed])
-        return found
+                logits = sampling.Logits(self.host_logits[number])
+                own_masks = None if masks is None else [masks[index]]
+                sampled += sampling.sample(logits, [specs[index]], eos_token_ids, own_masks)
+        return sampled
 
 
-class Draws:
-    """Draws the tokens of steps.
+def start_sampling(specs_by_row: Mapping[int, Specs], logits_SV: torch.Tensor) -> SampledRows:
+    """Sample what the device can, and fetch the logits of the rest; waits for both.
 
     Args:
-        eos_token_ids: Tokens that end an answer.
-        grammars: For requests with a grammar.
+        specs_by_row: What is sampled from each row, by the row's number.
+        logits_SV: The logits of these rows, in this order; finite.
     """
-
-    def __init__(self, eos_token_ids: Sequence[int], grammars: Grammars | None) -> None:
-        self.grammars = grammars
-        self.mask_ns = 0  # of the step; whoever begins one sets it back
-        self._eos_token_ids = eos_token_ids
-
-    def start(
-        self, draws: Mapping[int, Specs], logits_SV: torch.Tensor
-    ) -> tuple[dict[int, list[int]], dict[int, torch.Tensor]]:
-        """Draw what the device can, and fetch the logits of the rest; waits for both.
-
-        Args:
-            draws: What rows draw, by the row's number.
-            logits_SV: The logits of these rows, in this order; finite.
-        """
-        here: list[tuple[int, int, SampleSpec]] = []
-        fetched: list[tuple[int, int]] = []
-        for place, (number, specs) in enumerate(draws.items()):
-            if all(on_device(spec) for spec in specs):
-                here += [(place, number, spec) for spec in specs]
-            else:
-                fetched.append((place, number))
-        drawn: dict[int, list[int]] = {}
-        if here:
-            tokens = _draw([(place, spec) for place, _, spec in here], logits_SV)
-            for (_, number, _), token in zip(here, tokens, strict=True):
-                drawn.setdefault(number, []).append(token)
-        if not fetched:
-            return drawn, {}
+    on_device: list[tuple[int, int, SampleSpec]] = []
+    fetched: list[tuple[int, int]] = []
+    for place, (number, specs) in enumerate(specs_by_row.items()):
+        if all(is_on_device(spec) for spec in specs):
+            on_device += [(place, number, spec) for spec in specs]
+        else:
+            fetched.append((place, number))
+    sampled: dict[int, list[int]] = {}
+    if on_device:
+        tokens = _sample_on_device([(place, spec) for place, _, spec in on_device], logits_SV)
+        for (_, number, _), token in zip(on_device, tokens, strict=True):
+            sampled.setdefault(number, []).append(token)
+    host_logits: dict[int, torch.Tensor] = {}
+    if fetched:
         places = torch.tensor([place for place, _ in fetched], device=logits_SV.device)
         host_SV = logits_SV.index_select(0, places).cpu()
-        return drawn, {number: host_SV[i : i + 1] for i, (_, number) in enumerate(fetched)}
-
-    def finish(
-        self,
-        rows: Sequence[PlanRow],
-        drawn: Mapping[int, list[int]],
-        host: Mapping[int, torch.Tensor],
-    ) -> tuple[list[list[SampledToken]], dict[int, GrammarError]]:
-        """What ``start`` drew and what the host draws, of each plan row as far as it counts."""
-        every = Drawable(range(len(drawn) + len(host)), drawn, host)
-        return verifying.draw_by(Drawable.sample, every, rows, self._eos_token_ids, self._masks)
-
-    def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``engine.core.plan.ModelRunner``."""
-        if self.grammars is None or not spec.params.grammar:
-            return len(draft_tokens)
-        try:
-            return self.grammars.admissible(spec, draft_tokens)
-        except GrammarError:
-            return 0  # the step without draft tokens will say it
-
-    def _masks(
-        self, specs: Sequence[Sequence[SampleSpec]]
-    ) -> tuple[list[list[sampling.Mask | None]], dict[int, GrammarError]]:
-        if self.grammars is None:
-            return [[None] * len(wanted) for wanted in specs], {}
-        found = self.grammars.masks(specs)
-        self.mask_ns += self.grammars.mask_ns
-        return found
+        host_logits = {number: host_SV[i : i + 1] for i, (_, number) in enumerate(fetched)}
+    return SampledRows(sorted(specs_by_row), sampled, host_logits)
 
 
-def _draw(wanted: Sequence[tuple[int, SampleSpec]], logits_SV: torch.Tensor) -> list[int]:
+def _sample_on_device(
+    placed_specs: Sequence[tuple[int, SampleSpec]], logits_SV: torch.Tensor
+) -> list[int]:
+    """One token for each spec, from the row of logits that stands before it."""
     device = logits_SV.device
-    params = [spec.params for _, spec in wanted]
+    params = [spec.params for _, spec in placed_specs]
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    rows_SV = logits_SV.index_select(0, column([row for row, _ in wanted], torch.int64))
+    rows_SV = logits_SV.index_select(0, column([row for row, _ in placed_specs], torch.int64))
     temperatures_S = column([p.temperature for p in params], torch.float64)
     cuts_S = None
     filtered = [i for i, p in enumerate(params) if is_filtered(p)]
     if filtered:
         places, some = column(filtered, torch.int64), [params[i] for i in filtered]
-        found = cuts(
+        lowest_S = cuts(
             rows_SV.index_select(0, places),
             temperatures_S.index_select(0, places),
             column([p.top_k for p in some], torch.int32),
             column([p.top_p for p in some], torch.float64),
             column([p.min_p for p in some], torch.float64),
         )
-        cuts_S = torch.full((len(params),), -math.inf, device=device).index_copy_(0, places, found)
-    tokens: list[int] = draw(
+        cuts_S = torch.full((len(params),), -math.inf, device=device)
+        cuts_S = cuts_S.index_copy_(0, places, lowest_S)
+    tokens: list[int] = sample_tokens(
         rows_SV,
         temperatures_S,
         column([signed(p.seed) for p in params], torch.int64),
-        column([signed(spec.choice) for _, spec in wanted], torch.int64),
-        column([len(spec.history) for _, spec in wanted], torch.int64),
+        column([signed(spec.choice) for _, spec in placed_specs], torch.int64),
+        column([len(spec.history) for _, spec in placed_specs], torch.int64),
         cuts_S,
     ).tolist()
     return tokens
 
 
 def is_filtered(p: SamplingParams) -> bool:
-    """Whether not all tokens may be drawn."""
+    """Whether not all tokens may be sampled."""
     return bool(p.temperature) and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
 
 
-def on_device(spec: SampleSpec) -> bool:
-    """Whether the device draws it."""
+def is_on_device(spec: SampleSpec) -> bool:
+    """Whether the device samples it: nothing that it asks for needs the host."""
     p = spec.params
-    if len(spec.history) - spec.prompt_tokens < p.min_tokens:
-        return False
-    if unknown_fields(spec, ()):
-        return False
-    return p == SamplingParams(
-        max_tokens=p.max_tokens,
-        temperature=p.temperature,
-        top_p=p.top_p,
-        top_k=p.top_k,
-        min_p=p.min_p,
-        seed=p.seed,
-        n=p.n,
-        stop_token_ids=p.stop_token_ids,
-        ignore_eos=p.ignore_eos,
-        min_tokens=p.min_tokens,
-        prompt_logprobs=p.prompt_logprobs,
+    has_penalties = bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+    ends_forbidden = len(spec.history) - spec.prompt_tokens < p.min_tokens
+    return not (
+        has_penalties or ends_forbidden or p.logprobs is not None or p.grammar or p.logit_bias
     )
-
-
-def unknown_fields(part: PlanRow | SampleSpec, known: Sequence[str]) -> list[str]:
-    """Fields of a plan that are set, and that this runner has never heard of."""
-    return [
-        field.name
-        for field in fields(part)
-        if field.default is not MISSING
-        and field.name not in known
-        and getattr(part, field.name) != field.default
-    ]

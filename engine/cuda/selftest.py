@@ -23,8 +23,8 @@ _STEP_TOKENS = 2 * BLOCK_TOKENS + 3
 _NEAR = 0.1
 _BESIDE = 10  # tokens of another sequence in the same step: enough to be a prefill
 
-PROOF_BLOCKS = 2 * -(-_PROBE_TOKENS // BLOCK_TOKENS)
-"""Blocks that the proofs use at most."""
+SELFTEST_BLOCKS = 2 * -(-_PROBE_TOKENS // BLOCK_TOKENS)
+"""Blocks that the self-test uses at most."""
 
 
 def verify_exact(decoder: CudaDecoder) -> None:
@@ -32,7 +32,7 @@ def verify_exact(decoder: CudaDecoder) -> None:
 
     Raises:
         NumericsSetupError: The message names the positions that differ.
-        ModelError: The pool is too small for the proof.
+        ModelError: The pool is too small for the self-test.
     """
     length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
@@ -69,7 +69,7 @@ def verify_steps(decoder: CudaDecoder, steps: DecodeSteps) -> None:
 
     Raises:
         NumericsSetupError: It does not.
-        ModelError: The pool is too small for the proof.
+        ModelError: The pool is too small for the self-test.
     """
     length = min(_STEP_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]

@@ -1,1 +1,1 @@
-"""From files to tensors in a fixed layout, and how much memory an engine takes. No backend here."""
+"""From files to tensors, and how much memory an engine takes. No backend: see ``engine/cpu``."""

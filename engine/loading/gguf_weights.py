@@ -66,8 +66,8 @@ def open_gguf_weights(
         _write_cache(path, _layout(table, dtype), artifact, converters, progress)
         give_back_memory()
         readers = _open_cache(path, _layout(table, dtype), files) or converters
-    wanted = {name: partial(read, rows(name)) for name, read in readers.items()}
-    return Weights(str(artifact.path), wanted, progress)
+    own_rows = {name: partial(read, rows(name)) for name, read in readers.items()}
+    return Weights(str(artifact.path), own_rows, progress)
 
 
 def _converters(
@@ -79,16 +79,16 @@ def _converters(
         ModelError: Something is missing or not supported.
     """
     try:
-        found = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
+        stored = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
         file = files.enter_context(artifact.path.open("rb", buffering=0))
     except (ValueError, OSError) as error:
         raise ModelError(f"{artifact.path}: cannot be read as GGUF ({error})") from error
-    if ROPE_FACTORS in found:
+    if ROPE_FACTORS in stored:
         table.append(WeightName(_FACTORS, ROPE_FACTORS, (artifact.config.head_dim // 2,)))
-    check_table(artifact, table, found, lambda entry: _problem(entry, found[entry.source]))
+    check_table(artifact, table, stored, lambda entry: _problem(entry, stored[entry.source]))
 
     def convert(entry: WeightName, rows: slice) -> torch.Tensor:
-        weight = _dequantised(file, found[entry.source], entry.part, rows, DTYPES[dtype])
+        weight = _dequantised(file, stored[entry.source], entry.part, rows, DTYPES[dtype])
         return finished(entry, weight, DTYPES[dtype], artifact.config.head_dim)
 
     return {entry.name: partial(convert, entry) for entry in table}
@@ -160,13 +160,13 @@ def _open_cache(path: Path, layout: Layout, files: ExitStack) -> dict[str, Reade
     """What is kept, or ``None`` when there is nothing or it is damaged."""
     try:
         file = files.enter_context(SafetensorsFile(path))
-        found = file.layout()
-        factors = {name: found[name] for name in (_FACTORS,) if name in found}
-        if found != {**layout, **factors} or not file.is_undamaged():
+        kept = file.layout()
+        factors = {name: kept[name] for name in (_FACTORS,) if name in kept}
+        if kept != {**layout, **factors} or not file.is_undamaged():
             return None
     except (ValueError, OSError):
         return None
-    return {name: file.get_slice(name).__getitem__ for name in found}
+    return {name: file.get_slice(name).__getitem__ for name in kept}
 
 
 def _write_cache(

@@ -4,10 +4,12 @@
     weights      as they are packed (``engine/cpu/linear.py``, ``engine/cpu/quantised.py``)
     workspace    the largest step's activations and logits
     draft        weights and workspace of the draft model
+    loading      what loading takes for a while beyond these
     KV pool      blocks of 16 tokens
 
-With tensor parallelism this is the sum over the ranks, each a process of its own; the pool is one,
-in memory that they share. The constants of ``process`` were measured (torch 2.13 on x86-64, Linux);
+``footprint`` has one function for each row but the last (weights in three parts). With tensor
+parallelism this is the sum over the ranks, each a process of its own; the pool is one, in memory
+that they share. The constants of ``process`` were measured (torch 2.13 on x86-64, Linux);
 the rest is counted. ``tests/fleet/test_capacity.py`` holds the sum against real processes.
 """
 
@@ -112,45 +114,126 @@ def footprint(
     Raises:
         ModelError: The model cannot be split over so many ranks.
     """
-    size, tokens = DTYPE_BYTES[dtype], max_step_tokens
-    parts = [_local(config, split) for split in splits_of(config, ranks)] if ranks > 1 else [config]
-    generates = not (native and dtype == "bf16")
-    process = sum(_process(part, quantisation, numerics, generates) for part in parts)
-    process += _VOCABULARY_BYTES * config.vocab_size + _GROUP_BYTES * (ranks - 1)
-    drafted = 0
-    if draft is not None:
-        alone = footprint(
-            draft,
-            dtype=dtype,
-            numerics=numerics,
-            max_step_tokens=tokens,
-            max_batch_requests=max_batch_requests,
-            context=context,
-            native=native,
-        )
-        drafted = alone.weights + alone.workspace
-        known = _shapes(config) if quantisation == "none" else set()
-        if numerics == "exact" and generates:
-            process += _probes(_shapes(draft) - known)
-        if not known and generates:
-            process += _KERNEL_BYTES["none"]
-    workspace = sum(_workspace(part, size, tokens, context) for part in parts)
-    workspace += max_batch_requests * config.vocab_size * (size + 4)
-    head_shape = (config.vocab_size, config.hidden_size)
-    found = Footprint(
-        process=process,
-        embedding=_embedding(config, size, parts),
-        head=_packed(head_shape, size, "int8" if quantisation in ("int8", "int4") else "none"),
-        layers=sum(_layers(part, size, quantisation) for part in parts),
-        workspace=workspace,
-        draft=drafted,
-        loading=0,
+    engine = _Engine(
+        config=config,
+        dtype=dtype,
+        quantisation=quantisation,
+        numerics=numerics,
+        max_step_tokens=max_step_tokens,
+        max_batch_requests=max_batch_requests,
+        context=context,
+        ranks=ranks,
+        draft=draft,
+        native=native,
     )
-    widest = max(math.prod(shape) for shape in _shapes(config) - {head_shape})
-    last_layer = ranks * (2 * size * widest + _LOADING_BYTES)
-    first_of_all = found.embedding + 2 * found.head + _LOADING_BYTES - found.weights
-    proof = 3 * size * math.prod(head_shape) if ranks > 1 and numerics == "exact" else 0
-    return replace(found, loading=max(last_layer, first_of_all, proof))
+    return Footprint(
+        process=_process(engine),
+        embedding=_embedding(engine),
+        head=_head(engine),
+        layers=_layers(engine),
+        workspace=_workspace(engine),
+        draft=_draft(engine),
+        loading=_loading(engine),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engine:
+    """The arguments of ``footprint``, and what follows from them."""
+
+    config: ModelConfig
+    dtype: str
+    quantisation: str
+    numerics: str
+    max_step_tokens: int
+    max_batch_requests: int
+    context: int
+    ranks: int
+    draft: ModelConfig | None
+    native: bool
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights and activations that are not quantised."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def generates_kernels(self) -> bool:
+        """Whether oneDNN generates code for products that are not quantised."""
+        return not (self.native and self.dtype == "bf16")
+
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """``(outputs, inputs)`` of the LM head."""
+        return (self.config.vocab_size, self.config.hidden_size)
+
+    def parts(self) -> list[ModelConfig]:
+        """The numbers of each rank's part."""
+        if self.ranks == 1:
+            return [self.config]
+        return [_local(self.config, split) for split in splits_of(self.config, self.ranks)]
+
+
+# --- the rows of the table ---------------------------------------------------------------------
+
+
+def _process(engine: _Engine) -> int:
+    """The process of each rank, with the kernels that are generated in it."""
+    c = engine.config
+    ranks = sum(_rank_process(part, engine) for part in engine.parts())
+    shared = _VOCABULARY_BYTES * c.vocab_size + _GROUP_BYTES * (engine.ranks - 1)
+    return ranks + shared + _draft_kernels(engine)
+
+
+def _embedding(engine: _Engine) -> int:
+    """Rows that are kept as they are.
+
+    The leader has all of them, and the head's if these are others; the other ranks have those of
+    their part of the head.
+    """
+    rows = math.prod(engine.head_shape) * engine.element_bytes
+    others = rows * (engine.ranks - 1) // engine.ranks
+    return rows + others if engine.config.tie_word_embeddings else 2 * rows + others
+
+
+def _head(engine: _Engine) -> int:
+    """The LM head, which is kept in 8 bits beside layers of 4."""
+    kept = "int8" if engine.quantisation in ("int8", "int4") else "none"
+    return _packed(engine.head_shape, engine.element_bytes, kept)
+
+
+def _layers(engine: _Engine) -> int:
+    """All other weights, of all ranks."""
+    return sum(_rank_layers(part, engine) for part in engine.parts())
+
+
+def _workspace(engine: _Engine) -> int:
+    """Of all ranks; the logits are the leader's."""
+    ranks = sum(_rank_workspace(part, engine) for part in engine.parts())
+    logits = engine.max_batch_requests * engine.config.vocab_size * (engine.element_bytes + 4)
+    return ranks + logits
+
+
+def _draft(engine: _Engine) -> int:
+    """The draft model, which is never split or quantised."""
+    if engine.draft is None:
+        return 0
+    alone = replace(engine, config=engine.draft, quantisation="none", ranks=1, draft=None)
+    return _embedding(alone) + _head(alone) + _layers(alone) + _workspace(alone)
+
+
+def _loading(engine: _Engine) -> int:
+    """The largest of the moments of loading, beyond what stays."""
+    size, head_values = engine.element_bytes, math.prod(engine.head_shape)
+    widest = max(math.prod(shape) for shape in _shapes(engine.config) - {engine.head_shape})
+    last_layer = engine.ranks * (2 * size * widest + _LOADING_BYTES)
+    # first embedding and head, while nothing else is there
+    first_of_all = _head(engine) + _LOADING_BYTES - _layers(engine)
+    selftest = 3 * size * head_values if engine.ranks > 1 and engine.numerics == "exact" else 0
+    return max(last_layer, first_of_all, selftest)
+
+
+# --- parts of the rows -------------------------------------------------------------------------
 
 
 def _local(config: ModelConfig, split: Split) -> ModelConfig:
@@ -163,36 +246,38 @@ def _local(config: ModelConfig, split: Split) -> ModelConfig:
     )
 
 
-def _embedding(c: ModelConfig, size: int, parts: list[ModelConfig]) -> int:
-    """Rows that are kept as they are.
-
-    The leader has all of them, and the head's if these are others; the other ranks have those of
-    their part of the head.
-    """
-    rows = c.vocab_size * c.hidden_size * size
-    others = rows * (len(parts) - 1) // len(parts)
-    return rows + others if c.tie_word_embeddings else 2 * rows + others
-
-
-def _layers(c: ModelConfig, size: int, quantisation: str) -> int:
-    found = 0
+def _rank_layers(c: ModelConfig, engine: _Engine) -> int:
+    """One rank's weights but embedding and head."""
+    total = 0
     for entry in weight_table(c, "safetensors"):
         if len(entry.shape) == 1:
-            found += 4 * entry.shape[0]
+            total += 4 * entry.shape[0]
         elif entry.name not in ("embed", "head"):
-            kind = "none" if entry.name.endswith("router") else quantisation
-            found += _packed(entry.shape, size, kind)
-    return found
+            kind = "none" if entry.name.endswith("router") else engine.quantisation
+            total += _packed(entry.shape, engine.element_bytes, kind)
+    return total
 
 
-def _process(c: ModelConfig, quantisation: str, numerics: str, generates: bool) -> int:
+def _rank_process(c: ModelConfig, engine: _Engine) -> int:
     """One rank's, without the vocabulary."""
     process = _PROCESS_BYTES + _STEP_BYTES
-    if generates or quantisation != "none":
-        process += _KERNEL_BYTES[quantisation]
-    if numerics == "exact" and generates:
-        process += _probes(_shapes(c) if quantisation == "none" else _router_shapes(c))
+    if engine.generates_kernels or engine.quantisation != "none":
+        process += _KERNEL_BYTES[engine.quantisation]
+    if engine.numerics == "exact" and engine.generates_kernels:
+        process += _probes(_shapes(c) if engine.quantisation == "none" else _router_shapes(c))
     return process
+
+
+def _draft_kernels(engine: _Engine) -> int:
+    """What is generated for the draft model's products alone."""
+    if engine.draft is None or not engine.generates_kernels:
+        return 0
+    is_plain = engine.quantisation == "none"
+    generated = 0 if is_plain else _KERNEL_BYTES["none"]
+    if engine.numerics == "exact":
+        known = _shapes(engine.config) if is_plain else set()
+        generated += _probes(_shapes(engine.draft) - known)
+    return generated
 
 
 def _packed(shape: tuple[int, ...], size: int, quantisation: str) -> int:
@@ -230,10 +315,11 @@ def _probes(shapes: set[tuple[int, int]]) -> int:
     return _HEAD_PROBE_BYTES * wide + _PROBE_BYTES * (len(shapes) - wide)
 
 
-def _workspace(c: ModelConfig, size: int, tokens: int, context: int) -> int:
+def _rank_workspace(c: ModelConfig, engine: _Engine) -> int:
     """Rows of the widest moments of a step: feed-forward, attention masks and keys."""
+    size, tokens = engine.element_bytes, engine.max_step_tokens
     rows = tokens * (2 * 4 * c.hidden_size + 3 * size * c.intermediate_size)
-    keys = context or c.max_context_tokens
+    keys = engine.context or c.max_context_tokens
     group = c.num_heads // c.num_kv_heads
     return rows + keys * (tokens * group * size + 2 * c.num_kv_heads * c.head_dim * size)
 

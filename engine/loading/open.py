@@ -69,21 +69,21 @@ def load_weights(
 def _open_safetensors(
     artifact: ModelArtifact, dtype: torch.dtype, progress: Progress, rows: Rows, files: ExitStack
 ) -> Weights:
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in artifact.weight_files:
         try:
             file = files.enter_context(SafetensorsFile(path))
         except (ValueError, OSError) as error:
             raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
         for name in file.keys():  # noqa: SIM118 - it is not a mapping
-            if name in found:
+            if name in tensors:
                 raise ModelError(f"{path}: {name} is in another file too")
-            found[name] = file.get_slice(name)
+            tensors[name] = file.get_slice(name)
     table = weight_table(artifact.config, "safetensors")
-    check_table(artifact, table, found, lambda entry: _problem(entry, found[entry.source]))
+    check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
 
     def read(entry: WeightName) -> torch.Tensor:
-        stored = found[entry.source][rows(entry.name)]
+        stored = tensors[entry.source][rows(entry.name)]
         return finished(entry, stored, dtype, artifact.config.head_dim)
 
     readers = {entry.name: partial(read, entry) for entry in table}

@@ -1,7 +1,7 @@
 """Which adapters an engine holds, who uses them, and who waits for one. Pure: no I/O, no torch.
 
-    unknown ──wanted, a place is free──▶ LOADING ──▶ LOADED ──its place is needed──▶ unknown
-                                            └──▶ failed: who waited for it hears why
+    unknown ──asked for, a place is free──▶ LOADING ──▶ LOADED ──its place is needed──▶ unknown
+                                            └──▶ failed: the requests that waited for it end
 
 An adapter stays while any request that uses it lives. When every place is taken, the least recently
 used adapter gives its own up: at once when nobody uses it; otherwise it takes no further requests
@@ -34,8 +34,8 @@ class AdapterCache(Generic[T]):
 
     # ---------------------------------------------------------------- events in
 
-    def want(self, request_id: str, ref: AdapterRef, item: T) -> None:
-        """A request asks for an adapter; ``take_ready`` gives ``item`` back when it is there."""
+    def add(self, request_id: str, ref: AdapterRef, item: T) -> None:
+        """A request needs an adapter; ``advance`` gives ``item`` back when it is loaded."""
         self._waiting[request_id] = (ref, item)
 
     def loaded(self, digest: str) -> None:
@@ -46,7 +46,7 @@ class AdapterCache(Generic[T]):
     def failed(self, digest: str) -> list[str]:
         """Loading has failed; returns the requests that waited for it."""
         self._loading.discard(digest)
-        ids = [name for name, (ref, _) in self._waiting.items() if ref.digest == digest]
+        ids = [key for key, (ref, _) in self._waiting.items() if ref.digest == digest]
         for request_id in ids:
             del self._waiting[request_id]
         return ids
@@ -58,13 +58,13 @@ class AdapterCache(Generic[T]):
             self._uses[digest] -= 1
 
     def drop(self, request_id: str) -> bool:
-        """A waiting request is not wanted any more; False when it does not wait here."""
+        """Forget a waiting request; False when it does not wait for an adapter."""
         return self._waiting.pop(request_id, None) is not None
 
     # ---------------------------------------------------------------- actions out
 
     def advance(self) -> tuple[list[str], list[AdapterRef], list[T]]:
-        """What to do now: adapters to drop, adapters to begin loading, and who may go on."""
+        """What to do now: adapters to drop, adapters to begin loading, and items that may go on."""
         evict: list[str] = []
         load: list[AdapterRef] = []
         ready: list[T] = []
@@ -87,7 +87,7 @@ class AdapterCache(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Requests whose adapter is not there yet."""
+        """Requests whose adapter is not loaded yet."""
         return len(self._waiting)
 
     @property

@@ -26,36 +26,36 @@ class AdapterLoader:
     """
 
     def __init__(self, max_loaded: int) -> None:
-        self._room: AdapterCache[messages.Submit] = AdapterCache(max_loaded)
+        self._cache: AdapterCache[messages.Submit] = AdapterCache(max_loaded)
         self._events: list[messages.Report] = []
-        self._orders: queue.SimpleQueue[AdapterRef] = queue.SimpleQueue()
+        self._to_load: queue.SimpleQueue[AdapterRef] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[AdapterRef, Any, BatonError | None, float]] = (
             queue.SimpleQueue()
         )
         self._names: dict[str, str] = {}
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
 
     def open(self, store: AdapterStore) -> None:
-        """The runner is there."""
+        """Take the runner's adapters."""
         self._store = store
 
     def fileno(self) -> int:
-        """Readable when ``advance`` has news."""
-        return self._bell
+        """Readable when ``advance`` has something to do."""
+        return self._wakeup
 
-    def want(self, command: messages.Submit) -> None:
-        """A request asks for an adapter."""
-        ref = command.adapter
-        if ref is None or not self._room.max_loaded:
+    def add(self, command: messages.Submit) -> None:
+        """A request needs an adapter; ``advance`` returns it when that is loaded."""
+        ref = command.spec.adapter
+        if ref is None or not self._cache.max_loaded:
             error = AdapterLoadError("this worker serves no adapters (adapters.max_loaded is 0)")
             self._end(command.request_id, error)
         else:
-            self._room.want(command.request_id, ref, command)
+            self._cache.add(command.request_id, ref, command)
 
     def cancel(self, command: messages.Cancel) -> bool:
         """End a request that still waits for its adapter; False when none does."""
-        if not self._room.drop(command.request_id):
+        if not self._cache.drop(command.request_id):
             return False
         self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
         return True
@@ -64,22 +64,22 @@ class AdapterLoader:
         """See which requests have ended."""
         for report in reports:
             if isinstance(report, ev.Ended):
-                self._room.ended(report.request_id)
-                if self._room.waiting:  # perhaps for that one's place: no time to be idle
-                    os.eventfd_write(self._bell, 1)
+                self._cache.ended(report.request_id)
+                if self._cache.waiting:  # its place may be free now: the loop must not idle
+                    os.eventfd_write(self._wakeup, 1)
 
     def advance(self) -> list[messages.Submit]:
         """Take in what was loaded, begin what can begin; returns requests that may go on."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._wakeup)
         while not self._done.empty():
             self._take(*self._done.get())
-        evicted, wanted, ready = self._room.advance()
+        evicted, to_load, ready = self._cache.advance()
         for digest in evicted:
             self._store.remove(digest)
             self._changed(AdapterRef(self._names.pop(digest), digest, ""), "evicted")
-        for ref in wanted:
-            self._order(ref)
+        for ref in to_load:
+            self._begin_load(ref)
         return ready
 
     def take_events(self) -> list[messages.Report]:
@@ -94,30 +94,32 @@ class AdapterLoader:
     ) -> None:
         if error is None:
             self._store.add(ref, prepared)
-            self._room.loaded(ref.digest)
+            self._cache.loaded(ref.digest)
             self._names[ref.digest] = ref.name
             self._changed(ref, "loaded", load_s)
             return
-        for request_id in self._room.failed(ref.digest):
+        for request_id in self._cache.failed(ref.digest):
             self._end(request_id, error)
         self._changed(ref, "failed", load_s)
 
     def _changed(self, ref: AdapterRef, what: str, load_s: float = 0.0) -> None:
-        held = self._room.held
-        self._events.append(ev.AdapterChanged(ref.name, ref.digest, what, held, load_s))
+        held = self._cache.held
+        self._events.append(
+            ev.AdapterChanged(name=ref.name, digest=ref.digest, what=what, held=held, load_s=load_s)
+        )
 
     def _end(self, request_id: str, error: BatonError) -> None:
         self._events.append(ev.Ended(request_id, error.code, error.message))
 
-    def _order(self, ref: AdapterRef) -> None:
+    def _begin_load(self, ref: AdapterRef) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._load_forever, daemon=True)
             self._thread.start()
-        self._orders.put(ref)
+        self._to_load.put(ref)
 
     def _load_forever(self) -> None:
         while True:
-            ref = self._orders.get()
+            ref = self._to_load.get()
             began_s = time.monotonic()
             prepared, error = None, None
             try:
@@ -127,4 +129,4 @@ class AdapterLoader:
             except Exception as fault:  # noqa: BLE001 - whatever it is, it is this adapter's fault
                 error = AdapterLoadError(f"adapter {ref.name}: {type(fault).__name__}: {fault}")
             self._done.put((ref, prepared, error, time.monotonic() - began_s))
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wakeup, 1)

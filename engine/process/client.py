@@ -1,7 +1,6 @@
 """The shell's handle on a step-loop process: start it, send commands, hear reports."""
 
 import asyncio
-import contextlib
 import logging
 import mmap
 import os
@@ -9,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import IO
 
 import msgspec
@@ -20,95 +20,157 @@ from engine.settings import EngineSettings
 _LOG = logging.getLogger(__name__)
 
 
-class EngineClient:
-    """One engine process.
+OnReport = Callable[[messages.Report], None]
+
+
+class ReportInbox:
+    """Reads an engine's reports: those about loading itself, all others for a listener.
 
     Args:
-        settings: How to build the engine.
-        on_report: Called in the event loop for each report, in order.
         on_progress: Called with a line of text while the engine loads.
-        stderr: Where the process writes its errors.
+    """
+
+    def __init__(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
+        self.fatal = ""  # what the engine said before it died
+        self.ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
+        self._on_progress = on_progress
+        self._reader = messages.report_reader()
+        self._heard_s = time.monotonic()
+        self._early: list[messages.Report] = []  # came before anybody listened
+        self._listener: OnReport = self._early.append
+
+    def listen(self, listener: OnReport) -> None:
+        """From now on ``listener`` is called with each report, in order."""
+        self._listener = listener
+        for report in self._early:
+            listener(report)
+        self._early.clear()
+
+    def feed(self, data: bytes) -> None:
+        """Bytes came from the engine."""
+        self.dispatch(self._reader.feed(data))
+
+    def dispatch(self, reports: Sequence[messages.Report]) -> None:
+        """Pass reports on, in order."""
+        for report in reports:
+            match report:
+                case messages.Progress():
+                    self._heard_s = time.monotonic()
+                    self._on_progress(report.what)
+                case messages.Ready():
+                    if not self.ready.done():
+                        self.ready.set_result(report)
+                case messages.Fatal():
+                    self.fatal = report.message
+                case _:
+                    self._listener(report)
+
+    def exited(self, code: int) -> None:
+        """The process is gone: whoever waits for it to be ready shall hear of it."""
+        if not self.ready.done():
+            self.ready.set_exception(
+                InternalError(self.fatal or f"the engine process exited with code {code}")
+            )
+            self.ready.exception()  # marks it as seen, should nobody wait any more
+
+    async def until_ready(self, timeout_s: float) -> messages.Ready:
+        """The engine's first report.
+
+        Raises:
+            InternalError: It said nothing for ``timeout_s``, or died.
+        """
+        self._heard_s = time.monotonic()
+        while (left_s := self._heard_s + timeout_s - time.monotonic()) > 0:
+            done, _ = await asyncio.wait([self.ready], timeout=left_s)
+            if done:
+                return self.ready.result()
+        raise InternalError(f"the engine said nothing for {timeout_s:.0f} s")
+
+
+class EngineClient:
+    """One engine process that takes requests; ``start`` makes it.
+
+    Args:
+        process: The engine.
+        writer: To it.
+        inbox: From it.
+        listening: Feeds the inbox.
+        ready: What the engine said when it was loaded.
+        pool: Its KV pool.
     """
 
     def __init__(
         self,
+        process: asyncio.subprocess.Process,
+        writer: asyncio.StreamWriter,
+        inbox: ReportInbox,
+        listening: asyncio.Task[None],
+        ready: messages.Ready,
+        pool: memoryview,
+    ) -> None:
+        self.ready = ready
+        self.pool = pool
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._process = process
+        self._writer = writer
+        self._inbox = inbox
+        self._tasks = [listening, asyncio.create_task(self._watch())]
+
+    @classmethod
+    async def start(
+        cls,
         settings: EngineSettings,
-        on_report: Callable[[messages.Report], None],
         on_progress: Callable[[str], None] = lambda _: None,
         stderr: IO[bytes] | None = None,
-    ) -> None:
-        self._settings = settings
-        self._on_report = on_report
-        self._on_progress = on_progress
-        self._stderr = stderr
-        self._reader = messages.report_reader()
-        self._fatal = ""
-        self._heard_s = 0.0
-        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
+        timeout_s: float = 120.0,
+    ) -> "EngineClient":
+        """Start a process and wait until it takes requests.
 
-    async def start(self, timeout_s: float = 120.0) -> messages.Ready:
-        """Start the process and wait until it takes requests.
+        Whatever else ends this, a cancellation too, ends the process.
 
         Args:
+            settings: How to build the engine.
+            on_progress: Called with a line of text while the engine loads.
+            stderr: Where the process writes its errors.
             timeout_s: How long it may say nothing; to load a large model takes longer.
 
         Raises:
             InternalError: It died or hangs while loading; the message says why.
         """
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        pool_fd = os.memfd_create("baton-kv")  # the kernel frees it with its last user
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "engine.process.step_loop",
-                str(theirs.fileno()),
-                str(pool_fd),
-                msgspec.json.encode(self._settings).decode(),
-                pass_fds=(theirs.fileno(), pool_fd),
-                env=self._environment(),
-                stderr=self._stderr,
-            )
-            theirs.close()
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-            self._tasks = [
-                asyncio.create_task(self._listen(reader)),
-                asyncio.create_task(self._watch()),
-            ]
-            self.ready = await self._until_ready(timeout_s)
-            self.pool = memoryview(mmap.mmap(pool_fd, self.ready.geometry.pool_bytes))
-        except TimeoutError as error:
-            await self.stop(grace_s=0)
-            raise InternalError(f"the engine said nothing for {timeout_s:.0f} s") from error
-        finally:
-            os.close(pool_fd)
-        return self.ready
+        inbox = ReportInbox(on_progress)
+        async with AsyncExitStack() as undo:
+            pool_fd = os.memfd_create("baton-kv")  # the kernel frees it with its last user
+            try:
+                process, control = await _spawn(settings, pool_fd, stderr)
+                undo.push_async_callback(_kill, process)
+                reader, writer = await asyncio.open_connection(sock=control)
+                undo.callback(writer.close)
+                listening = asyncio.create_task(_listen(reader, inbox, process))
+                undo.callback(listening.cancel)
+                dying = asyncio.create_task(_tell_exit(process, inbox))
+                undo.callback(dying.cancel)
+                ready = await inbox.until_ready(timeout_s)
+                dying.cancel()
+                pool = memoryview(mmap.mmap(pool_fd, ready.geometry.pool_bytes))
+            finally:
+                os.close(pool_fd)
+            client = cls(process, writer, inbox, listening, ready, pool)
+            undo.pop_all()
+        return client
 
-    async def _until_ready(self, timeout_s: float) -> messages.Ready:
-        self._heard_s = time.monotonic()
-        while (left_s := self._heard_s + timeout_s - time.monotonic()) > 0:
-            done, _ = await asyncio.wait([self._ready], timeout=left_s)
-            if done:
-                return self._ready.result()
-        raise TimeoutError
-
-    def _environment(self) -> dict[str, str]:
-        threads = str(self._settings.threads)
-        return {
-            **os.environ,
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "passive",  # spinning threads of two workers starve each other
-        }
+    def listen(self, listener: OnReport) -> None:
+        """Call ``listener`` in the event loop for each report since the start, in order."""
+        self._inbox.listen(listener)
 
     @property
     def pid(self) -> int:
         """The process that holds the model."""
         return self._process.pid
+
+    @property
+    def fatal(self) -> str:
+        """What the engine said before it died, or ""."""
+        return self._inbox.fatal
 
     def send(self, *commands: messages.Command) -> None:
         """Queue commands; they are lost, and that is harmless, when the process is dying."""
@@ -118,56 +180,83 @@ class EngineClient:
     async def stop(self, grace_s: float = 3.0) -> int:
         """End the process, by force after ``grace_s``; returns its exit code."""
         if self._process.returncode is None:
-            with contextlib.suppress(AttributeError):  # before the socket was there
-                self.send(messages.Stop())
+            self.send(messages.Stop())
             try:
                 async with asyncio.timeout(grace_s):
                     await self._process.wait()
             except TimeoutError:
                 self._process.kill()
         code = await self._process.wait()
-        for task in getattr(self, "_tasks", ()):
+        for task in self._tasks:
             task.cancel()
-        if hasattr(self, "_writer"):
-            self._writer.close()
+        self._writer.close()
         return code
-
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while data := await reader.read(1 << 20):
-                self._dispatch(self._reader.feed(data))
-        except ConnectionError:
-            return  # the process is ending: `_watch` tells
-        except Exception as error:  # noqa: BLE001 - better dead than deaf
-            _LOG.exception("a report could not be handled")
-            self._fatal = f"{type(error).__name__}: {error}"
-            self._process.kill()
-
-    def _dispatch(self, reports: Sequence[messages.Report]) -> None:
-        for report in reports:
-            match report:
-                case messages.Progress():
-                    self._heard_s = time.monotonic()
-                    self._on_progress(report.what)
-                case messages.Ready():
-                    if not self._ready.done():
-                        self._ready.set_result(report)
-                case messages.Fatal():
-                    self._fatal = report.message
-                case _:
-                    self._on_report(report)
 
     async def _watch(self) -> None:
         code = await self._process.wait()
         await asyncio.sleep(0)  # let a last report be read
-        if not self._ready.done():
-            self._ready.set_exception(
-                InternalError(self._fatal or f"the engine process exited with code {code}")
-            )
         if not self.exited.done():
             self.exited.set_result(code)
 
-    @property
-    def fatal(self) -> str:
-        """What the engine said before it died, or ""."""
-        return self._fatal
+
+async def _spawn(
+    settings: EngineSettings, pool_fd: int, stderr: IO[bytes] | None
+) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """The engine process and our end of the socket to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            ours.setblocking(False)
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "engine.process.step_loop",
+                str(theirs.fileno()),
+                str(pool_fd),
+                msgspec.json.encode(settings).decode(),
+                pass_fds=(theirs.fileno(), pool_fd),
+                env=_environment(settings),
+                stderr=stderr,
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours
+
+
+def _environment(settings: EngineSettings) -> dict[str, str]:
+    threads = str(settings.threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "passive",  # spinning threads of two workers starve each other
+    }
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+async def _listen(
+    reader: asyncio.StreamReader, inbox: ReportInbox, process: asyncio.subprocess.Process
+) -> None:
+    try:
+        while data := await reader.read(1 << 20):
+            inbox.feed(data)
+    except ConnectionError:
+        return  # the process is ending: whoever watches it tells
+    except Exception as error:  # noqa: BLE001 - better dead than deaf
+        _LOG.exception("a report could not be handled")
+        inbox.fatal = f"{type(error).__name__}: {error}"
+        process.kill()
+
+
+async def _tell_exit(process: asyncio.subprocess.Process, inbox: ReportInbox) -> None:
+    code = await process.wait()
+    await asyncio.sleep(0)  # let a last report be read
+    inbox.exited(code)

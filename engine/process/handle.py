@@ -1,4 +1,4 @@
-"""Routes an engine's reports to whoever asked for the work, and keeps its latest load."""
+"""Routes an engine's reports to the requests they are about, and keeps its latest load."""
 
 import statistics
 from collections import deque
@@ -6,77 +6,76 @@ from collections.abc import Callable
 from typing import IO
 
 from engine.core import events as ev
+from engine.core.blocks import BlockCounts
 from engine.core.params import AdapterRef
 from engine.process import messages
 from engine.process.client import EngineClient
 from engine.settings import EngineSettings
+from telemetry.running_mean import RunningMean
 
 Handler = Callable[[messages.RequestReport | ev.Ended], None]
 
-_IDLE = ev.StepDone(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-_PRIOR_PREFILL_TOKENS_PER_S = 500.0
-_PRIOR_DECODE_STEP_S = 0.03
+_SAMPLE_WEIGHT = 0.3  # of one step in the rate at which prompts are computed
+_LEAST_SAMPLE_TOKENS = 32  # smaller ones say more about overhead than about the rate
 
 
 class EngineHandle:
     """One engine, shared by the two services of a worker.
 
     Args:
-        settings: How to build the engine.
-        on_progress: Called with a line of text while it loads.
-        stderr: Where the engine process writes its errors.
+        client: Of an engine that is ready.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        on_progress: Callable[[str], None] = lambda _: None,
-        stderr: IO[bytes] | None = None,
-    ) -> None:
-        self.client = EngineClient(settings, self._on_report, on_progress, stderr)
-        self.load = _IDLE
+    def __init__(self, client: EngineClient) -> None:
+        total = client.ready.geometry.num_blocks
+        self.client = client
+        self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))
         self.sick = ""
         self.adapters: set[bytes] = set()  # digests of those that the engine holds
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
-        self._wanted: dict[str, AdapterRef] = {}  # by live requests
-        self._prefill_rate = 0.0
+        self._adapters_asked: dict[str, AdapterRef] = {}  # by live requests
+        self._prefill_tokens_per_s = RunningMean(_SAMPLE_WEIGHT)
         self._decode_steps_s: deque[float] = deque(maxlen=64)
+        client.listen(self._on_report)
 
-    async def start(self, timeout_s: float = 120.0) -> messages.Ready:
-        """Start the engine; see ``EngineClient.start``."""
-        ready = await self.client.start(timeout_s)
-        total = ready.geometry.num_blocks
-        self.load = ev.StepDone(0, 0, 0, 0, 0, 0, 0, total, total, 0, 0, 0, 0, 0)
-        return ready
+    @classmethod
+    async def start(
+        cls,
+        settings: EngineSettings,
+        on_progress: Callable[[str], None] = lambda _: None,
+        stderr: IO[bytes] | None = None,
+    ) -> "EngineHandle":
+        """Start an engine; see ``EngineClient.start``."""
+        return cls(await EngineClient.start(settings, on_progress, stderr))
 
     def submit(self, command: messages.Submit, handler: Handler) -> None:
-        """Queue a request; ``handler`` hears all about it, ``Ended`` last."""
+        """Queue a request; ``handler`` gets all its reports, ``Ended`` last."""
         self._handlers[command.request_id] = handler
-        if command.adapter is not None:
-            self._wanted[command.request_id] = command.adapter
+        if command.spec.adapter is not None:
+            self._adapters_asked[command.request_id] = command.spec.adapter
         self.client.send(command)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Names of live requests' adapters: those that are held, and those that are waited for."""
         held: set[str] = set()
         waiting: set[str] = set()
-        for ref in self._wanted.values():
+        for ref in self._adapters_asked.values():
             (held if bytes.fromhex(ref.digest) in self.adapters else waiting).add(ref.name)
         return sorted(held), sorted(waiting)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Fitted rate at which prompts are computed."""
-        return self._prefill_rate or _PRIOR_PREFILL_TOKENS_PER_S
+        """Fitted rate at which prompts are computed; 0 until one was."""
+        return self._prefill_tokens_per_s.value
 
     @property
     def decode_step_s(self) -> float:
-        """Median of recent steps without prompt tokens."""
+        """Median of recent steps without prompt tokens; 0 until there was one."""
         steps = self._decode_steps_s
-        return statistics.median(steps) if steps else _PRIOR_DECODE_STEP_S
+        return statistics.median(steps) if steps else 0.0
 
     def _on_report(self, report: messages.Report) -> None:
         match report:
@@ -89,7 +88,7 @@ class EngineHandle:
             case messages.Sick():
                 self.sick = report.message
             case ev.Ended():
-                self._wanted.pop(report.request_id, None)
+                self._adapters_asked.pop(report.request_id, None)
                 handler = self._handlers.pop(report.request_id, None)
                 if handler is not None:
                     handler(report)
@@ -113,11 +112,8 @@ class EngineHandle:
         seconds = step.duration_ns / 1e9
         if not seconds:  # a status between steps, or a step that failed
             pass
-        elif step.prompt_tokens >= 32:  # smaller ones say more about overhead than about the rate
-            rate = step.prompt_tokens / seconds
-            self._prefill_rate = (
-                0.7 * self._prefill_rate + 0.3 * rate if self._prefill_rate else rate
-            )
+        elif step.prompt_tokens >= _LEAST_SAMPLE_TOKENS:
+            self._prefill_tokens_per_s.add(step.prompt_tokens / seconds)
         elif step.decode_rows and not step.prompt_tokens:
             self._decode_steps_s.append(seconds)
         for callback in self.after_step:

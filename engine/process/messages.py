@@ -2,6 +2,10 @@
 
 The shell sends commands, the engine sends reports; each frame is a 4-byte little-endian length and
 a msgpack list of messages. KV never passes here: both processes map the same pool.
+
+Token ids have one name and one type on each side of this border. The shell (and the wire) has them
+packed, as ``prompt_token_ids: bytes``, little-endian uint32, and never unpacks them to submit; the
+engine has them as ``prompt: list[int]`` and ``tokens: list[int]``. ``prompt_tokens`` is a count.
 """
 
 from collections.abc import Sequence
@@ -10,28 +14,20 @@ import msgspec
 
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
-from engine.core.params import AdapterRef, SamplingParams
+from engine.core.sequence import RequestSpec
 from engine.ipc import LENGTH, FrameReader
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Queue a request."""
 
     request_id: str
-    kind: str
-    prompt: bytes  # packed little-endian uint32
-    params: SamplingParams
-    hash_seed: bytes
-    priority: int
-    ticket: int
-    skip_blocks: int = 0
-    cacheable: bool = True
-    adapter: AdapterRef | None = None
-    pooling: str = ""
+    prompt_token_ids: bytes  # packed little-endian uint32
+    spec: RequestSpec
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
-    """The first publication came: turn the claim into pages."""
+    """The first publication came: turn the reservation into pages."""
 
     request_id: str
     generation: int
@@ -86,7 +82,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     what: str
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine takes requests."""
 
     pid: int

@@ -2,9 +2,9 @@
 
     python -m engine.process.step_loop CONTROL_FD POOL_FD SETTINGS_JSON
 
-``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/process/messages.py``), ``POOL_FD`` an empty memory
-file that becomes the KV pool; the shell maps the same file. The process ends when it is told to,
-when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
+``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/process/messages.py``), ``POOL_FD`` an
+empty memory file that becomes the KV pool; the shell maps the same file. The process ends when it
+is told to, when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
 """
 
 import os
@@ -23,15 +23,13 @@ from engine.core.core import EngineCore
 from engine.core.errors import (
     BatonError,
     CancelledError_,
-    GrammarError,
-    InvalidRequestError,
     NumericsError,
 )
 from engine.core.geometry import KvGeometry
 from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.core.plan import StepPlan
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest
 from engine.core.speculative.proposers import NgramProposer, Speculation
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.ipc import die_with_parent, map_pool
@@ -42,7 +40,7 @@ from engine.settings import EngineSettings
 
 EMULATED = "emulated"
 _IDLE_S = 1.0
-_COMPILING_S = 0.002  # while a grammar is being compiled and there is nothing else to do
+_COMPILING_S = 0.002  # while a grammar is being compiled and nothing else is to be computed
 
 
 class EngineProcess:
@@ -62,8 +60,8 @@ class EngineProcess:
         self._ranks: RankProcesses | None = None
         self._stopping = False
         self._adapters = AdapterLoader(settings.max_adapters)
-        self._desk: GrammarCompileQueue[messages.Submit] | None = None
-        # Requests that wait for a grammar or an adapter, and what was said of them since.
+        self._grammar_queue: GrammarCompileQueue[messages.Submit] | None = None
+        # Requests that wait for a grammar or an adapter, and the commands for them since.
         self._waiting: dict[str, list[messages.Command]] = {}
 
     def run(self) -> None:
@@ -77,17 +75,20 @@ class EngineProcess:
             speculation=self._speculation(runner),
             check_every_step=self._settings.check_every_step,
         )
+        self._capabilities = runner.capabilities
         self._adapters.open(runner.adapters)
+        if runner.grammars is not None:
+            self._grammar_queue = GrammarCompileQueue(runner.grammars)
         ready = messages.Ready(
-            os.getpid(),
-            runner.geometry,
-            info.numerics_id,
-            info.weights_digest,
-            runner.eos_token_ids,
-            info.max_context_tokens,
-            self._settings.threads * self._settings.tensor_parallel,
-            (time.monotonic_ns() - began_ns) / 1e9,
-            (os.getpid(), *self._ranks.pids) if self._ranks else (),
+            pid=os.getpid(),
+            geometry=runner.geometry,
+            numerics_id=info.numerics_id,
+            weights_digest=info.weights_digest,
+            eos_token_ids=runner.eos_token_ids,
+            max_context_tokens=info.max_context_tokens,
+            threads=self._settings.threads * self._settings.tensor_parallel,
+            load_s=(time.monotonic_ns() - began_ns) / 1e9,
+            ranks=(os.getpid(), *self._ranks.pids) if self._ranks else (),
         )
         self._send([ready])
         while not self._stopping:
@@ -97,7 +98,7 @@ class EngineProcess:
             plan = self._core.plan(began_ns)
             if plan.rows:
                 self._step(plan, began_ns)
-            elif had_commands or self._core.scheduler.events:
+            elif had_commands or self._core.batch.events:
                 self._send(self._core.take_events())
             else:
                 self._core.check_when_idle()
@@ -106,20 +107,16 @@ class EngineProcess:
         settings = self._settings
         if settings.model == EMULATED:
             return self._build_emulated()
-        from engine.cpu.build import open_runner  # torch is loaded here and nowhere else
+        from engine.build import build_runner  # torch is loaded here and nowhere else
 
         if settings.tensor_parallel > 1:
             self._ranks = RankProcesses(settings, self._pool_fd)
-        runner, info = open_runner(
+        return build_runner(
             settings,
             lambda geometry: map_pool(self._pool_fd, geometry),
             lambda what: self._send([messages.Progress(what)]),
             self._ranks,
         )
-        grammars = getattr(runner, "grammars", None)
-        if grammars is not None:
-            self._desk = GrammarCompileQueue(grammars)
-        return runner, info
 
     def _speculation(self, main: ModelRunner) -> Speculation | None:
         settings = self._settings.speculation
@@ -127,9 +124,9 @@ class EngineProcess:
             return None
         if settings.mode == "ngram":
             return Speculation(NgramProposer(), settings.tokens)
-        from engine.cpu.build_draft import open_draft
+        from engine.cpu.build_draft import build_draft
 
-        return open_draft(self._settings, main, lambda what: self._send([messages.Progress(what)]))
+        return build_draft(self._settings, main, lambda what: self._send([messages.Progress(what)]))
 
     def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
         from engine.emulated import EmulatedRunner
@@ -153,23 +150,23 @@ class EngineProcess:
 
     def _receive(self) -> bool:
         """Apply what has arrived; wait for something when there is nothing to compute."""
-        busy = self._core.scheduler.has_running()
-        got = False
+        busy = bool(self._core.batch.running)
+        received = False
         watched = [self._control, self._adapters, *(self._ranks.sockets if self._ranks else ())]
-        idle_s = _COMPILING_S if self._desk else _IDLE_S
-        while ready := select.select(watched, [], [], 0 if busy or got else idle_s)[0]:
+        idle_s = _COMPILING_S if self._grammar_queue else _IDLE_S
+        while ready := select.select(watched, [], [], 0 if busy or received else idle_s)[0]:
             if self._ranks is not None:
                 self._ranks.check()  # ends the process when a rank has ended
             if self._control not in ready:
-                return got  # an adapter is loaded
+                return received  # an adapter is loaded
             data = self._control.recv(1 << 20)
             if not data:
                 self._stopping = True  # the shell is gone
-                return got
+                return received
             for command in self._reader.feed(data):
                 self._handle(command)
-            got = True
-        return got
+            received = True
+        return received
 
     def _handle(self, command: messages.Command) -> None:
         scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
@@ -197,27 +194,29 @@ class EngineProcess:
 
     def _prepare(self, command: messages.Submit) -> None:
         """Submit, or let the request wait beside the step loop for its grammar and its adapter."""
-        if command.params.grammar:
-            if self._desk is None:
-                self._end(command.request_id, GrammarError("this engine takes no grammars"))
-                return
+        refusal = self._capabilities.refusal(command.spec)
+        grammar = command.spec.params.grammar
+        if refusal is not None:
+            self._end(command.request_id, refusal)
+        elif grammar and self._grammar_queue is not None:
             self._waiting[command.request_id] = []
-            self._desk.add(command.request_id, command, command.params.grammar)
+            self._grammar_queue.add(command.request_id, command, grammar)
         else:
-            self._adapt(command)
+            self._want_adapter(command)
 
-    def _adapt(self, command: messages.Submit) -> None:
-        if command.adapter is None:
+    def _want_adapter(self, command: messages.Submit) -> None:
+        """Submit, or let the request wait for its adapter."""
+        if command.spec.adapter is None:
             self._submit(command, time.monotonic_ns())
         else:
             self._waiting.setdefault(command.request_id, [])
-            self._adapters.want(command)
+            self._adapters.add(command)
 
     def _submit_prepared(self) -> None:
-        """Go on with the requests that need wait no longer."""
-        for command, error in self._desk.take() if self._desk else ():
+        """Go on with the requests whose grammar or adapter is there."""
+        for command, error in self._grammar_queue.take() if self._grammar_queue else ():
             if error is None:
-                self._adapt(command)
+                self._want_adapter(command)
             else:
                 self._end(command.request_id, error)
         for command in self._adapters.advance():
@@ -225,34 +224,17 @@ class EngineProcess:
         self._send(self._adapters.take_events())
 
     def _cancel_waiting(self, command: messages.Cancel) -> None:
-        if self._desk and self._desk.drop(command.request_id):
+        if self._grammar_queue and self._grammar_queue.drop(command.request_id):
             self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
         else:
             self._adapters.cancel(command)
 
     def _submit(self, command: messages.Submit, now_ns: int) -> None:
-        prompt: list[int] = np.frombuffer(command.prompt, dtype="<u4").tolist()
+        prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
         if self._settings.poison_token in prompt:
-            os._exit(66)  # a drill: this request kills workers
-        request = EngineRequest(
-            command.request_id,
-            Kind(command.kind),
-            prompt,
-            command.params,
-            command.hash_seed,
-            command.priority,
-            command.ticket,
-            command.skip_blocks,
-            command.cacheable,
-            adapter=command.adapter.digest if command.adapter else "",
-            pooling=command.pooling,
-        )
-        wants_prompt_outputs = bool(command.pooling) or command.params.prompt_logprobs is not None
+            os._exit(66)  # fault injection: this request kills workers
+        request = EngineRequest(request_id=command.request_id, prompt=prompt, spec=command.spec)
         try:
-            if wants_prompt_outputs and not self._core.runner.takes_prompt_outputs:
-                raise InvalidRequestError(
-                    "prompt_logprobs and embeddings are not served by this engine"
-                )
             self._core.scheduler.submit(request, now_ns)
         except BatonError as error:
             self._end(command.request_id, error)
@@ -270,9 +252,8 @@ class EngineProcess:
         total = self._core.geometry.num_layers
 
         def publish(done: int) -> None:
-            found = [p.on_layers_done(done, total) for p in publications]
-            if any(found):
-                self._send([published for published in found if published])
+            due = [publication.on_layers_done(done, total) for publication in publications]
+            self._send([published for published in due if published is not None])
 
         try:
             results = self._core.runner.execute(plan, publish if publications else None)
@@ -289,8 +270,8 @@ class EngineProcess:
             for report in reports:
                 if isinstance(report, ev.Ended):
                     self._waiting.pop(report.request_id, None)
-                    if self._desk is not None:
-                        self._desk.ended(report.request_id)
+                    if self._grammar_queue is not None:
+                        self._grammar_queue.ended(report.request_id)
             self._control.sendall(messages.frame(reports))
 
 

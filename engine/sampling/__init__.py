@@ -1,1 +1,4 @@
-"""From logits to tokens, on either backend: sampling, grammars, prompt log-probabilities."""
+"""From logits to tokens, for either backend: sampling, grammars, draft tokens, prompt logprobs.
+
+``step_sampler.py`` is what a runner uses. Nothing here computes logits.
+"""

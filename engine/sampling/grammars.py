@@ -22,9 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from engine.artifacts.artifact import ModelArtifact
 from engine.core.errors import BatonError, GrammarError
+from engine.core.model_runner import GrammarStore
 from engine.core.plan import SampleSpec
-from engine.text.grammar import GrammarCompiler, Vocabulary, check
+from engine.text.grammar import GrammarCompiler, Vocabulary, check, vocabulary_of
+from engine.text.tokenizer import load_tokenizer
 
 Mask = npt.NDArray[np.bool_]
 
@@ -79,7 +82,7 @@ class Grammars:
     def _load(self, vocabulary: Callable[[], Vocabulary]) -> None:
         try:
             self._loading.set_result(GrammarCompiler(vocabulary()))
-        except BaseException as error:  # noqa: BLE001 - raised again where a grammar is wanted
+        except BaseException as error:  # noqa: BLE001 - raised again where a grammar is asked for
             self._loading.set_exception(error)
 
     def hold(self, grammar: str) -> None:
@@ -126,21 +129,21 @@ class Grammars:
     def masks(
         self, specs: Sequence[Sequence[SampleSpec]]
     ) -> tuple[list[list[Mask | None]], dict[int, GrammarError]]:
-        """Allowed tokens for every draw of a step.
+        """Allowed tokens for every sample of a step.
 
         Args:
-            specs: For each row of logits its draws.
+            specs: For each row of logits its samples.
 
         Returns:
             Masks ``[V]`` in the same arrangement, ``None`` where everything is allowed; and by row
             what made its masks impossible.
         """
         began_ns = time.monotonic_ns()
-        masks: list[list[Mask | None]] = [[None] * len(wanted) for wanted in specs]
+        masks: list[list[Mask | None]] = [[None] * len(row_specs) for row_specs in specs]
         refused: dict[int, GrammarError] = {}
         any_grammar = False
-        for row, wanted in enumerate(specs):
-            for column, spec in enumerate(wanted):
+        for row, row_specs in enumerate(specs):
+            for column, spec in enumerate(row_specs):
                 if spec.params.grammar:
                     any_grammar = True
                     try:
@@ -164,7 +167,7 @@ class Grammars:
         return mask
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """How many of ``draft_tokens``, in order, may follow the history; the rest is not worth a try.
+        """How many of ``draft_tokens``, in order, may follow the history.
 
         Raises:
             GrammarError: The history does not follow the grammar.
@@ -201,6 +204,17 @@ class Grammars:
         return said
 
 
+def open_grammars(artifact: ModelArtifact) -> Grammars:
+    """Grammars over a model's vocabulary, which a thread begins to read."""
+    c = artifact.config
+    return Grammars(
+        lambda: vocabulary_of(
+            load_tokenizer(artifact.tokenizer_source()), c.vocab_size, c.eos_token_ids
+        ),
+        c.vocab_size,
+    )
+
+
 def _common(left: list[int], right: list[int]) -> int:
     """Length of the longest common prefix."""
     size = min(len(left), len(right))
@@ -218,7 +232,7 @@ class GrammarCompileQueue(Generic[_T]):
         grammars: Where compiled grammars go.
     """
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: GrammarStore) -> None:
         self._grammars = grammars
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, tuple[_T, Future[LLMatcher]]] = {}
@@ -236,10 +250,10 @@ class GrammarCompileQueue(Generic[_T]):
 
     def drop(self, request_id: str) -> bool:
         """Forget a request; returns whether it was waiting."""
-        found = self._waiting.pop(request_id, None)
-        if found is not None:
-            found[1].cancel()
-        return found is not None
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting[1].cancel()
+        return waiting is not None
 
     def ended(self, request_id: str) -> None:
         """A request, with a grammar or without, is over."""

@@ -1,16 +1,19 @@
-"""Fills harvests: log-probabilities of prompt tokens, and pooled hidden rows.
+"""Fills prompt outputs: log-probabilities of prompt tokens, and pooled hidden rows.
 
-Each row is treated alone, by the routine that also gives the log-probabilities of drawn tokens. So
-a token has the same score, to the bit, whether it was drawn or stands in a prompt.
+Each row is treated alone, by the routine that also gives the log-probabilities of sampled tokens.
+So a token has the same score, to the bit, whether it was sampled or stands in a prompt.
 """
 
-# ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
+# ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from engine.core.plan import PlanRow
 from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
 from engine.sampling.sample import Logits
 
@@ -32,34 +35,80 @@ class Head(Protocol):
         """``[S, E]`` fp32: the rows behind the final norm."""
 
 
-def collect(
-    model: Head, prompt_outputs: PromptOutputs, start: int, hidden_TE: torch.Tensor
-) -> tuple[list[Scores], Floats]:
-    """What a harvest wants of the rows at positions ``start ...``; it takes that in itself.
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What one plan row gives to its prompt outputs, once the step has succeeded."""
+
+    prompt_outputs: PromptOutputs
+    scores: list[Scores]
+    rows_TE: Floats
+
+    def hand_over(self) -> None:
+        """Let the prompt outputs take it."""
+        self.prompt_outputs.take(self.scores, self.rows_TE)
+
+
+def collect_rows(
+    model: Head,
+    rows: Sequence[PlanRow],
+    ends: Sequence[int],
+    hidden_TE: torch.Tensor,
+    skipped: Collection[int],
+) -> tuple[list[Collected], set[int]]:
+    """What the prompt outputs of a plan take of this step.
 
     Args:
         model: For its logits and its final norm.
-        prompt_outputs: Says what is wanted.
+        rows: Of the plan.
+        ends: Where each plan row's hidden rows end.
+        hidden_TE: The step's hidden rows.
+        skipped: Plan rows that are not looked at.
+
+    Returns:
+        The parts, and the plan rows whose logits are not finite.
+    """
+    collected, not_finite = [], set()
+    for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        if row.prompt_outputs is None or index in skipped:
+            continue
+        own_TE = hidden_TE[end - len(row.tokens) : end]
+        try:
+            scores, pooled_TE = collect(model, row.prompt_outputs, row.start, own_TE)
+        except NotFiniteError:
+            not_finite.add(index)
+        else:
+            collected.append(Collected(row.prompt_outputs, scores, pooled_TE))
+    return collected, not_finite
+
+
+def collect(
+    model: Head, prompt_outputs: PromptOutputs, start: int, hidden_TE: torch.Tensor
+) -> tuple[list[Scores], Floats]:
+    """What prompt outputs take of the rows at positions ``start ...``.
+
+    Args:
+        model: For its logits and its final norm.
+        prompt_outputs: Says what is asked for.
         start: Position of the first row.
         hidden_TE: The model's rows.
 
     Returns:
-        The scores in slices, and the rows to pool, ``[T, E]`` (none of either if not wanted).
+        The scores in slices, and the rows to pool, ``[T, E]`` (none of either if not asked for).
 
     Raises:
         NotFiniteError: The logits hold NaN or Inf.
     """
-    found: list[Scores] = []
+    slices: list[Scores] = []
     if prompt_outputs.alternatives is not None:
         targets = prompt_outputs.targets(start, len(hidden_TE))
         for begin in range(0, len(targets), SLICE_ROWS):
-            wanted = targets[begin : begin + SLICE_ROWS]
-            logits = model.logits(hidden_TE[begin : begin + len(wanted)])
+            part = targets[begin : begin + SLICE_ROWS]
+            logits = model.logits(hidden_TE[begin : begin + len(part)])
             if not all(logits.finite()):
                 raise NotFiniteError
-            found.append(_score(logits, wanted, prompt_outputs.alternatives))
+            slices.append(_score(logits, part, prompt_outputs.alternatives))
     rows_TE = model.normed(hidden_TE) if prompt_outputs.pooling else hidden_TE[:0]
-    return found, rows_TE.cpu().numpy()
+    return slices, rows_TE.cpu().numpy()
 
 
 def _score(logits: Logits, targets: list[int], alternatives: int) -> Scores:

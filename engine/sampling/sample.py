@@ -1,9 +1,10 @@
 """From logits to tokens. Every row is treated alone, so its result cannot depend on its batch.
 
 The order is vLLM's: the grammar, bias and forbidden ends, penalties, temperature, ``min_p``,
-``top_k``, ``top_p``, then one draw. The draw is Gumbel-max: the token with the largest ``logit /
+``top_k``, ``top_p``, then one sample. It is Gumbel-max: the token with the largest ``logit /
 temperature + noise`` wins, and the noise is a pure function of (seed, choice, position, token). So
-a token that was drawn once is drawn again wherever and whenever the same request is computed again.
+a token that was sampled once is sampled again wherever and whenever the same request is computed
+again.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
@@ -69,6 +70,15 @@ class Logits:
         best_S1 = self.refined_SC.max(dim=-1, keepdim=True).indices
         return self.ids_SC.gather(1, best_S1).flatten().tolist()
 
+    def sample(
+        self,
+        specs: Sequence[Sequence[SampleSpec]],
+        eos_token_ids: Sequence[int],
+        masks: Sequence[Sequence[Mask | None]] | None = None,
+    ) -> list[list[SampledToken]]:
+        """See ``sample``."""
+        return sample(self, specs, eos_token_ids, masks)
+
     def row(self, index: int) -> torch.Tensor:
         """``[V]`` fp32 logits of one row, as precise as they are known."""
         row_V = self.raw_SV[index].to(torch.float32, copy=True)
@@ -85,7 +95,7 @@ def sample(
     eos_token_ids: Sequence[int],
     masks: Sequence[Sequence[Mask | None]] | None = None,
 ) -> list[list[SampledToken]]:
-    """Draw tokens: for each row of logits one for each of its specs (its choices).
+    """Sample tokens: for each row of logits one for each of its specs (its choices).
 
     Args:
         logits: Finite.
@@ -93,24 +103,24 @@ def sample(
         eos_token_ids: Forbidden, with the stop tokens, until ``min_tokens`` are there.
         masks: For each spec the tokens ``[V]`` that its grammar allows, ``None`` for all.
     """
-    best = logits.best() if any(_is_plain(s) for wanted in specs for s in wanted) else []
-    drawn = []
-    for index, wanted in enumerate(specs):
-        if all(_is_plain(spec) for spec in wanted):
-            drawn.append([SampledToken(best[index]) for _ in wanted])
+    best = logits.best() if any(_is_plain(s) for choices in specs for s in choices) else []
+    sampled = []
+    for index, choices in enumerate(specs):
+        if all(_is_plain(spec) for spec in choices):
+            sampled.append([SampledToken(best[index]) for _ in choices])
             continue
         row_V = logits.row(index)
-        allowed = masks[index] if masks is not None else [None] * len(wanted)
-        pairs = zip(wanted, allowed, strict=True)
-        drawn.append([_one(row_V, spec, eos_token_ids, mask_V) for spec, mask_V in pairs])
-    return drawn
+        allowed = masks[index] if masks is not None else [None] * len(choices)
+        pairs = zip(choices, allowed, strict=True)
+        sampled.append([_one(row_V, spec, eos_token_ids, mask_V) for spec, mask_V in pairs])
+    return sampled
 
 
 def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
     """Standard Gumbel noise for every token of the vocabulary.
 
     Philox is a counter-based generator: (seed, choice) is the key, and each position has its own
-    2^192 counters, so that no two draws share noise.
+    2^192 counters, so that no two samples share noise.
     """
     raw = np.random.Philox(  # the raw stream is guaranteed stable across numpy versions
         key=np.array([seed & _MASK64, choice & _MASK64], dtype=np.uint64),
@@ -142,7 +152,7 @@ def _has_penalties(p: SamplingParams) -> bool:
 def _one(
     raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int], mask_V: Mask | None
 ) -> SampledToken:
-    token = _draw(raw_V, spec, eos_token_ids, mask_V)
+    token = _sample_token(raw_V, spec, eos_token_ids, mask_V)
     if spec.params.logprobs is None:
         return SampledToken(token)
     logprobs_V = torch.log_softmax(raw_V, dim=-1)
@@ -153,7 +163,7 @@ def _one(
     return SampledToken(token, float(logprobs_V[token]), top)
 
 
-def _draw(
+def _sample_token(
     raw_V: torch.Tensor, spec: SampleSpec, eos_token_ids: Sequence[int], mask_V: Mask | None
 ) -> int:
     p = spec.params

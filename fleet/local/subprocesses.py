@@ -1,4 +1,4 @@
-"""Children that never outlive their parent, and looking at processes without confusing them."""
+"""Children that never outlive their parent, and processes identified beyond reuse of their pid."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessKey(NamedTuple):
-    """A process for good: pids are reused, a pid with its start time is not."""
+    """Identifies a process: pids are reused, a pid together with its start time is not."""
 
     pid: int
     started_s: float  # since the epoch, as psutil gives it

@@ -4,7 +4,7 @@
                ├─ Ray daemons ── controller, workers ── engines
                └─ router
 
-Every child dies with its parent by the kernel's hand, and carries the run folder's name in its
+The kernel ends every child with its parent, and every child has the run folder's name in its
 environment, so that nothing is left however the supervisor ends.
 """
 
@@ -23,11 +23,11 @@ import httpx
 
 from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
+from fleet.local.preflight import claim_port, describe_model, notes
 from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
 from fleet.local.subprocesses import ProcessKey, die_with_parent
-from fleet.preflight import claim_port, describe_model, notes
 
 Say = Callable[[str], None]
 
@@ -77,7 +77,7 @@ class Supervisor:
         self._run_folder = Path()
         self._redis_url = ""
         self._port = 0
-        self.chats = True  # whether the model takes conversations; known once it was looked at
+        self.chats = True  # whether the model takes conversations; known once its files were read
 
     @property
     def url(self) -> str:
@@ -104,7 +104,7 @@ class Supervisor:
             self._stop.starting_done()
             self._take_down()
 
-    # ---- up -------------------------------------------------------------------------------------
+    # --- up --------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._port = claim_port(self._config.host, self._config.port)
@@ -127,7 +127,7 @@ class Supervisor:
         self._wait_until_ready()
 
     def _choose_name(self) -> None:
-        """Take the fleet's state folder, after sweeping up what a killed run left there."""
+        """Take the fleet's state folder, after cleaning up what a killed run left behind."""
         earlier = fleet_state.load(self._name)
         if earlier is not None and earlier.running:
             if self._config.redis != EMBEDDED or self._address is not None:
@@ -267,7 +267,7 @@ class Supervisor:
             return f"(no log {self._logs / name}.log)"
         return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
 
-    # ---- stay -----------------------------------------------------------------------------------
+    # --- stay ------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         controller_seen_s = next_look_s = time.monotonic()
@@ -313,7 +313,7 @@ class Supervisor:
             return False
         return True
 
-    # ---- down -----------------------------------------------------------------------------------
+    # --- down ------------------------------------------------------------------------------------
 
     def _take_down(self) -> None:
         """End everything, within `_STOP_LIMIT_S` even if parts of it hang."""

@@ -212,8 +212,8 @@ class FleetController:
         slot = self._current(worker_id, epoch)
         if slot is None or slot.phase in (Phase.WAITING, Phase.PARKED):
             return []
-        wanted = slot.phase is Phase.DRAINING or (slot.stopping and self.stopped)
-        if wanted:
+        asked_for = slot.phase is Phase.DRAINING or (slot.stopping and self.stopped)
+        if asked_for:
             self._enter(slot, slot.after_drain, now_ns)
         else:
             lived_ns = now_ns - slot.since_ns if slot.phase is Phase.READY else 0
@@ -252,8 +252,8 @@ class FleetController:
     @property
     def ready(self) -> bool:
         """Whether every slot that should run does."""
-        wanted = [slot for slot in self.slots.values() if slot.phase is not Phase.PARKED]
-        return all(slot.phase is Phase.READY for slot in wanted)
+        in_use = [slot for slot in self.slots.values() if slot.phase is not Phase.PARKED]
+        return all(slot.phase is Phase.READY for slot in in_use)
 
     @property
     def idle(self) -> bool:

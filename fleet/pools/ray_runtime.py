@@ -61,8 +61,8 @@ def connect(address: str, config: FleetConfig) -> str:
         raise CapacityError(f"no Ray cluster at {address}: {error}") from error
     nodes = [node for node in ray.nodes() if node["Alive"]]
     check_capacity(config, [node["Resources"].get("CPU", 0.0) for node in nodes])
-    here = ray.util.get_node_ip_address()
-    if {node["NodeManagerAddress"] for node in nodes} == {here}:
+    own_address = ray.util.get_node_ip_address()
+    if {node["NodeManagerAddress"] for node in nodes} == {own_address}:
         return "127.0.0.1"
     if config.redis == EMBEDDED:
         raise CapacityError(

@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +18,12 @@ WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
 _LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
 
 
-class WorkerProgram(Protocol):
-    """What a worker program must offer."""
+class RunningWorker(Protocol):
+    """What a worker must offer once it serves."""
 
-    async def start(self) -> WorkerRecord:
-        """Load, register, serve."""
+    @property
+    def record(self) -> WorkerRecord:
+        """As routers see it."""
 
     async def wait(self) -> int:
         """The exit code, once the engine died or a stop was asked for."""
@@ -32,6 +33,9 @@ class WorkerProgram(Protocol):
 
     async def stop(self) -> None:
         """End, and leave the registry."""
+
+
+StartWorker = Callable[[Any], Coroutine[Any, Any, RunningWorker]]
 
 
 class WorkerActor:
@@ -51,22 +55,29 @@ class WorkerActor:
         log_to(Path(fields["log_dir"]) / f"{fields['worker_id']}.log")
         module = importlib.import_module(program)
         self._settings = msgspec.convert(fields, module.WorkerSettings)
-        self._make: Callable[[Any], WorkerProgram] = module.Worker
+        self._start_worker: StartWorker = module.Worker.start
+        self._starting: asyncio.Task[RunningWorker] | None = None
         self._started = asyncio.Event()
-        self._worker: WorkerProgram | None = None
-        self._record: WorkerRecord | None = None
+        self._worker: RunningWorker | None = None
 
     async def start(self) -> bytes:
-        """Start the worker; its record, as msgpack."""
-        self._worker = self._make(self._settings)  # here, because it needs a running loop
-        self._record = await self._worker.start()
+        """Start the worker; its record, as msgpack.
+
+        Raises:
+            RuntimeError: ``stop`` was called before it was ready.
+        """
+        self._starting = asyncio.create_task(self._start_worker(self._settings))
+        await asyncio.wait((self._starting,))
+        if self._starting.cancelled():
+            raise RuntimeError("the worker was stopped before it was ready")
+        self._worker = self._starting.result()
         self._started.set()
-        return msgspec.msgpack.encode(self._record)
+        return await self.record()
 
     async def record(self) -> bytes:
         """The record, once it has started. For a controller that was restarted."""
         await self._started.wait()
-        return msgspec.msgpack.encode(self._record)
+        return msgspec.msgpack.encode(self._running().record)
 
     async def wait(self) -> int:
         """The worker's exit code."""
@@ -77,10 +88,14 @@ class WorkerActor:
         await self._running().drain(timeout_s)
 
     async def stop(self) -> None:
-        """End the worker; this process is ended by the controller."""
-        await self._running().stop()
+        """End the worker, ready or not; this process is ended by the controller."""
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait((self._starting,))
+        else:
+            await self._running().stop()
 
-    def _running(self) -> WorkerProgram:
+    def _running(self) -> RunningWorker:
         if self._worker is None:
             raise RuntimeError("the worker has not been started")
         return self._worker

@@ -6,7 +6,11 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from config.fleet_file import FleetConfig
+from engine.core.speculative.proposers import SpeculationSettings
+from engine.settings import EngineSettings
 from registry.types import Role
 
 NAMESPACE = "baton"
@@ -69,16 +73,16 @@ def _all_fit(widths: Sequence[int], free: Sequence[int]) -> bool:
         free: Places of each node.
     """
     wide, narrow = max(widths), min(widths)
-    wanted = widths.count(wide)
+    wide_replicas = widths.count(wide)
     beside = {0: 0}
     for places in free:
         grown: dict[int, int] = {}
         for held, others in beside.items():
-            for more in range(min(places // wide, wanted - held) + 1):
+            for more in range(min(places // wide, wide_replicas - held) + 1):
                 fit = others + (places - more * wide) // narrow
                 grown[held + more] = max(fit, grown.get(held + more, 0))
         beside = grown
-    return beside.get(wanted, -1) >= len(widths) - wanted
+    return beside.get(wide_replicas, -1) >= len(widths) - wide_replicas
 
 
 def local_cpus(config: FleetConfig, cores: int) -> int:
@@ -118,28 +122,35 @@ def worker_settings(
         "role": role,
         "epoch": epoch,
         "fleet": config.fleet,
-        "model": config.model,
         "served_model_name": config.model_names[0],
-        "max_context_tokens": config.max_context_tokens or 0,  # 0: the model's own
-        "numerics": config.numerics,
-        "dtype": config.dtype,
-        "device": os.environ.get("BATON_DEVICE", "cpu"),
-        "weight_quantisation": config.quantisation.weights,
-        "kv_dtype": "" if config.quantisation.kv == "none" else config.quantisation.kv,
-        "kv_blocks": 0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
-        "workers_on_host": _workers_on_a_host(config),
-        "threads": config.threads_per_rank,
-        "tensor_parallel": config.pools.width(role),
+        "engine": msgspec.to_builtins(engine_settings(config, role)),
         "redis_url": redis_url,
         "fleet_token": fleet_token,
         "host": host,
-        "max_batch_requests": config.max_batch_requests,
-        "max_step_tokens": config.max_step_tokens,
-        "max_adapters": config.adapters.max_loaded,
-        "max_adapter_rank": config.adapters.max_rank,
-        "speculation": config.speculation.settings(),
         "log_dir": log_dir,
     }
+
+
+def engine_settings(config: FleetConfig, role: Role) -> EngineSettings:
+    """How the engines of a pool are built."""
+    return EngineSettings(
+        model=config.model,
+        dtype=config.dtype,
+        numerics=config.numerics,
+        weight_quantisation=config.quantisation.weights,
+        kv_dtype="" if config.quantisation.kv == "none" else config.quantisation.kv,
+        kv_blocks=0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
+        workers_on_host=_workers_on_a_host(config),
+        device=os.environ.get("BATON_DEVICE", "cpu"),
+        threads=config.threads_per_rank,
+        max_context_tokens=config.max_context_tokens or 0,  # 0: the model's own
+        max_batch_requests=config.max_batch_requests,
+        max_step_tokens=config.max_step_tokens,
+        max_adapters=config.adapters.max_loaded,
+        max_adapter_rank=config.adapters.max_rank,
+        speculation=msgspec.convert(config.speculation.settings(), SpeculationSettings),
+        tensor_parallel=config.pools.width(role),
+    )
 
 
 def _workers_on_a_host(config: FleetConfig) -> int:
@@ -160,15 +171,15 @@ def controller_name(fleet: str) -> str:
 
 def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int]:
     """Worker id -> epoch of the lives among Ray's named actors (the latest, if there are two)."""
-    found: dict[str, int] = {}
+    epochs: dict[str, int] = {}
     stem = f"baton-{fleet}-"
     for entry in names:
         worker_id, _, epoch = entry["name"].removeprefix(stem).rpartition("-")
         role, _, index = worker_id.rpartition("-")
         ours = entry["namespace"] == NAMESPACE and entry["name"].startswith(stem)
         if ours and role in ("prefill", "decode") and index.isdigit() and epoch.isdigit():
-            found[worker_id] = max(int(epoch), found.get(worker_id, 0))
-    return found
+            epochs[worker_id] = max(int(epoch), epochs.get(worker_id, 0))
+    return epochs
 
 
 def exit_reason(code: int) -> str:

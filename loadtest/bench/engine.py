@@ -26,11 +26,12 @@ from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.core import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
-from engine.cpu.build import attention_layout, geometry_of
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
 from engine.llm import DEFAULT_MODEL
+from engine.loading.memory import kv_geometry
 from engine.loading.open import load_weights
 from engine.numerics import Numerics
 from loadtest.bench.dense import DenseLlama
@@ -62,9 +63,9 @@ class EngineUnderTest:
     ) -> None:
         with torch.inference_mode():
             model = load_model(artifact, dtype, numerics)
-            layout = attention_layout(artifact, dtype, numerics)
-        geometry = geometry_of(artifact, dtype, blocks)
-        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+            tiling = attention_tiling(artifact.config, dtype, numerics)
+        geometry = kv_geometry(artifact.config, dtype, blocks)
+        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
         self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=max(BATCHES)))
         self._vocab = artifact.config.vocab_size
         self._count = 0
@@ -76,8 +77,10 @@ class EngineUnderTest:
         prompt = torch.randint(self._vocab, (prompt_tokens,), generator=generator).tolist()
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         name = f"bench-{self._count}"
-        request = EngineRequest(name, Kind.FULL, prompt, params, b"bench", ticket=self._count)
-        request.cacheable = False
+        spec = RequestSpec(
+            kind=Kind.FULL, params=params, hash_seed=b"bench", ticket=self._count, cacheable=False
+        )
+        request = EngineRequest(request_id=name, prompt=prompt, spec=spec)
         self.core.scheduler.submit(request, time.monotonic_ns())
         return name
 
@@ -97,7 +100,7 @@ class EngineUnderTest:
     def prefill(self, tokens: int) -> None:
         """Compute one prompt and draw one token."""
         self.submit(tokens, max_tokens=1)
-        while self.core.scheduler.has_work():
+        while self.core.batch.has_work():
             self.step()
 
     def warm(self, batch: int, context: int) -> list[str]:
@@ -178,11 +181,11 @@ class Bench:
         prompt = torch.randint(self._vocab, (1, tokens))
         times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in MODES}}
         for turn in range(self._rounds + 1):
-            found = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
+            rates = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
             for mode, engine in self._engines.items():
-                found[mode] = _timed(partial(engine.prefill, tokens))
+                rates[mode] = _timed(partial(engine.prefill, tokens))
             if turn:  # the first warms caches and the allocator
-                for name, value in found.items():
+                for name, value in rates.items():
                     times[name].append(value)
         self._record(f"prefill {tokens}", tokens, times)
 

@@ -296,13 +296,13 @@ class Bench:
             if limit < 30:
                 self._report.skip("transformers", case, "out of time")
                 continue
-            found = run_peer(requests, prompt, new, smoke=self._machine.smoke, timeout_s=limit)
-            if "not_run" in found:
-                self._report.skip("transformers", case, str(found["not_run"]))
+            peer = run_peer(requests, prompt, new, smoke=self._machine.smoke, timeout_s=limit)
+            if "not_run" in peer:
+                self._report.skip("transformers", case, str(peer["not_run"]))
                 continue
-            ratio = float(found["s"]) / ours[case]
-            text = f"s {found['s']:.4g}  ours is {ratio:.2f} x as fast"
-            self._report.add("transformers", case, text, s=found["s"], ratio=ratio)
+            ratio = float(peer["s"]) / ours[case]
+            text = f"s {peer['s']:.4g}  ours is {ratio:.2f} x as fast"
+            self._report.add("transformers", case, text, s=peer["s"], ratio=ratio)
 
 
 def run_peer(
@@ -321,19 +321,19 @@ def run_peer(
     if not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return {"not_run": f"exit code {done.returncode}: {last[:200]}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
 
 
 def _summary(report: Report) -> None:
     rows = report.record["rows"]
-    wanted = (
+    goals = (
         ("decode fast", "percent_of_copy", GOALS["decode"]),
         ("prefill fast", "percent_of_product", GOALS["prefill"]),
         ("transformers", "ratio", GOALS["transformers"]),
     )
     summary = {}
-    for section, key, goal in wanted:
+    for section, key, goal in goals:
         values = [row[key] for row in rows if row["section"] == section and key in row]
         if not values:
             report.say(f"{section}: nothing was measured")

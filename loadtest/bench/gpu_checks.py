@@ -11,7 +11,7 @@ from engine.cuda.decoder import CudaDecoder
 from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from engine.cuda.kernels.configs import AttentionConfig, attention_config
 from engine.cuda.kernels.products import Products, to_fp8
-from engine.cuda.kernels.rows import add_norm, cuts, draw, gate_mul, rope_write
+from engine.cuda.kernels.rows import add_norm, cuts, gate_mul, rope_write, sample_tokens
 from loadtest.bench.gpu_decode_loop import DecodeLoop
 from loadtest.bench.gpu_model import Machine, random_decoder, scattered_tables
 
@@ -45,9 +45,9 @@ def checks(machine: Machine) -> Iterator[Result]:
     yield from _decoder(machine)
 
 
-def _off(got: torch.Tensor, wanted: torch.Tensor, limit: float) -> float:
+def _off(got: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
     """By how much of its norm a result is off, 0 when that is within the limit."""
-    error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
+    error = float((got.float() - expected.float()).norm() / expected.float().norm())
     return 0.0 if error <= limit else error  # NaN is off
 
 
@@ -74,8 +74,8 @@ def _rows(machine: Machine) -> str | None:
     gate_up = noise(count, 2 * width).to(dtype)
     gate, up = gate_up.float().chunk(2, 1)
     for gelu in (False, True):
-        wanted = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
-        if error := _off(gate_mul(gate_up, gelu=gelu), wanted, limit):
+        expected = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+        if error := _off(gate_mul(gate_up, gelu=gelu), expected, limit):
             return f"a gate is off by {error:.2g}"
     qkv = noise(count, (heads + 2 * kv_heads) * dim).to(dtype)
     bias, norm = noise(qkv.shape[1]), noise(heads + kv_heads, dim)
@@ -91,12 +91,12 @@ def _rows(machine: Machine) -> str | None:
     pool = torch.zeros(2, table.shape[1], 16, kv_heads, dim, dtype=dtype, device=device)
     rope_write(qkv, heads, places, places * 0, rotation, table, pool, bias=bias, norm=norm, eps=eps)
     k, v = pool.view(2, -1, kv_heads, dim)[:, :count]
-    for got, wanted in (
+    for got, expected in (
         (qkv.view(count, -1, dim)[:, :heads], turned[:, :heads]),
         (k, turned[:, heads:]),
         (v, parts[:, heads + kv_heads :]),
     ):
-        if error := _off(got, wanted, limit):
+        if error := _off(got, expected, limit):
             return f"the heads are off by {error:.2g}"
     return None
 
@@ -113,14 +113,14 @@ def _products(machine: Machine) -> str | None:
     exact, fast = Products(exact=True), Products(exact=False)
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
     for name, weight, values in (("plain", w, w.float()), ("fp8", narrow, widened)):
-        wanted = x.float() @ values.t()
+        expected = x.float() @ values.t()
         whole = exact(x, weight)
-        if error := _off(whole, wanted, limit):
+        if error := _off(whole, expected, limit):
             return f"exact, {name}: off by {error:.2g}"
         for rows in (slice(0, 1), slice(3, 5), slice(count // 3, count)):
             if not torch.equal(exact(x[rows].contiguous(), weight), whole[rows]):
                 return f"exact, {name}: rows {rows.start} to {rows.stop - 1} have other bits alone"
-        if error := _off(fast(x, weight), wanted, 0.04 if name == "fp8" else limit):
+        if error := _off(fast(x, weight), expected, 0.04 if name == "fp8" else limit):
             return f"fast, {name}: off by {error:.2g}"
     return None
 
@@ -130,13 +130,17 @@ def _draws(machine: Machine) -> str | None:
     generator = torch.Generator(device).manual_seed(9)
     logits = torch.randn(6, vocabulary, generator=generator, device=device)
     zeros = torch.zeros(6, dtype=torch.int64, device=device)
-    if not torch.equal(draw(logits, zeros.double(), zeros, zeros, zeros), logits.argmax(-1)):
+    if not torch.equal(
+        sample_tokens(logits, zeros.double(), zeros, zeros, zeros), logits.argmax(-1)
+    ):
         return "a greedy draw is not the largest logit"
     seeds, hot = torch.arange(6, device=device), torch.ones(6, dtype=torch.float64, device=device)
-    drawn = draw(logits, hot, seeds, zeros, seeds + 5)
+    drawn = sample_tokens(logits, hot, seeds, zeros, seeds + 5)
     for row in range(6):
         one = slice(row, row + 1)
-        alone = draw(logits[one].contiguous(), hot[one], seeds[one], zeros[one], seeds[one] + 5)
+        alone = sample_tokens(
+            logits[one].contiguous(), hot[one], seeds[one], zeros[one], seeds[one] + 5
+        )
         if int(alone) != int(drawn[row]):
             return "a row alone draws another token than in its batch"
     count = min(50, vocabulary // 2)
@@ -151,7 +155,7 @@ def _draws(machine: Machine) -> str | None:
     if not bool(((left >= 0.5) & (left < 0.5 + weights.amax(-1))).all()):
         return "top_p 0.5 does not leave half of the probability"
     flat = torch.zeros(6, vocabulary, device=device)
-    same = draw(flat, hot, seeds, zeros, zeros).tolist()
+    same = sample_tokens(flat, hot, seeds, zeros, zeros).tolist()
     return None if len(set(same)) > 1 else "the noise does not depend on the seed"
 
 
@@ -218,7 +222,7 @@ def _attention(
         return out
 
     parts = zip(given, kvs, strict=True)
-    wanted = torch.cat(
+    expected = torch.cat(
         [_oracle(q[s.row : s.row + s.count], kv[0], kv[1], s.start, window) for s, kv in parts]
     )
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
@@ -234,7 +238,7 @@ def _attention(
         "fast prefill": run(prefill, given, spread=False),
     }
     for name, got in results.items():
-        worst = float(((got.float() - wanted).abs() / (1 + wanted.abs())).max())
+        worst = float(((got.float() - expected).abs() / (1 + expected.abs())).max())
         if not worst <= limit:  # NaN is worse than anything
             return f"{name} is off by {worst:.2g}"
     if not torch.equal(run(exact, given, spread=True), merged):
@@ -285,13 +289,17 @@ def _ahead(machine: Machine, decoder: CudaDecoder) -> str | None:
         DecodeRow(8, context - 9, tables[1], temperature=0.9, seed=11),
         DecodeRow(9, 3, tables[2], temperature=1.5, seed=(1 << 63) + 5),
     ]
-    found = []
+    tokens_by_way = []
     for graphs in (None, False):
         loop = DecodeLoop(decoder, max_blocks=max(map(len, tables)), graphs=graphs)
         loop.start(rows)
         for _ in range(steps):
             loop.launch()
-        found.append([loop.read() for _ in range(steps)])
-    if any(token < 0 for step in found[0] for token in step):
+        tokens_by_way.append([loop.read() for _ in range(steps)])
+    if any(token < 0 for step in tokens_by_way[0] for token in step):
         return "logits are not finite"
-    return None if found[0] == found[1] else f"{found[0]} with graphs, {found[1]} without"
+    return (
+        None
+        if tokens_by_way[0] == tokens_by_way[1]
+        else f"{tokens_by_way[0]} with graphs, {tokens_by_way[1]} without"
+    )

@@ -57,7 +57,7 @@ class DecodeLoop:
             ValueError: The longest sequence has reached the context, or its block table's end.
         """
         self._steps.step()
-        drawn = self._steps.drawn_R
+        drawn = self._steps.sampled_R
         if not drawn.is_cuda:
             self._pending.append((drawn.clone(), None))
             return

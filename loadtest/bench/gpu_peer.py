@@ -47,11 +47,11 @@ def main() -> None:
     for _ in range(1 if smoke else 2):  # the first one warms up
         began = time.perf_counter()
         with torch.no_grad():  # its worker thread cannot use tensors of inference mode
-            found = model.generate_batch(ids, generation_config=generation)
+            outputs = model.generate_batch(ids, generation_config=generation)
         if not smoke:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-        counts = [len(output.generated_tokens) for output in found.values()]
+        counts = [len(output.generated_tokens) for output in outputs.values()]
         if counts != [new] * requests:
             print(json.dumps({"not_run": f"it answered {sum(counts)} tokens"}))
             return

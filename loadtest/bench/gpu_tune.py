@@ -63,7 +63,7 @@ def _attention(machine: Machine, report: Any, kind: str, spans: list[Span], cont
     rows = sum(span.count for span in spans)
     q = torch.randn(rows, s.num_heads, s.head_dim, device=device, dtype=dtype)
     out, space = torch.empty_like(q), Workspace(device)
-    found = []
+    timed_cuts = []
     for cut in _attention_cuts(machine, kind):
         if report.left_s < 0:
             break
@@ -74,17 +74,17 @@ def _attention(machine: Machine, report: Any, kind: str, spans: list[Span], cont
         work = partial(paged_attention, q, pool, tables, tiles, out, cut, space)
         seconds = _try(machine, work)
         if seconds is not None:
-            found.append((seconds, cut))
+            timed_cuts.append((seconds, cut))
     case = f"{kind}, {len(spans)} x {context}"
-    if not found:
+    if not timed_cuts:
         report.skip("tune", case, "no cut ran in time")
         return
-    found.sort(key=lambda pair: pair[0])
-    seconds, best = found[0]
+    timed_cuts.sort(key=lambda pair: pair[0])
+    seconds, best = timed_cuts[0]
     moved = pool.numel() * pool.element_size() / seconds / 1e9
     report.add(
         "tune", case, f"{1e6 * seconds:.0f} us, {moved:.0f} GB/s of KV: {best}", us=1e6 * seconds,
-        cut=str(best), others=[f"{1e6 * t:.0f} us {c}" for t, c in found[1:4]],
+        cut=str(best), others=[f"{1e6 * t:.0f} us {c}" for t, c in timed_cuts[1:4]],
     )  # fmt: skip
 
 
@@ -106,17 +106,17 @@ def _linear(machine: Machine, report: Any, case: str, rows: int, outputs: int, i
         m_tiles = [m for m in (16, 32, 64, 128) if m < 2 * rows or m == 16]
         options = product(m_tiles, (16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4))
         cuts = [LinearConfig(*option) for option in options]
-    found = []
+    timed_cuts = []
     for cut in cuts:
         if report.left_s < 0:
             break
         seconds = _try(machine, partial(through, cut))
         if seconds is not None:
-            found.append((seconds, cut))
-    if not found:
+            timed_cuts.append((seconds, cut))
+    if not timed_cuts:
         report.skip("tune", case, "no cut ran in time")
         return
-    ours, best = min(found, key=lambda pair: pair[0])
+    ours, best = min(timed_cuts, key=lambda pair: pair[0])
     ratio = ours / theirs
     row = f"({outputs}, {inputs}): ({rows}, {best})" if ratio < MARGIN else "cuBLAS stays"
     report.add("tune", case, f"{ratio:.2f} of cuBLAS's time: {row}", ratio=ratio, cut=str(best))

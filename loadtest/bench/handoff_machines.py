@@ -42,7 +42,14 @@ class HandOff:
         self._receiver.accepted(resumed=False, now_ns=0)
         for chunk in range(self.tokens // CHUNK_TOKENS):
             for layer in range(GEOMETRY.num_layers):
-                event = Published("r", layer, 1, chunk * blocks, blocks, CHUNK_TOKENS)
+                event = Published(
+                    request_id="r",
+                    layer_begin=layer,
+                    layer_count=1,
+                    block_begin=chunk * blocks,
+                    block_count=blocks,
+                    valid_tokens=CHUNK_TOKENS,
+                )
                 self._publish(event)
                 if not chunk and not layer:
                     self._receiver.bound(1, tuple(range(self.tokens // BLOCK_TOKENS)))

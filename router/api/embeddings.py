@@ -10,9 +10,9 @@ from engine.core.errors import QueueFullError
 from router.api.answer import AnswerContext, Exchange
 from router.api.responses import usage
 from router.api.schema import EmbeddingBody
+from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
-from router.requests.request import GenerationRequest
 
 
 class EmbeddingAnswer(Exchange):
@@ -49,7 +49,7 @@ class EmbeddingAnswer(Exchange):
             except QueueFullError:
                 if not self._open:
                     raise
-                # Others wait as well: come back when all that this call has there is done.
+                # Other calls wait as well: try again when all inputs of this call have ended.
                 if not await self._wait(lambda: not self._open):
                     return False
                 self._active.append(gateway.submit(request, self._wakeup))

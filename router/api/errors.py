@@ -1,4 +1,4 @@
-"""Errors as HTTP: OpenAI's body, always, whoever raised them."""
+"""Errors as HTTP: always with OpenAI's body, whatever raised them."""
 
 import logging
 import secrets
@@ -15,7 +15,7 @@ from engine.core.errors import BatonError, InternalError, QueueFullError, Unavai
 _LOG = logging.getLogger(__name__)
 
 
-def problem_response(error: BatonError, request_id: str = "") -> JSONResponse:
+def error_response(error: BatonError, request_id: str = "") -> JSONResponse:
     """The response that tells a client of ``error``."""
     headers = {"x-request-id": request_id} if request_id else {}
     if isinstance(error, QueueFullError):
@@ -52,15 +52,15 @@ def install(app: FastAPI) -> None:
     """Make ``app`` answer every error with OpenAI's body, and every request with an id."""
 
     async def on_baton_error(request: Request, error: Exception) -> JSONResponse:
-        found = error if isinstance(error, BatonError) else InternalError(str(error))
-        return problem_response(found)
+        known = error if isinstance(error, BatonError) else InternalError(str(error))
+        return error_response(known)
 
     async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, HTTPException):
             raise error
-        where = f"{request.method} {request.url.path[:200]}"
-        said = {"Not Found": f"there is no {where}", "Method Not Allowed": f"no {where} here"}
-        message = said.get(str(error.detail), str(error.detail))
+        call = f"{request.method} {request.url.path[:200]}"
+        messages = {"Not Found": f"there is no {call}", "Method Not Allowed": f"no {call} here"}
+        message = messages.get(str(error.detail), str(error.detail))
         codes = {404: "not_found", 405: "method_not_allowed"}
         code = codes.get(error.status_code, "invalid_request")
         return JSONResponse(
@@ -72,7 +72,7 @@ def install(app: FastAPI) -> None:
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
         _LOG.error("a request failed inside the router", exc_info=error)
         # This answer goes out around the middleware.
-        return problem_response(InternalError("the router failed; see its log"), _new_id())
+        return error_response(InternalError("the router failed; see its log"), _new_id())
 
     app.add_middleware(_RequestIds)
     app.add_exception_handler(BatonError, on_baton_error)

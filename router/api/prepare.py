@@ -22,7 +22,7 @@ from router.api.schema import (
     GenerationBody,
 )
 from router.api.tools import messages_of, offered
-from router.requests.request import GenerationRequest, Mode, part_id
+from router.request import GenerationRequest, Mode, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 
@@ -36,14 +36,14 @@ _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _LARGE_BYTES = 16 * 1024
-MAX_SCORES_BYTES = 8 * 1024 * 1024  # of one call; as JSON they take fifty times that here
+MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # of one call; their JSON takes fifty times that
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What the headers say."""
+    """What a call's headers ask for, and who sent it."""
 
     tenant: str
     mode: Mode
@@ -76,14 +76,14 @@ def tenant_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
     """The tenant: by API key where the fleet has keys, otherwise by ``x-baton-tenant``."""
     if settings.api_keys is not None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        found = [
+        tenants = [
             tenant
             for known, tenant in settings.api_keys.items()
             if compare_digest(known.encode(), key.strip().encode())
         ]
-        if scheme.lower() != "bearer" or not found:
+        if scheme.lower() != "bearer" or not tenants:
             raise UnauthorizedError("a valid API key is needed: `Authorization: Bearer KEY`")
-        return found[0]
+        return tenants[0]
     tenant = headers.get("x-baton-tenant", "default")
     if _TENANT.fullmatch(tenant) is None:
         raise InvalidRequestError(
@@ -144,17 +144,17 @@ class Preparer:
             )
         tools = offered(body.tools, body.tool_choice)
         prompt = self._model.encode_chat(messages_of(body.messages), tools)
-        wanted = body.max_completion_tokens or body.max_tokens
+        asked_tokens = body.max_completion_tokens or body.max_tokens
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self._sampling(
-            body, wanted, room, default=room, logprobs=alternatives, grammar=grammar
+            body, asked_tokens, room, default=room, logprobs=alternatives, grammar=grammar
         )
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_logprobs)
         request = self._request(
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
-        _check_scores(body, [request])
+        _check_prompt_logprobs(body, [request])
         return replace(request, reads_calls=bool(tools))
 
     def completions(
@@ -165,8 +165,8 @@ class Preparer:
         Raises:
             InvalidRequestError: See its subclasses; the parameter is named.
         """
-        scores_only = body.max_tokens == 0
-        if scores_only and body.prompt_alternatives is None:
+        logprobs_only = body.max_tokens == 0
+        if logprobs_only and body.prompt_alternatives is None:
             raise InvalidRequestError(
                 "max_tokens: must be at least 1 (got 0), unless the prompt's log-probabilities are "
                 "asked for: echo with logprobs, or prompt_logprobs",
@@ -181,13 +181,13 @@ class Preparer:
         requests = []
         for index, text in enumerate(prompts):
             prompt = self._model.encode_prompt(text)
-            # Without an answer the prompt may fill the context: the token drawn is not kept.
-            room = self._room(prompt, "prompt", answer_tokens=0 if scores_only else 1)
+            # Without an answer the prompt may fill the context: the token sampled is not kept.
+            room = self._room(prompt, "prompt", answer_tokens=0 if logprobs_only else 1)
             default = min(_COMPLETION_TOKENS, room)
-            wanted = 1 if scores_only else body.max_tokens
+            asked_tokens = 1 if logprobs_only else body.max_tokens
             sampling = self._sampling(
                 body,
-                wanted,
+                asked_tokens,
                 max(room, 1),
                 default=default,
                 logprobs=body.logprobs,
@@ -198,8 +198,8 @@ class Preparer:
             if len(prompts) > 1:
                 name = part_id(request_id, index)
                 request = replace(request, request_id=name, part_of=request_id)
-            requests.append(replace(request, score_only=scores_only))
-        _check_scores(body, requests)
+            requests.append(replace(request, prompt_logprobs_only=logprobs_only))
+        _check_prompt_logprobs(body, requests)
         return requests
 
     def embeddings(
@@ -244,20 +244,20 @@ class Preparer:
     def _sampling(
         self,
         body: GenerationBody,
-        wanted: int | None,
+        asked_tokens: int | None,
         room: int,
         *,
         default: int,
         logprobs: int | None,
         grammar: str,
     ) -> SamplingParams:
-        if wanted is not None and wanted > room:
+        if asked_tokens is not None and asked_tokens > room:
             raise PromptTooLongError(
-                f"max_tokens: {wanted} tokens do not fit; the context is "
+                f"max_tokens: {asked_tokens} tokens do not fit; the context is "
                 f"{self._model.max_context_tokens} tokens and the prompt leaves {room}",
                 param="max_tokens",
             )
-        max_tokens = default if wanted is None else wanted
+        max_tokens = default if asked_tokens is None else asked_tokens
         self._check(body, max_tokens)
         defaults = self._model.artifact.generation_defaults
         top_k = _first(body.top_k, defaults.get("top_k"), 0)
@@ -342,18 +342,18 @@ class Preparer:
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
-        """A tenant's name has no NUL, so tenant and salt cannot run into each other."""
+        """Tenant and salt as one text; a tenant's name has no NUL, so no two pairs are alike."""
         owner = "" if self._settings.share_cache else caller.tenant
         return f"{owner}\0{salt or ''}"
 
 
-def _check_scores(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
-    """Refuse more scores of prompts than one answer should hold; each choice has them again."""
+def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
+    """Refuse more prompt logprobs than one answer should hold; each choice repeats them."""
     alternatives = requests[0].sampling.prompt_logprobs
     if alternatives is None:
         return
     tokens = sum(len(request.prompt) * request.sampling.n for request in requests)
-    most = MAX_SCORES_BYTES // bytes_per_row(alternatives)
+    most = MAX_PROMPT_LOGPROBS_BYTES // bytes_per_row(alternatives)
     if tokens > most:
         raise InvalidRequestError(
             f"log-probabilities of {tokens} prompt tokens (of all prompts, times n) with "
@@ -372,5 +372,5 @@ def _first(*values: _T | None) -> _T:
 
 
 async def off_loop(size: int, work: Callable[[], _T]) -> _T:
-    """``work()`` on a body of ``size`` bytes: in a thread when it could hold up others' tokens."""
+    """``work()`` on a body of ``size`` bytes: in a thread if it could delay other answers."""
     return await asyncio.to_thread(work) if size > _LARGE_BYTES else work()

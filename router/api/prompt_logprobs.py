@@ -11,34 +11,34 @@ from router.requests.active_request import ActiveRequest
 
 
 class PromptView:
-    """One prompt with its scores, as clients see it.
+    """One prompt with its logprobs, as clients see it.
 
     Args:
         prompt: Token ids.
-        scores: Of all but the first.
+        logprobs: Of all tokens but the first.
         tokenizer: For tokens as text.
     """
 
     def __init__(
-        self, prompt: tuple[int, ...], scores: PromptLogprobs, tokenizer: TextTokenizer
+        self, prompt: tuple[int, ...], logprobs: PromptLogprobs, tokenizer: TextTokenizer
     ) -> None:
         self._prompt = prompt
         self._spell = tokenizer.token_text
         self._tokenizer = tokenizer
-        shape = (scores.rows, scores.alternatives)
-        self._own: list[float] = np.frombuffer(scores.logprobs, "<f4").tolist()
-        self._ranks: list[int] = np.frombuffer(scores.ranks, "<u4").tolist()
-        ids = np.frombuffer(scores.top_ids, "<u4").reshape(shape).tolist()
-        values = np.frombuffer(scores.top_logprobs, "<f4").reshape(shape).tolist()
+        shape = (logprobs.rows, logprobs.alternatives)
+        self._own: list[float] = np.frombuffer(logprobs.logprobs, "<f4").tolist()
+        self._ranks: list[int] = np.frombuffer(logprobs.ranks, "<u4").tolist()
+        ids = np.frombuffer(logprobs.top_ids, "<u4").reshape(shape).tolist()
+        values = np.frombuffer(logprobs.top_logprobs, "<f4").reshape(shape).tolist()
         self._top: list[list[tuple[int, float]]] = [
             list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)
         ]
 
     @classmethod
     def of(cls, active: ActiveRequest, tokenizer: TextTokenizer) -> "PromptView | None":
-        """The view of a flight's prompt; None where no scores were asked for."""
-        scores = active.record.scores
-        return cls(active.request.prompt, scores, tokenizer) if scores is not None else None
+        """The view of a request's prompt; None where its logprobs were not asked for."""
+        logprobs = active.record.prompt_logprobs
+        return None if logprobs is None else cls(active.request.prompt, logprobs, tokenizer)
 
     def openai(self, alternatives: int) -> dict[str, list[Any]]:
         """The ``logprobs`` of an echoed prompt; the first token has null in place of numbers.
@@ -47,8 +47,8 @@ class PromptView:
         """
         spell = self._spell
         top = [
-            {spell(token): value for token, value in reversed(found[:alternatives])}
-            for found in self._top
+            {spell(token): value for token, value in reversed(best[:alternatives])}
+            for best in self._top
         ]
         return {
             "tokens": [spell(token) for token in self._prompt],
@@ -71,15 +71,15 @@ class PromptView:
 
     def vllm(self, alternatives: int) -> list[dict[str, Any] | None]:
         """``prompt_logprobs`` as in vLLM: by token id, the token itself always among them."""
-        found: list[dict[str, Any] | None] = [None]
+        entries: list[dict[str, Any] | None] = [None]
         for token, own, rank, top in zip(
             self._prompt[1:], self._own, self._ranks, self._top, strict=True
         ):
             entry = {str(token): self._entry(token, own, rank)}
             for place, (other, value) in enumerate(top[:alternatives], start=1):
                 entry.setdefault(str(other), self._entry(other, value, place))
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": self._spell(token)}

@@ -11,13 +11,13 @@ from router.requests.record import Delta, ShownLogprob
 
 
 class AnswerFormat(Protocol):
-    """How an endpoint writes its answers. ``prompt`` is the index of a flight."""
+    """How an endpoint writes its answers. ``prompt`` is the index of a request."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first delta."""
 
-    def scored(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
-        """Chunks with the scores of a prompt that asked for them; ahead of its first delta."""
+    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
+        """Chunks with the prompt logprobs, where asked for; ahead of the request's first delta."""
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """One delta of one choice."""
@@ -45,7 +45,7 @@ def usage(active_requests: Iterable[ActiveRequest]) -> dict[str, Any]:
 
 
 class _Format:
-    """What both formats share.
+    """The parts that both formats share.
 
     Args:
         answer_id: ``chatcmpl-…`` or ``cmpl-…``.
@@ -110,7 +110,7 @@ class ChatFormat(_Format):
         delta = {"role": "assistant", "content": ""}
         return [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
 
-    def scored(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
+    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """A chunk without choices."""
         return [{**self._chunk("chat.completion.chunk", []), **self._vllm(active)}]
 
@@ -146,12 +146,12 @@ class ChatFormat(_Format):
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """All choices with their messages."""
         record = active_requests[0].record
-        wanted = record.request.sampling.logprobs is not None
+        with_logprobs = record.request.sampling.logprobs is not None
         choices = [
             {
                 "index": delta.choice,
                 "message": _message(delta),
-                "logprobs": self._logprobs(delta.logprobs) if wanted else None,
+                "logprobs": self._logprobs(delta.logprobs) if with_logprobs else None,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
             }
@@ -207,8 +207,8 @@ class CompletionFormat(_Format):
     Args:
         n: Choices of each prompt.
         echoes: The prompts' texts, if they are to stand before the answers.
-        echo_logprobs: With ``echoes``: their tokens' scores stand before the answers' as well, each
-            with so many alternatives.
+        echo_logprobs: With ``echoes``: the prompts' logprobs stand before the answers' as well,
+            each with so many alternatives.
         **common: See ``_Format``.
     """
 
@@ -225,9 +225,9 @@ class CompletionFormat(_Format):
         self._echoes = echoes
         self._echo_logprobs = echo_logprobs if echoes is not None else None
 
-    def scored(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
-        """For each choice its echo with scores, and vLLM's field."""
-        logprobs = self._prompt_scores(active)
+    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
+        """For each choice its echo with logprobs, and vLLM's field."""
+        logprobs = self._echoed_logprobs(active)
         text = self._echo(prompt) if logprobs is not None else ""
         chunks = []
         for choice in range(self._n):
@@ -236,7 +236,7 @@ class CompletionFormat(_Format):
             chunks.append(chunk)
         return chunks
 
-    def _prompt_scores(self, active: ActiveRequest) -> dict[str, list[Any]] | None:
+    def _echoed_logprobs(self, active: ActiveRequest) -> dict[str, list[Any]] | None:
         if self._echo_logprobs is None:
             return None
         view = PromptView.of(active, self._tokenizer)
@@ -246,7 +246,7 @@ class CompletionFormat(_Format):
         return self._echoes[prompt] if self._echoes is not None else ""
 
     def opening(self) -> list[dict[str, Any]]:
-        """The prompts, when they are to be echoed, and without scores that are not there yet."""
+        """The prompts that are echoed without logprobs; the others wait for them."""
         if self._echo_logprobs is not None:
             return []
         return [
@@ -284,15 +284,17 @@ class CompletionFormat(_Format):
         for prompt, active in enumerate(active_requests):
             echo, echoed, extra = (
                 self._echo(prompt),
-                self._prompt_scores(active),
+                self._echoed_logprobs(active),
                 self._vllm(active),
             )
-            wanted = active.request.sampling.logprobs is not None
+            with_logprobs = active.request.sampling.logprobs is not None
             choices += [
                 {
                     "index": prompt * self._n + delta.choice,
                     "text": echo + delta.text,
-                    "logprobs": self._logprobs(prompt, delta.logprobs, echoed) if wanted else None,
+                    "logprobs": self._logprobs(prompt, delta.logprobs, echoed)
+                    if with_logprobs
+                    else None,
                     "finish_reason": delta.finish_reason,
                     "stop_reason": delta.stop_reason,
                     **extra,
@@ -309,7 +311,7 @@ class CompletionFormat(_Format):
         echoed: dict[str, list[Any]] | None = None,
     ) -> dict[str, Any]:
         spell, before = self._tokenizer.token_text, len(self._echo(prompt))
-        found: dict[str, list[Any]] = {
+        columns: dict[str, list[Any]] = {
             "tokens": [spell(entry.token_id) for entry in shown],
             "token_logprobs": [entry.logprob for entry in shown],
             # Where two ids are spelled alike, the likelier one stands (they come best first).
@@ -319,5 +321,5 @@ class CompletionFormat(_Format):
             "text_offset": [before + entry.text_offset for entry in shown],
         }
         if echoed is None:
-            return found
-        return {name: echoed[name] + values for name, values in found.items()}
+            return columns
+        return {name: echoed[name] + values for name, values in columns.items()}

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_core import from_json
 
 from engine.core.errors import InvalidRequestError
-from router.api.beams import without_beams
 
 _NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 _FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -25,6 +24,14 @@ _Ids = Annotated[list[_TokenId], _FIRST_FAULT]
 _Prompts = str | Annotated[list[str], _FIRST_FAULT] | _Ids | Annotated[list[_Ids], _FIRST_FAULT]
 _MAX_FAULTS = 256  # that are looked at, to name one of them
 
+# Parameters of other servers, and the values that do not ask for beams.
+_NEUTRAL_BEAMS: dict[str, tuple[object, ...]] = {
+    "use_beam_search": (None, False),
+    "num_beams": (None, 1),
+    "length_penalty": (None, 1.0),
+    "early_stopping": (None, False),
+}
+
 MAX_PROMPTS = 64
 MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 
@@ -32,7 +39,7 @@ MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
-    # Parameters of OpenAI's that do nothing here, and what value says that nothing is wanted.
+    # Parameters of OpenAI's that Baton does not have, and the values that ask for nothing.
     neutral: ClassVar[dict[str, Callable[[Any], bool]]] = {}
 
 
@@ -249,7 +256,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompt_alternatives(self) -> int | None:
-        """How many alternatives each prompt token's score needs; None = no scores."""
+        """How many alternatives each prompt token's logprob needs; None: no prompt logprobs."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((number for number in asked if number is not None), default=None)
 
@@ -335,7 +342,7 @@ def parse(kind: type[_Body], raw: bytes) -> _Body:
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
     if issubclass(kind, GenerationBody):
-        data = without_beams(data)
+        data = _without_beams(data)
     data = _without_neutral(kind, data, "")
     if isinstance(data.get("messages"), list):
         data["messages"] = [
@@ -350,6 +357,25 @@ def parse(kind: type[_Body], raw: bytes) -> _Body:
         return kind.model_validate(data)
     except ValidationError as error:
         raise _refusal(error, data) from error
+
+
+def _without_beams(data: dict[str, Any]) -> dict[str, Any]:
+    """``data`` without parameters of beam search that ask for nothing.
+
+    Raises:
+        InvalidRequestError: One asks for it; the message says what to use in its place.
+    """
+    answers = 1 if data.get("n") is None else data["n"]
+    neutral = _NEUTRAL_BEAMS | {"best_of": (None, answers)}
+    for name, harmless in neutral.items():
+        if name in data and data[name] not in harmless:
+            raise InvalidRequestError(
+                f"{name}: beam search, and choosing the best of more answers than are sent, are "
+                "not supported by Baton; ask for n answers (n, temperature, seed) and choose among "
+                "them by their logprobs",
+                param=name,
+            )
+    return {name: value for name, value in data.items() if name not in neutral}
 
 
 def _without_neutral(kind: type[_Strict], data: dict[str, Any], where: str) -> dict[str, Any]:
@@ -369,7 +395,7 @@ def _without_neutral(kind: type[_Strict], data: dict[str, Any], where: str) -> d
 
 
 def _refusal(error: ValidationError, data: Any) -> InvalidRequestError:
-    """The first field at fault. Of a union's branches, those that got furthest speak."""
+    """The first field at fault. Of a union's branches, those that got furthest are reported."""
     if error.error_count() > _MAX_FAULTS:
         return InvalidRequestError(f"the body has {error.error_count()} faults, too many to list")
     placed = [(_place(item["loc"], data), item) for item in error.errors(include_url=False)]

@@ -70,7 +70,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
         InvalidRequestError: Content is missing, or calls and results do not match.
     """
     called: set[str] = set()
-    found = []
+    conversation = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         entry: dict[str, Any] = {"role": message.role, "content": message.text()}
@@ -95,8 +95,8 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise _misplaced(f"{where}.tool_call_id", "a tool")
         elif message.name is not None:  # many templates would pass it over in silence
             raise _misplaced(f"{where}.name", "a tool")
-        found.append(entry)
-    return found
+        conversation.append(entry)
+    return conversation
 
 
 def _calls(message: Message, where: str) -> list[dict[str, str]]:

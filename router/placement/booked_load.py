@@ -8,7 +8,7 @@ young enough to hold it has come.
 from dataclasses import dataclass
 
 # A report counts for bookings at least this much older than it: the submission needs to arrive,
-# and a prefill worker hears of it from the decode worker.
+# and a prefill worker gets it from the decode worker.
 _SETTLE_NS = 50_000_000
 
 
@@ -65,7 +65,7 @@ class LoadBook:
                 booking.reported = True
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone."""
+        """Drop the bookings of a worker that is gone."""
         self._booked.pop(worker_id, None)
 
     def unreported(self, worker_id: str) -> tuple[int, int]:

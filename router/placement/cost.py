@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from engine.core.geometry import BLOCK_TOKENS
-from router.requests.request import Mode
+from router.request import Mode
 
 # Until a worker reports: a small model on a laptop, and loopback.
 PRIOR_PREFILL_TOKENS_PER_S = 1500.0
-PRIOR_PREFILL_OVERHEAD_S = 0.01
 PRIOR_DECODE_STEP_S = 0.03
 PRIOR_EDGE_BYTES_PER_S = 500e6
-PRIOR_EDGE_OVERHEAD_S = 0.005
+# What one prefill and one hand-off cost beside tokens and bytes; no worker measures it.
+PREFILL_OVERHEAD_S = 0.01
+EDGE_OVERHEAD_S = 0.005
 # Rank 8 for a small model, read and checked (measured: 0.1 s).
 PRIOR_ADAPTER_LOAD_S = 0.1
 # One more sequence in a batch makes its step longer by about this part (measured: 29 → 50 ms from
@@ -36,14 +37,13 @@ class Edge:
     """Measured transfer rate from one prefill worker to one decode worker."""
 
     bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S
-    overhead_s: float = PRIOR_EDGE_OVERHEAD_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A live worker as this router sees it, with what it booked itself.
 
-    ``cached_blocks`` is how much of the prompt at hand the worker holds, by the mirror;
+    ``cached_blocks`` is how much of the present prompt the worker holds, by the prefix index;
     ``adapter_s`` is how long it would have to load the prompt's adapter.
     """
 
@@ -57,7 +57,6 @@ class WorkerLoad:
     cached_blocks: int = 0
     adapter_s: float = 0.0
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
-    prefill_overhead_s: float = PRIOR_PREFILL_OVERHEAD_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
     block_bytes: int = 0
     format_id: str = ""  # equal on both sides of a pair that can hand over
@@ -136,37 +135,37 @@ def candidates(
         prompt_tokens: Length of the prompt.
         expected_tokens: Tokens that one answer is expected to have.
         choices: Answers to run at once.
-        moves_kv: False where what prefill says is all of the answer: one token, scores, a vector.
+        moves_kv: False where prefill alone makes the answer: one token, logprobs, an embedding.
     """
-    found: list[Candidate] = []
-    expected = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
+    compared: list[Candidate] = []
+    work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
     if mode != "disaggregated":
-        found += [_alone(worker, expected) for worker in workers]
+        compared += [_alone(worker, work) for worker in workers]
     if mode != "colocated":
-        found += [
-            _pair(prefill, decode, expected)
+        compared += [
+            _pair(prefill, decode, work)
             for prefill in workers
             if prefill.role == "prefill"
             for decode in workers
             if decode.role == "decode" and decode.format_id == prefill.format_id
         ]
-    return sorted(found, key=lambda candidate: candidate.terms.total_s)
+    return sorted(compared, key=lambda candidate: candidate.terms.total_s)
 
 
 def choose(
-    found: Sequence[Candidate], *, tie_s: float, pick: Callable[[Sequence[Candidate]], Candidate]
+    compared: Sequence[Candidate], *, tie_s: float, pick: Callable[[Sequence[Candidate]], Candidate]
 ) -> Candidate:
     """The cheapest; among those that differ from it by less than ``tie_s``, one at random.
 
-    Without the draw, routers that see the same figures all run to the same worker.
+    Without the random choice, routers that see the same figures all run to the same worker.
 
     Args:
-        found: Sorted by cost, not empty.
+        compared: Sorted by cost, not empty.
         tie_s: Below this, a difference is noise.
         pick: Such as ``random.choice``.
     """
-    limit = found[0].terms.total_s + tie_s
-    return pick([candidate for candidate in found if candidate.terms.total_s < limit])
+    limit = compared[0].terms.total_s + tie_s
+    return pick([candidate for candidate in compared if candidate.terms.total_s < limit])
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,7 @@ class _Work:
 
 
 def _compute_s(worker: WorkerLoad, work: _Work) -> float:
-    return worker.prefill_overhead_s + work.uncached(worker) / worker.prefill_tokens_per_s
+    return PREFILL_OVERHEAD_S + work.uncached(worker) / worker.prefill_tokens_per_s
 
 
 def _decode_terms(worker: WorkerLoad, work: _Work) -> tuple[float, float, float]:
@@ -231,7 +230,7 @@ def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
         queue_s=prefill.queued_tokens / prefill.prefill_tokens_per_s,
         adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
         compute_s=compute_s,
-        transfer_s=edge.overhead_s + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
+        transfer_s=EDGE_OVERHEAD_S + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
         room_s=room_s,
         decode_s=decode_s,
         slowdown_s=slowdown_s + compute_s * prefill.streams,

@@ -1,4 +1,4 @@
-"""Feeds the mirror from the stream of KV events."""
+"""Feeds the prefix index from the stream of KV events."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from telemetry.metrics import Metrics
 
 
 class EventSource(Protocol):
-    """KV events of all workers; ``registry.facade.EventFeed`` is one. Heals gaps by itself."""
+    """KV events of all workers; ``registry.kv_events.EventFeed`` is one. Heals gaps by itself."""
 
     def want(self, incarnation: bytes) -> None:
         """Send a snapshot of the incarnation, though nothing was missed on the way."""
@@ -19,12 +19,12 @@ class EventSource(Protocol):
         """Items without end."""
 
 
-class MirrorFeeder:
-    """A task that applies what comes.
+class IndexFeeder:
+    """A task that applies KV events to the prefix index.
 
     Args:
-        prefix_index: Where to.
-        events: Where from; None: there is no index, and routing goes by load alone.
+        prefix_index: The router's.
+        events: Of all workers; None: the index stays empty, and routing goes by load alone.
         metrics: Of the router.
     """
 
@@ -39,7 +39,7 @@ class MirrorFeeder:
     def start(self) -> None:
         """Begin to read. Needs a running event loop."""
         if self._events is not None:
-            self._task = asyncio.create_task(self._run(self._events), name="mirror")
+            self._task = asyncio.create_task(self._run(self._events), name="prefix index")
 
     async def close(self) -> None:
         """Stop reading."""
@@ -50,8 +50,8 @@ class MirrorFeeder:
     async def _run(self, events: EventSource) -> None:
         applied = 0
         async for item in events:
-            # The source heals its own gaps. This one is ours: a worker that was thought dead, and
-            # forgotten, lives on.
+            # The source heals gaps in what it read. Here the index has dropped the blocks of a
+            # worker that it took for dead, and the worker is alive.
             if self._prefix_index.apply(item) is Applied.SNAPSHOT_NEEDED:
                 events.want(item.incarnation)
                 self._metrics.inc("baton_mirror_sequence_gaps")

@@ -1,41 +1,62 @@
-"""Places a request: which workers there are, what each choice costs, the booking, the sending."""
+"""Places a request: which workers can serve it, what each choice costs, and the booking."""
 
 import random
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
 
-from batonpb.decode_pb2 import Submission
+from batonpb.common_pb2 import Capabilities
 
-from engine.core.errors import BatonError, UnavailableError
-from router.metrics import Observer
+from engine.core.errors import UnavailableError
 from router.placement.booked_load import LoadBook
-from router.placement.cost import candidates, choose
+from router.placement.cost import Candidate, candidates, choose
 from router.placement.prefix_index import PrefixIndex
-from router.placement.prompt_hashes import BlockHashCache, prefill_target
+from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.placement.worker_load import loads_of
-from router.requests.active_request import EXPLAINED_CANDIDATES, ActiveRequest
-from router.requests.fair_queue import Waiting
-from router.requests.request import GenerationRequest
+from router.request import GenerationRequest
 from router.settings import RouterSettings
 from router.workers.table import Slot, WorkerTable
-from wire.codecs import adapter_to_wire, sampling_to_wire
-from wire.tokens import pack_tokens
+from telemetry.running_mean import RunningMean
 
-_FIRST_GUESS_TOKENS = 128.0
-_LEARNING_RATE = 0.05
+_EXPLAINED_CANDIDATES = 32
+_INITIAL_ANSWER_TOKENS = 128.0
+_ANSWER_WEIGHT = 0.05  # of one answer in the mean of their lengths
 _STEP_S = 0.03
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a request is to run.
+
+    Attributes:
+        chosen: The workers, and what they are predicted to cost.
+        candidates: The cheapest of those that were compared, for ``GET /fleet/requests/{id}``.
+        placed_ns: When it was decided and booked, on the monotonic clock.
+    """
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    placed_ns: int
+
+    @property
+    def decode_id(self) -> str:
+        """The worker that holds the request."""
+        return self.chosen.decode.worker_id
+
+    @property
+    def prefill_id(self) -> str | None:
+        """The worker that computes the prompt for it; None where it does so itself."""
+        return self.chosen.prefill.worker_id if self.chosen.prefill is not None else None
+
+
 class Placer:
-    """Turns requests into submissions.
+    """Chooses workers for requests and books the load; sends nothing.
 
     Args:
-        settings: Ties, leases, and when a prompt is long.
-        workers: Who is there.
-        prefix_index: Who holds which blocks.
+        settings: Which difference in cost is a tie.
+        workers: The workers and their last reports.
+        prefix_index: Which incarnation holds which blocks.
         book: Load that reports do not show yet.
-        observer: Metrics.
-        router_id: Stands on every submission.
     """
 
     def __init__(
@@ -44,23 +65,19 @@ class Placer:
         workers: WorkerTable,
         prefix_index: PrefixIndex,
         book: LoadBook,
-        observer: Observer,
-        router_id: str,
     ) -> None:
         self._settings = settings
         self._workers = workers
         self._prefix_index = prefix_index
         self._book = book
-        self._observer = observer
-        self._router_id = router_id
-        self._names = BlockHashCache()
+        self._seeds = HashSeedCache()
         self._random = random.Random()
-        self._answer_tokens = _FIRST_GUESS_TOKENS  # running mean of the answers' lengths
+        self._answer_tokens = RunningMean(_ANSWER_WEIGHT, prior=_INITIAL_ANSWER_TOKENS)
 
     @property
     def answer_s(self) -> float:
         """How long one answer is expected to take, roughly."""
-        return self._answer_tokens * _STEP_S
+        return self._answer_tokens.value * _STEP_S
 
     def check_served(self, request: GenerationRequest) -> None:
         """Refuse what no worker that is ready could serve.
@@ -80,51 +97,48 @@ class Placer:
                     f"x-baton-mode is disaggregated, and no {role} worker is ready"
                 )
 
-    def waiting(self, request: GenerationRequest) -> Waiting:
-        """The request's place in the queue; what of it is cached is not known yet."""
-        return Waiting(
-            request.priority,
-            request.request_id,
-            request.sampling.n,
-            request.tenant,
-            self.cost_tokens(request, len(request.prompt)),
-        )
-
     def cost_tokens(self, request: GenerationRequest, uncached_tokens: int) -> float:
         """What a request takes of the fleet: prompt tokens to compute, answer tokens expected."""
         return uncached_tokens + request.sampling.n * self._expected_tokens(request)
 
     def _expected_tokens(self, request: GenerationRequest) -> int:
-        return min(request.sampling.max_tokens, round(self._answer_tokens))
+        return min(request.sampling.max_tokens, round(self._answer_tokens.value))
 
-    def learn(self, active: ActiveRequest) -> None:
-        """An answer is complete: its length is news."""
-        if active.request.pooling or active.request.score_only:
+    def learn(self, request: GenerationRequest, completion_tokens: int) -> None:
+        """A request is complete: the length of its answers enters the running mean."""
+        if request.pooling or request.prompt_logprobs_only:
             return
-        tokens = active.record.completion_tokens / active.request.sampling.n
-        self._answer_tokens += _LEARNING_RATE * (tokens - self._answer_tokens)
+        self._answer_tokens.add(completion_tokens / request.sampling.n)
 
     def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[Slot]:
         """Workers that may serve the request; ``avoid`` is an incarnation that just failed."""
         usable = [slot for slot in self._workers.usable if slot.incarnation != avoid]
         if request.pinned is None:
             return usable
-        wanted = (request.pinned.prefill, request.pinned.decode)
-        return [slot for slot in usable if slot.worker_id in wanted]
+        pinned_ids = (request.pinned.prefill, request.pinned.decode)
+        return [slot for slot in usable if slot.worker_id in pinned_ids]
 
-    def place(self, active: ActiveRequest, avoid: bytes = b"") -> BatonError | None:
-        """Begin an attempt: choose, book, send.
+    def hash_seed(self, request: GenerationRequest, capabilities: Capabilities) -> bytes:
+        """The seed of the request's block hashes on a worker of these capabilities."""
+        return self._seeds.seed(request, capabilities)
 
-        Returns:
-            Why the request cannot be placed, or None.
+    def place(self, request: GenerationRequest, avoid: bytes = b"") -> Placement:
+        """Choose workers and book the load, so that the next choice counts it.
+
+        Args:
+            request: What is to run.
+            avoid: An incarnation that just failed it.
+
+        Raises:
+            UnavailableError: No worker that is ready can serve it in its mode.
         """
-        request, now_ns = active.request, monotonic_ns()
+        now_ns = monotonic_ns()
         usable = self.eligible(request, avoid)
         if not usable:
-            return UnavailableError("no worker is ready")
-        names = self._names.of(request, usable)
-        reusable = [] if request.whole_prompt else names
-        found = candidates(
+            raise UnavailableError("no worker is ready")
+        hashes = prompt_hashes(request, usable, self._seeds)
+        reusable = [] if request.whole_prompt else hashes
+        compared = candidates(
             loads_of(
                 usable, reusable, self._prefix_index, self._book, now_ns, request.adapter_digest
             ),
@@ -134,61 +148,24 @@ class Placer:
             choices=request.sampling.n,
             moves_kv=request.sampling.max_tokens > 1,
         )
-        if not found:
-            return UnavailableError(
+        if not compared:
+            raise UnavailableError(
                 f"x-baton-mode {request.mode} cannot be met by the workers that are ready"
             )
-        chosen = choose(found, tie_s=self._settings.tie_s, pick=self._random.choice)
-        active.candidates = found[:EXPLAINED_CANDIDATES]
-        active.chosen, active.placed_ns = chosen, now_ns
-        active.decode_id = chosen.decode.worker_id
-        active.prefill_id = chosen.prefill.worker_id if chosen.prefill else None
-        active.wants_prefill = False
-        attempt = active.record.next_attempt()
-        where = f"placed on {chosen.computes.worker_id} → {active.decode_id}"
-        active.record.note(where, now_ns)
-        self._book_load(active, now_ns)
+        chosen = choose(compared, tie_s=self._settings.tie_s, pick=self._random.choice)
+        self._book_load(request, chosen, now_ns)
         if not request.probe:
             for incarnation in {chosen.computes.incarnation, chosen.decode.incarnation}:
-                self._prefix_index.expect(incarnation, names, now_ns)
-        self._observer.placed(active)
-        return self._send(active, attempt, now_ns)
+                self._prefix_index.expect(incarnation, hashes, now_ns)
+        return Placement(
+            chosen=chosen, candidates=tuple(compared[:_EXPLAINED_CANDIDATES]), placed_ns=now_ns
+        )
 
-    def _book_load(self, active: ActiveRequest, now_ns: int) -> None:
-        chosen, n = active.chosen, active.request.sampling.n
-        if chosen is None:
-            return
+    def _book_load(self, request: GenerationRequest, chosen: Candidate, now_ns: int) -> None:
         computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id
         tokens = chosen.uncached_tokens
-        book = partial(self._book.book, now_ns=now_ns, adapter=active.request.adapter_digest)
+        book = partial(self._book.book, now_ns=now_ns, adapter=request.adapter_digest)
         if computes != decodes:
-            book(computes, active.id, tokens=tokens, streams=0)
+            book(computes, request.request_id, tokens=tokens, streams=0)
             tokens = 0
-        book(decodes, active.id, tokens=tokens, streams=n)
-
-    def _send(self, active: ActiveRequest, attempt: int, now_ns: int) -> BatonError | None:
-        request = active.request
-        link, prefill = self._workers.link(active.decode_id), self._workers.link(active.prefill_id)
-        if link is None:
-            return UnavailableError("the worker that was chosen is gone")
-        packed = pack_tokens(request.prompt)
-        submission = Submission(
-            request_id=active.id,
-            attempt=attempt,
-            ticket=active.record.ticket,
-            priority=request.priority,
-            prompt_tokens=packed,
-            sampling=sampling_to_wire(request.sampling),
-            tenant=request.tenant,
-            hash_seed=self._names.seed(request, link.capabilities),
-            deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
-            prefill=prefill_target(prefill) if prefill is not None else None,
-            traceparent=request.traceparent,
-            router_id=self._router_id,
-            lease_ms=self._settings.lease_ms,
-            probe=request.probe,
-            adapter=adapter_to_wire(request.adapter),
-            pooling=request.pooling,
-        )
-        link.submit(submission, alone=len(packed) > self._settings.unary_prompt_bytes)
-        return None
+        book(decodes, request.request_id, tokens=tokens, streams=request.sampling.n)

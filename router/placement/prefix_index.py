@@ -1,10 +1,10 @@
-"""The router's copy of the prefix index: which incarnation holds which blocks. Sans-IO.
+"""The prefix index of one router: which incarnation holds which blocks, by hash. Sans-IO.
 
     batch 1 ── 2 ── 3 ──╳── 5 ── 6        a hole: 4 is lost, a snapshot is needed
                             └────┴─ kept until the snapshot comes, then applied where newer
 
-What the mirror says is a hint: a worker that no longer has a block recomputes it. So a set that
-waits for its snapshot stays in use; only a dead incarnation is forgotten at once.
+What the index says is a hint: a worker that no longer has a block recomputes it. So a set that
+waits for its snapshot stays in use; only a dead incarnation is dropped at once.
 """
 
 from collections import deque
@@ -33,13 +33,13 @@ class Applied(Enum):
     SNAPSHOT_NEEDED = "snapshot needed"
 
 
-class _Held:
-    """One incarnation's set."""
+class _HeldBlocks:
+    """The block hashes of one incarnation."""
 
-    __slots__ = ("checksum", "kept", "names", "sequence", "waiting")
+    __slots__ = ("checksum", "hashes", "kept", "sequence", "waiting")
 
     def __init__(self) -> None:
-        self.names: set[bytes] = set()
+        self.hashes: set[bytes] = set()
         self.sequence = 0
         self.checksum = 0
         self.waiting = False
@@ -47,30 +47,30 @@ class _Held:
 
     def change(self, batch: EventBatch) -> None:
         if batch.cleared:
-            self.names, self.checksum = set(), 0
-        for name in batch.removed:
-            if name in self.names:
-                self.names.discard(name)
-                self.checksum = hashes_checksum((name,), self.checksum)
-        for name in batch.stored:
-            if name not in self.names:
-                self.names.add(name)
-                self.checksum = hashes_checksum((name,), self.checksum)
+            self.hashes, self.checksum = set(), 0
+        for block_hash in batch.removed:
+            if block_hash in self.hashes:
+                self.hashes.discard(block_hash)
+                self.checksum = hashes_checksum((block_hash,), self.checksum)
+        for block_hash in batch.stored:
+            if block_hash not in self.hashes:
+                self.hashes.add(block_hash)
+                self.checksum = hashes_checksum((block_hash,), self.checksum)
         self.sequence = batch.sequence
 
 
 class PrefixIndex:
-    """Sets of block names by incarnation.
+    """Sets of block hashes by incarnation.
 
     Args:
-        max_names: Per incarnation; a worker that claims more is cut off (its pool cannot hold it).
-        max_incarnations: The one that was heard of longest ago is forgotten beyond it.
+        max_hashes: Per incarnation; further ones are dropped (no pool holds so many blocks).
+        max_incarnations: Beyond it the one that was added first is dropped.
     """
 
-    def __init__(self, max_names: int = 4_000_000, max_incarnations: int = 4096) -> None:
-        self._max_names = max_names
+    def __init__(self, max_hashes: int = 4_000_000, max_incarnations: int = 4096) -> None:
+        self._max_hashes = max_hashes
         self._max_incarnations = max_incarnations
-        self._held: dict[bytes, _Held] = {}
+        self._held: dict[bytes, _HeldBlocks] = {}
         self._expected: dict[tuple[bytes, bytes], int] = {}  # until when, oldest first
         self.gaps = 0
         self.snapshots = 0
@@ -80,7 +80,7 @@ class PrefixIndex:
 
         Returns:
             ``SNAPSHOT_NEEDED`` asks the caller to fetch one for ``item.incarnation``. It is said
-            again for every further item until the snapshot is here, so a lost answer heals.
+            again for every further item until the snapshot has come, so a lost answer heals.
         """
         match item:
             case Forget():
@@ -94,17 +94,17 @@ class PrefixIndex:
                 return self._apply_heartbeat(item)
 
     def forget(self, incarnation: bytes) -> None:
-        """The incarnation is dead: one dictionary entry goes, however much it held."""
+        """Drop a dead incarnation: one dictionary entry, however many blocks it held."""
         self._held.pop(incarnation, None)
 
-    def expect(self, incarnation: bytes, names: Sequence[bytes], now_ns: int) -> None:
-        """A request was sent there that will store these blocks; its events are not here yet.
+    def expect(self, incarnation: bytes, hashes: Sequence[bytes], now_ns: int) -> None:
+        """A request was placed on ``incarnation`` that will store blocks of these hashes.
 
-        So the same prompt, asked again at once, goes where it was computed. What does not come
-        true within two seconds is forgotten.
+        No event says so yet. They count for two seconds, so that the same prompt, asked again at
+        once, goes where it was computed.
         """
-        for name in names:
-            key = (incarnation, name)
+        for block_hash in hashes:
+            key = (incarnation, block_hash)
             self._expected.pop(key, None)
             self._expected[key] = now_ns + _EXPECTED_FOR_NS
         while self._expected:
@@ -113,12 +113,12 @@ class PrefixIndex:
                 break
             del self._expected[oldest]
 
-    def _entry(self, incarnation: bytes) -> _Held:
+    def _entry(self, incarnation: bytes) -> _HeldBlocks:
         entry = self._held.get(incarnation)
         if entry is None:
             if len(self._held) >= self._max_incarnations:
                 del self._held[next(iter(self._held))]
-            entry = self._held[incarnation] = _Held()
+            entry = self._held[incarnation] = _HeldBlocks()
         return entry
 
     def _apply_snapshot(self, snapshot: Snapshot) -> Applied:
@@ -127,9 +127,9 @@ class PrefixIndex:
             return Applied.OLD
         self.snapshots += 1
         later = [batch for batch in entry.kept if batch.sequence > snapshot.sequence]
-        fresh = _Held()
-        fresh.names = set(snapshot.names)
-        fresh.checksum = hashes_checksum(fresh.names)
+        fresh = _HeldBlocks()
+        fresh.hashes = set(snapshot.hashes)
+        fresh.checksum = hashes_checksum(fresh.hashes)
         fresh.sequence = snapshot.sequence
         self._held[snapshot.incarnation] = fresh
         result = self._bounded(fresh)
@@ -162,40 +162,40 @@ class PrefixIndex:
         self._lost(entry)
         return Applied.SNAPSHOT_NEEDED
 
-    def _lost(self, entry: _Held) -> None:
+    def _lost(self, entry: _HeldBlocks) -> None:
         self.gaps += 1
         entry.waiting = True
 
-    def _keep(self, entry: _Held, batch: EventBatch) -> None:
+    def _keep(self, entry: _HeldBlocks, batch: EventBatch) -> None:
         if not entry.kept or batch.sequence > entry.kept[-1].sequence:
             entry.kept.append(batch)
 
-    def _bounded(self, entry: _Held) -> Applied:
-        while len(entry.names) > self._max_names:
-            name = entry.names.pop()
-            entry.checksum = hashes_checksum((name,), entry.checksum)
+    def _bounded(self, entry: _HeldBlocks) -> Applied:
+        while len(entry.hashes) > self._max_hashes:
+            block_hash = entry.hashes.pop()
+            entry.checksum = hashes_checksum((block_hash,), entry.checksum)
         return Applied.DONE
 
     def prefix_blocks(
-        self, incarnation: bytes, names: Sequence[bytes], now_ns: int | None = None
+        self, incarnation: bytes, hashes: Sequence[bytes], now_ns: int | None = None
     ) -> int:
-        """How many of ``names``, from the first on, the incarnation holds.
+        """How many of ``hashes``, from the first on, the incarnation holds.
 
         With ``now_ns`` those count too that it is expected to hold soon.
         """
         entry = self._held.get(incarnation)
-        held = entry.names if entry is not None else ()
-        for count, name in enumerate(names):
-            if name in held:
+        held = entry.hashes if entry is not None else ()
+        for count, block_hash in enumerate(hashes):
+            if block_hash in held:
                 continue
-            if now_ns is None or self._expected.get((incarnation, name), 0) <= now_ns:
+            if now_ns is None or self._expected.get((incarnation, block_hash), 0) <= now_ns:
                 return count
-        return len(names)
+        return len(hashes)
 
-    def names_of(self, incarnation: bytes) -> frozenset[bytes]:
-        """Everything that the incarnation is thought to hold."""
+    def hashes_of(self, incarnation: bytes) -> frozenset[bytes]:
+        """The hashes of all blocks that the incarnation holds, as far as events told."""
         entry = self._held.get(incarnation)
-        return frozenset(entry.names) if entry is not None else frozenset()
+        return frozenset(entry.hashes) if entry is not None else frozenset()
 
     def waits_for_snapshot(self, incarnation: bytes) -> bool:
         """Whether a hole was found and not healed yet."""
@@ -203,6 +203,6 @@ class PrefixIndex:
         return entry is not None and entry.waiting
 
     @property
-    def total_names(self) -> int:
-        """Names over all incarnations."""
-        return sum(len(entry.names) for entry in self._held.values())
+    def total_hashes(self) -> int:
+        """Hashes over all incarnations."""
+        return sum(len(entry.hashes) for entry in self._held.values())

@@ -1,4 +1,4 @@
-"""Workers as the cost model takes them: their last report, what was booked since, what they hold."""
+"""The input of the cost model: a worker's last report, what was booked since, what it holds."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,6 @@ from router.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
     PRIOR_EDGE_BYTES_PER_S,
-    PRIOR_EDGE_OVERHEAD_S,
-    PRIOR_PREFILL_OVERHEAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     Edge,
     WorkerLoad,
@@ -21,7 +19,7 @@ from wire.compatibility import format_id
 
 def loads_of(
     slots: Sequence[Slot],
-    names: Sequence[bytes],
+    hashes: Sequence[bytes],
     prefix_index: PrefixIndex,
     book: LoadBook,
     now_ns: int,
@@ -31,15 +29,15 @@ def loads_of(
 
     Args:
         slots: Usable ones.
-        names: Of the prompt's full blocks.
-        prefix_index: Who holds which of them.
-        book: What was placed.
+        hashes: Of the prompt's full blocks.
+        prefix_index: Which worker holds which of them.
+        book: Load that reports do not show yet.
         now_ns: Monotonic clock.
         adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
     """
     return [
         load_of(
-            slot, prefix_index.prefix_blocks(slot.link.incarnation, names, now_ns), book, adapter
+            slot, prefix_index.prefix_blocks(slot.link.incarnation, hashes, now_ns), book, adapter
         )
         for slot in slots
         if slot.link is not None
@@ -53,7 +51,7 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -
         raise ValueError(f"{slot.worker_id} is not connected")
     status, groups = link.status, link.capabilities.kv_groups
     tokens, streams = book.unreported(slot.worker_id)
-    at_hand = bytes.fromhex(adapter) in status.adapters or book.brings(slot.worker_id, adapter)
+    has_adapter = bytes.fromhex(adapter) in status.adapters or book.brings(slot.worker_id, adapter)
     return WorkerLoad(
         worker_id=slot.worker_id,
         incarnation=link.incarnation,
@@ -63,9 +61,8 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -
         room_blocks=status.kv_blocks.free + status.kv_blocks.cached,
         total_blocks=status.kv_blocks.total,
         cached_blocks=cached_blocks,
-        adapter_s=PRIOR_ADAPTER_LOAD_S if adapter and not at_hand else 0.0,
+        adapter_s=PRIOR_ADAPTER_LOAD_S if adapter and not has_adapter else 0.0,
         prefill_tokens_per_s=status.prefill_tokens_per_s or PRIOR_PREFILL_TOKENS_PER_S,
-        prefill_overhead_s=status.prefill_overhead_s or PRIOR_PREFILL_OVERHEAD_S,
         decode_step_s=status.decode_step_s or PRIOR_DECODE_STEP_S,
         block_bytes=sum(
             len(group.layer_ids)
@@ -79,7 +76,6 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -
         edges={
             edge.prefill_worker_id: Edge(
                 bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S,
-                overhead_s=edge.overhead_s or PRIOR_EDGE_OVERHEAD_S,
             )
             for edge in status.edges
         },

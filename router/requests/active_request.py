@@ -1,13 +1,11 @@
-"""A request under way: its record, its placement, and the bell of the handler that waits for it."""
+"""A request under way: its record, its placement, and the event that wakes its HTTP handler."""
 
 import asyncio
 from typing import Any
 
-from router.placement.cost import Candidate
+from router.placement.placer import Placement
+from router.request import GenerationRequest
 from router.requests.record import RequestRecord
-from router.requests.request import GenerationRequest
-
-EXPLAINED_CANDIDATES = 32
 
 
 class ActiveRequest:
@@ -15,24 +13,22 @@ class ActiveRequest:
 
     Args:
         record: What is known of it.
-        wakeup: Set whenever there is news; flights of one HTTP request share it.
+        wakeup: Set whenever there is news; the active requests of one HTTP call share it.
     """
 
     def __init__(self, record: RequestRecord, wakeup: asyncio.Event) -> None:
         self.record = record
         self.wakeup = wakeup
+        self.placement: Placement | None = None  # the latest; kept when a later attempt fails
         self.decode_id: str | None = None  # the worker that holds it, once placed
         self.prefill_id: str | None = None
         self.admitted = False
         self.wants_prefill = False  # waits for a prefill worker to replace a lost one
-        self.placed_ns = 0
         self.submitted_ns = 0
         self.cancelled_ns = 0
         self.delivered_ns = 0
         self.observed = False
-        self.candidates: list[Candidate] = []  # the cheapest
         self.gaps_s: list[float] = []  # between tokens that came one by one, with a hand-off
-        self.chosen: Candidate | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.repair_timer: asyncio.TimerHandle | None = None
 
@@ -46,12 +42,23 @@ class ActiveRequest:
         """The request id."""
         return self.record.request.request_id
 
+    def take_placement(self, placement: Placement) -> None:
+        """An attempt begins on these workers."""
+        self.placement = placement
+        self.decode_id, self.prefill_id = placement.decode_id, placement.prefill_id
+        self.wants_prefill = False
+
+    @property
+    def placed_ns(self) -> int:
+        """When it was placed last; 0 before the first time."""
+        return self.placement.placed_ns if self.placement is not None else 0
+
     def notify(self) -> None:
         """Tell the handler that there is news."""
         self.wakeup.set()
 
     def stop_timers(self) -> None:
-        """No deadline and no repair limit any more."""
+        """Cancel the deadline and the limit on waiting for a prefill worker."""
         for timer in (self.timer, self.repair_timer):
             if timer is not None:
                 timer.cancel()
@@ -70,7 +77,7 @@ class ActiveRequest:
 
     def explain(self) -> dict[str, Any]:
         """For ``GET /fleet/requests/{id}``: decision, timeline, final route. No text, no tokens."""
-        record, request = self.record, self.request
+        record, request, placement = self.record, self.request, self.placement
         route, times = record.route, record.times
         return {
             "id": self.id,
@@ -87,8 +94,8 @@ class ActiveRequest:
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.completion_tokens,
             "finish_reasons": [choice.finish_reason for choice in record.choices],
-            "candidates": [found.explain() for found in self.candidates],
-            "chosen": self.chosen.explain() if self.chosen is not None else None,
+            "candidates": [c.explain() for c in placement.candidates] if placement else [],
+            "chosen": placement.chosen.explain() if placement else None,
             "route": None
             if route is None
             else {

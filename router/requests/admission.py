@@ -1,8 +1,8 @@
-"""The queue before placement: bounded, fair, honest. Sans-IO.
+"""The queue before placement: bounded, and fair between tenants. Sans-IO.
 
 Priorities are strict: lower numbers run first. Among equals tenants take turns
-(``router/requests/fair_queue.py``). A full queue belongs to all as well: who has fewer requests in it than
-others takes the newest place of the tenant that has most.
+(``router/requests/fair_queue.py``). A full queue is shared fairly as well: a tenant that has fewer
+requests in it than others takes the newest place of the tenant that has most.
 """
 
 from collections import Counter, deque
@@ -16,7 +16,7 @@ _MAX_RETRY_AFTER_S = 600.0
 
 
 class Admission:
-    """Who waits, who runs, and how fast places become free.
+    """The requests that wait, how many run, and how fast they end.
 
     Args:
         max_waiting: Requests that may wait; one more is refused.
@@ -36,10 +36,10 @@ class Admission:
         """Requests in the queue."""
         return len(self._places)
 
-    def draw_ticket(self, now_us: int) -> int:
+    def next_ticket(self, now_us: int) -> int:
         """The next ticket number: rises always, and fairly beside the tickets of other routers.
 
-        It is drawn when a request leaves the queue, so that the workers keep the queue's order.
+        It is given when a request leaves the queue, so that the workers keep the queue's order.
 
         Args:
             now_us: Wall clock in microseconds; all that routers have in common.
@@ -56,7 +56,7 @@ class Admission:
             expected_s: How long one request is expected to take; used until ends were seen.
 
         Returns:
-            Who has lost its place to ``entry``: it is to be told what ``refusal`` says.
+            The place that ``entry`` has taken over, if any: its request ends with `refusal`.
 
         Raises:
             QueueFullError: The queue is full, and no tenant has more in it than its share.
@@ -81,7 +81,7 @@ class Admission:
         return [place for place in lines if place is not None][-1]
 
     def refusal(self, tenant: str, now_ns: int, *, expected_s: float) -> QueueFullError:
-        """What a tenant without a place is told."""
+        """The error for a tenant without a place."""
         own = self._of_tenant[tenant]
         return QueueFullError(
             f"{self.waiting} requests are waiting, {own} of them this tenant's; the limit is "

@@ -1,18 +1,20 @@
-"""Whose request is next, among requests of one priority: start-time fair queueing. Sans-IO.
+"""Which tenant is next, among requests of one priority: start-time fair queueing. Sans-IO.
 
     tenant a  [ a7 a8 a9 … ]  tag 900 ─┐
     tenant b  [ b2 ]          tag 640 ─┼─▶ the smallest tag goes next, and the clock is set to it
-    tenant c  [ c1 c2 ]       tag 700 ─┘   (equal tags: who came first)
+    tenant c  [ c1 c2 ]       tag 700 ─┘   (equal tags: first come)
 
 Each served request moves its tenant's tag on by what it costs, in tokens. So tenants that wait all
 the time are served equal numbers of tokens, give or take one request each; within a tenant it is
-first come, first served. Who comes back after a pause starts at the clock: a pause earns nothing,
-and a newcomer waits for no more than one request of each other tenant. When nobody waits any more,
-everybody starts anew.
+first come, first served. A tenant that comes back after a pause gets the clock as its tag: a pause
+earns nothing, and a newcomer waits for no more than one request of each other tenant. Tags that the
+clock has passed are dropped.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+
+from router.request import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,17 @@ class Waiting:
     weight: int = 1
     tenant: str = "default"
     cost_tokens: float = 1.0
+
+    @classmethod
+    def of(cls, request: GenerationRequest, cost_tokens: float) -> "Waiting":
+        """The place of ``request``, which is expected to cost so much."""
+        return cls(
+            priority=request.priority,
+            request_id=request.request_id,
+            weight=request.sampling.n,
+            tenant=request.tenant,
+            cost_tokens=cost_tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -59,11 +72,11 @@ class FairQueue:
         line.places.append((self._arrivals, entry))
 
     def head(self) -> Waiting:
-        """Who is next. There must be somebody."""
+        """The next request. The queue must not be empty."""
         return self._next().places[0][1]
 
     def pop(self) -> Waiting:
-        """Serve who is next."""
+        """Take the next request out of the queue."""
         line = self._next()
         entry = line.places.popleft()[1]
         self.clock = line.tag
@@ -88,7 +101,7 @@ class FairQueue:
             self._rest(entry.tenant)
 
     def _rest(self, tenant: str) -> None:
-        """The tenant does not wait any more. Tags that the clock has reached say nothing."""
+        """The tenant does not wait any more. Tags that the clock has passed are dropped."""
         self._tags[tenant] = self._lines.pop(tenant).tag
         self._tags = {name: tag for name, tag in self._tags.items() if tag > self.clock}
 

@@ -1,11 +1,11 @@
-"""The router's middle: admits requests, places them, follows them to their one end.
+"""Admits requests, has them placed, and follows each to its one end.
 
     handler ── submit ──▶ queue ── window ──▶ place ──▶ worker link
        ▲                                                   │ frames
-       └── bell ◀── record ◀── on_frame / on_dead ◀────────┘
+       └── wakeup ◀── record ◀── on_frame / on_dead ◀──────┘
 
-Everything here runs in one event loop and nothing in it waits: a frame is handled, or a death, or a
-timer, and the handlers that are concerned hear the bell.
+Everything here runs in one event loop and nothing in it waits: a frame, a death or a timer is
+handled, and the HTTP handlers that it concerns are woken.
 """
 
 import asyncio
@@ -34,17 +34,19 @@ from engine.core.errors import (
     WorkerLostError,
 )
 from engine.text.tokenizer import TextTokenizer
-from router.metrics import Observer
 from router.placement.booked_load import LoadBook
 from router.placement.placer import Placer
 from router.placement.prefix_index import PrefixIndex
+from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.admission import Admission
+from router.requests.dispatch import Dispatcher
+from router.requests.fair_queue import Waiting
 from router.requests.history import KeptRecords
-from router.requests.prefill_recovery import HandoffRepairs
+from router.requests.observer import Observer
+from router.requests.prefill_recovery import PrefillRecovery
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
-from router.requests.request import GenerationRequest
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from router.workers.link import WorkerLink
@@ -54,7 +56,7 @@ from wire.compatibility import own_wire
 
 _LOG = logging.getLogger(__name__)
 
-_LINGER_S = 10.0  # how long an ended request may still hear of its worker
+_LINGER_S = 10.0  # how long an ended request is kept for its worker's confirmation
 
 
 class Gateway:
@@ -64,7 +66,7 @@ class Gateway:
         settings: Limits and timeouts.
         tokenizer: For the text of answers.
         directory: Which workers there are.
-        prefix_index: Who holds which blocks; fed from outside.
+        prefix_index: Which worker holds which blocks; fed from outside.
         observer: Metrics.
     """
 
@@ -87,10 +89,13 @@ class Gateway:
         self._tokenizer = tokenizer
         self._observer = observer
         self._book = LoadBook()
-        self._placer = Placer(
-            settings, self.workers, prefix_index, self._book, observer, self.router_id
+        self._placer = Placer(settings, self.workers, prefix_index, self._book)
+        self._dispatcher = Dispatcher(
+            settings, self.workers, self._placer, observer, self.router_id
         )
-        self._repairs = HandoffRepairs(settings, self.workers, self._book, observer, self._fail_at)
+        self._prefill_recovery = PrefillRecovery(
+            settings, self.workers, self._book, observer, self._fail_at
+        )
         self._active: dict[str, ActiveRequest] = {}
         self._kept = KeptRecords(settings.kept_records)
         self._pumping = False
@@ -112,7 +117,7 @@ class Gateway:
         for active in list(self._active.values()):
             self._finish(active, UnavailableError("the router is shutting down"))
 
-    # --- requests -------------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, wakeup: asyncio.Event) -> ActiveRequest:
         """Take a request in.
@@ -132,7 +137,8 @@ class Gateway:
         active.submitted_ns = now_ns = monotonic_ns()
         loser = None
         if not request.probe:
-            entry = self._placer.waiting(request)
+            cost_tokens = self._placer.cost_tokens(request, len(request.prompt))
+            entry = Waiting.of(request, cost_tokens)  # what of it is cached is not known yet
             loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
             self._kept.keep(active)
         self._active[active.id] = active
@@ -140,7 +146,7 @@ class Gateway:
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
         active.timer = loop.call_later(delay_s, self._expire, active)
         if request.probe:
-            self._draw_ticket(active)
+            self._give_ticket(active)
             self._place(active)
         else:
             if loser is not None:
@@ -149,13 +155,13 @@ class Gateway:
         return active
 
     def _push_out(self, active: ActiveRequest) -> None:
-        """Another tenant, that has fewer requests in the full queue, takes its place."""
+        """End a request whose place in the full queue goes to a tenant that has fewer there."""
         request, now_ns = active.request, monotonic_ns()
         error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
         self._finish(active, error)
 
-    def _draw_ticket(self, active: ActiveRequest) -> None:
-        active.record.ticket = self.admission.draw_ticket(time_ns() // 1000)
+    def _give_ticket(self, active: ActiveRequest) -> None:
+        active.record.ticket = self.admission.next_ticket(time_ns() // 1000)
 
     def cancel(self, active: ActiveRequest) -> None:
         """The client went away."""
@@ -182,31 +188,29 @@ class Gateway:
         self._pumping = True
         try:
             while (entry := self.admission.pop(self._window())) is not None:
-                active = self._active[entry.request_id]  # who leaves the queue is taken out of it
+                active = self._active[entry.request_id]  # a request that ends has left the queue
                 active.admitted = True
-                self._draw_ticket(active)
+                self._give_ticket(active)
                 self._place(active)
-                if active.chosen is not None:  # by now it is known what is cached
-                    uncached_tokens = active.chosen.uncached_tokens
+                if active.placement is not None:  # by now it is known what is cached
+                    uncached_tokens = active.placement.chosen.uncached_tokens
                     cost_tokens = self._placer.cost_tokens(active.request, uncached_tokens)
                     self.admission.charge(entry, cost_tokens)
         finally:
             self._pumping = False
         self._observer.queue(self.admission.waiting, self.admission.max_waiting)
 
-    # --- placement ------------------------------------------------------------------------------
+    # --- placement -------------------------------------------------------------------------------
 
     def _place(self, active: ActiveRequest, avoid: bytes = b"") -> None:
         """Choose workers and send. ``avoid`` is an incarnation that just failed."""
         try:
-            error = self._placer.place(active, avoid)
+            self._dispatcher.begin_attempt(active, avoid)
         except Exception as fault:  # noqa: BLE001 - logged there; only this request ends
-            error = _fault(active, fault)
-        if error is not None:
             active.decode_id = None
-            self._fail_placed(active, error)
+            self._fail_placed(active, _fault(active, fault))
 
-    # --- ends -----------------------------------------------------------------------------------
+    # --- ends ------------------------------------------------------------------------------------
 
     def _expire(self, active: ActiveRequest) -> None:
         waited_s = (active.request.deadline_ns - active.request.arrived_ns) / 1e9
@@ -249,12 +253,12 @@ class Gateway:
             loop = asyncio.get_running_loop()
             loop.call_later(_LINGER_S, self._linger_over, active)
         if active.record.error is None:
-            self._placer.learn(active)
+            self._placer.learn(active.request, active.record.completion_tokens)
         active.notify()
         self._pump()
 
     def delivered(self, active: ActiveRequest) -> None:
-        """The handler has written the last byte (or has nobody to write to)."""
+        """The handler has written the last byte, or the client has gone."""
         active.delivered_ns = monotonic_ns()
         if active.id not in self._active or active.record.times is not None:
             self._observer.over(active)
@@ -264,16 +268,16 @@ class Gateway:
         if self._active.pop(active.id, None) is not None and active.delivered_ns:
             self._observer.over(active)
 
-    # --- what workers say -----------------------------------------------------------------------
+    # --- events of the workers -------------------------------------------------------------------
 
     def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
-        """A worker answers: resume what it holds, or give work to the newcomer."""
+        """A worker answers: resume the requests that it holds, or place waiting ones on it."""
         self.workers.note_live(link)
         if same_life:
             for active in self._held_by(link.worker_id):
                 if not active.record.ended:
                     self._resume(link, active)
-        self._repairs.on_live(list(self._active.values()))
+        self._prefill_recovery.on_live(list(self._active.values()))
         self._pump()
 
     def _resume(self, link: WorkerLink, active: ActiveRequest) -> None:
@@ -289,7 +293,7 @@ class Gateway:
         self._observer.stream_error(kind)
 
     def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str) -> None:
-        """A worker died: its requests go elsewhere, or end."""
+        """A worker died: its requests are placed again, or end."""
         _LOG.warning("%s is dead to this router: %s", link.worker_id, reason)
         self._observer.stream_error("dead")
         self.workers.note_dead(link)
@@ -331,7 +335,7 @@ class Gateway:
             self._after_end(active)
 
     def _fail_at(self, active: ActiveRequest, error: BatonError) -> None:
-        """End a request whose worker was told already."""
+        """End a request whose worker has the error already."""
         if active.record.fail(error, monotonic_ns()):
             self._after_end(active)
 
@@ -341,7 +345,7 @@ class Gateway:
         if active is None or active.record.ended or active.record.attempt != submission.attempt:
             return
         error = UnavailableError(f"{link.worker_id} did not take the request: {reason}")
-        self._send_cancel(active)  # only the answer may have been lost, and the request be there
+        self._send_cancel(active)  # the worker may have it, and only the answer be lost
         if active.record.attempt >= MAX_ATTEMPTS:
             self._fail_placed(active, error)
         else:
@@ -370,7 +374,7 @@ class Gateway:
         for needed in frame.prefill_needed:
             active = active_requests.get(needed.request_id)
             if active is not None:
-                self._repairs.on_needed(active, needed)
+                self._prefill_recovery.on_needed(active, needed)
         for end in frame.ends:
             active = active_requests.get(end.request_id)
             if active is not None:
@@ -407,7 +411,7 @@ class Gateway:
         record.times = end.times
         if active.cancelled_ns:
             self._observer.released(now_ns - active.cancelled_ns)
-        if record.ended:  # the worker confirms what the client knows already
+        if record.ended:  # for the client; now for the worker too
             self._active.pop(active.id, None)
             if active.delivered_ns:
                 self._observer.over(active)
@@ -417,7 +421,7 @@ class Gateway:
             self._fail_placed(active, error)
             return
         error = error_from_wire(end.error)
-        if isinstance(error, WorkerLostError):  # its shell still speaks, its engine is dead
+        if isinstance(error, WorkerLostError):  # its engine died, its gRPC server still answers
             self._move(active, link.incarnation, f"{link.worker_id}: {error.message}")
             return
         movable = end.error.retryable and not record.sent and record.attempt < MAX_ATTEMPTS
@@ -431,7 +435,7 @@ class Gateway:
 
 
 def _fault(active: ActiveRequest, fault: Exception) -> BatonError:
-    """What the client of ``active`` hears of ``fault``; the log has the rest."""
+    """The error that the client of ``active`` gets for ``fault``; the log has the rest."""
     if isinstance(fault, BatonError):
         return fault
     _LOG.error("request %s failed inside the router", active.id, exc_info=fault)

@@ -1,4 +1,4 @@
-"""The latest requests, for those who ask why (``GET /fleet/requests/{id}``)."""
+"""The latest requests, for ``GET /fleet/requests/{id}``."""
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from router.requests.active_request import ActiveRequest
 
 PARTS_OF_A_CALL = 64
-"""A call with thousands of inputs shall not press out all that others asked for."""
+"""Kept of one call, so that a call with thousands of inputs does not push out all others."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class KeptRecords:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._active: OrderedDict[str, ActiveRequest] = OrderedDict()
-        self._calls: dict[str, _Call] = {}  # those that have anything here
+        self._calls: dict[str, _Call] = {}  # those with any request in _active
 
     def keep(self, active: ActiveRequest) -> None:
         """A request was taken in."""

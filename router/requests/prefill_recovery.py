@@ -1,4 +1,4 @@
-"""A prefill worker failed a request that a decode worker holds: finds it another one, or an end.
+"""A prefill worker failed a request that a decode worker holds: replaces it, or ends the request.
 
 The decode worker keeps its reservation and asks (``PrefillNeeded``); what is decided stands in
 ``router/requests/recovery_policy.py``.
@@ -11,26 +11,26 @@ from time import monotonic_ns
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
 from engine.core.errors import BatonError, TransferError
-from router.metrics import Observer
 from router.placement.booked_load import LoadBook
-from router.placement.prompt_hashes import prefill_target
 from router.placement.worker_load import load_of
 from router.requests.active_request import ActiveRequest
+from router.requests.dispatch import prefill_target
+from router.requests.observer import Observer
 from router.requests.recovery_policy import after_prefill_failure
 from router.settings import RouterSettings
 from router.workers.table import Slot, WorkerTable
 from wire.codecs import error_to_wire
 
 
-class HandoffRepairs:
+class PrefillRecovery:
     """Answers ``PrefillNeeded``, at once or when another prefill worker has come.
 
     Args:
         settings: How long to wait for one.
-        workers: Who is there.
+        workers: The workers and their last reports.
         book: Load that reports do not show yet.
         observer: Metrics.
-        end: Ends a flight whose worker has been told.
+        end: Ends a request whose worker has the error already.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HandoffRepairs:
                 self._refuse(active, repair.refusal or TransferError("the hand-off failed"))
 
     def on_live(self, active_requests: Iterable[ActiveRequest]) -> None:
-        """A worker came up: it may be what some of ``active_requests`` wait for."""
+        """A worker came up: some of ``active_requests`` may wait for a prefill worker."""
         for active in active_requests:
             if active.wants_prefill and not active.record.ended:
                 self._try_replacement(active)

@@ -1,7 +1,7 @@
 """Readiness by experiment: a short request through every live pair of workers.
 
-It asks for two tokens, because prefill draws the first one: only the second proves the hand-off. A
-fleet that is merely busy is ready: a probe that came too late counts as failed only where neither
+It asks for two tokens, because prefill samples the first one: only the second proves the hand-off.
+A fleet that is merely busy is ready: a probe that came too late counts as failed only where neither
 worker of the pair has made a step meanwhile.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from engine.core.errors import BatonError, DeadlineError
 from engine.core.params import SamplingParams
+from router.request import GenerationRequest, Pinned
 from router.requests.gateway import Gateway
-from router.requests.request import GenerationRequest, Pinned
 from router.settings import RouterSettings
 
 _AT_ONCE = 4
@@ -25,7 +25,7 @@ _FIRST = -(2**31)  # the priority before all others
 class Prober:
     """Keeps the last result for ``probe_every_s``; callers that come meanwhile share it.
 
-    A result speaks of the workers that were there: when others are, it is asked for anew.
+    A result is for one set of workers: when the set changes, they are probed again.
 
     Args:
         gateway: Sends the probes.
@@ -53,13 +53,13 @@ class Prober:
 
     async def _probe_all(self) -> dict[str, Any]:
         starting = [slot.worker_id for slot in self._gateway.workers if slot.state == "starting"]
-        wanted = {s.role for s in self._gateway.workers if s.state in ("starting", "ready")}
+        expected = {s.role for s in self._gateway.workers if s.state in ("starting", "ready")}
         served = {slot.role for slot in self._gateway.workers.usable}
         pairs = self._pairs()
         gate = asyncio.Semaphore(_AT_ONCE)
         results = await asyncio.gather(*(self._probe(pair, gate) for pair in pairs))
         good = bool(results) and all(result["ok"] for result in results)
-        ready = good and wanted == served  # a pool that is still starting is waited for
+        ready = good and expected == served  # a pool that is still starting is waited for
         return {
             "status": "ready" if ready else "not ready",
             "pairs": results,

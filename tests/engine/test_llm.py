@@ -6,7 +6,7 @@ import torch
 
 from engine.core.errors import GrammarError, InvalidRequestError, PromptTooLongError
 from engine.core.params import SamplingParams
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.llm import LLM
 from engine.text.grammar import translate
 
@@ -32,9 +32,9 @@ def test_prompts_together_give_the_answers_of_prompts_alone(llm: LLM) -> None:
 def test_preemption_does_not_show(llm: LLM) -> None:
     prompts = [[(i * 31 + j * 7) % 40_000 for j in range(130)] for i in range(8)]
     params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
-    before = llm.core.scheduler.preemptions
+    before = llm.core.batch.preemptions
     crowded = llm.generate(prompts, params)  # 8 x 200 tokens into 96 x 16
-    assert llm.core.scheduler.preemptions > before
+    assert llm.core.batch.preemptions > before
     for index in (0, 7):
         assert llm.generate([prompts[index]], params)[0].token_ids == crowded[index].token_ids
     counts = llm.core.pool.counts()
@@ -73,9 +73,9 @@ def test_a_drawn_token_has_the_same_score_when_it_stands_in_a_prompt(llm: LLM) -
 def test_preemption_does_not_show_in_scores_and_vectors(llm: LLM) -> None:
     prompts = [[(i * 31 + j * 7) % 40_000 for j in range(250)] for i in range(5)]
     params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
-    before = llm.core.scheduler.preemptions
+    before = llm.core.batch.preemptions
     crowded = llm.generate(prompts, params)  # 5 x 320 tokens into 96 x 16
-    assert llm.core.scheduler.preemptions > before
+    assert llm.core.batch.preemptions > before
     [alone] = llm.generate([prompts[4]], max_tokens=1, prompt_logprobs=1)
     assert alone.scores == crowded[4].scores
     assert (llm.embed(prompts)[4] == llm.embed([prompts[4]])[0]).all()
@@ -110,9 +110,9 @@ def test_a_grammar_holds_through_preemption_and_forks(llm: LLM) -> None:
     grammar = translate("json", '{"type": "array", "items": {"type": "string"}, "minItems": 99}')
     prompts = [[(i * 31 + j * 7) % 40_000 for j in range(310)] for i in range(4)]
     fields = {"max_tokens": 40, "temperature": 0.8, "seed": 5, "grammar": grammar, "n": 2}
-    before = llm.core.scheduler.preemptions
+    before = llm.core.batch.preemptions
     crowded = llm.generate(prompts, **fields)  # 4 x 310 + 8 x 40 tokens into 96 x 16
-    assert llm.core.scheduler.preemptions > before
+    assert llm.core.batch.preemptions > before
     alone = llm.generate([prompts[3]], **fields)  # the last ticket is preempted first
     assert [o.token_ids for o in alone] == [o.token_ids for o in crowded[6:]]
     assert all(output.text.startswith("[") for output in crowded)
@@ -127,18 +127,17 @@ def test_a_complete_answer_stops(llm: LLM) -> None:
 def test_a_grammar_that_fails_ends_only_its_request(llm: LLM) -> None:
     with pytest.raises(GrammarError, match="unknown name"):
         llm.generate(["a"], grammar="start: missing")
-    request = EngineRequest(
-        "off",
-        Kind.FULL,
-        [1, 2, 3],
-        SamplingParams(max_tokens=9, grammar=translate("regex", "a+")),
-        bytes(16),
+    spec = RequestSpec(
+        kind=Kind.FULL,
+        params=SamplingParams(max_tokens=9, grammar=translate("regex", "a+")),
+        hash_seed=bytes(16),
         ticket=10**9,
     )
+    request = EngineRequest(request_id="off", prompt=[1, 2, 3], spec=spec)
     llm.core.scheduler.submit(request, 0)
-    sequence = next(s for s in llm.core.scheduler._queue if s.request is request)
+    sequence = next(s for s in llm.core.batch.queue if s.request is request)
     # An answer that the grammar never allowed:
     sequence.tokens += llm.tokenizer.encode("zzz")
     assert llm.generate(["The sea is"], max_tokens=4)[0].tokens
     assert "off" not in llm.core.scheduler._requests
-    llm.core.scheduler.check_integrity()
+    llm.core.batch.check_integrity()

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core import events as ev
 from engine.core.core import EngineCore
-from engine.core.params import SampledToken, SamplingParams
+from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import (
     NgramProposer,
@@ -23,10 +23,12 @@ from engine.core.speculative.proposers import (
     Speculation,
     SpeculationSettings,
 )
-from engine.cpu.build import attention_layout, geometry_of, open_grammars
-from engine.cpu.build_draft import open_draft
+from engine.cpu.build_draft import build_draft
 from engine.cpu.decoder import Decoder
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
+from engine.loading.memory import kv_geometry
+from engine.sampling.grammars import open_grammars
 from engine.settings import EngineSettings
 from engine.text.grammar import translate
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
@@ -85,16 +87,16 @@ SHAPED: dict[str, Any] = {
 class Bench:
     """Engines over one loaded model, with or without speculation."""
 
-    def __init__(self, model: Decoder, artifact: ModelArtifact, layout: Any) -> None:
-        self.model, self.artifact, self.layout = model, artifact, layout
+    def __init__(self, model: Decoder, artifact: ModelArtifact, tiling: Any) -> None:
+        self.model, self.artifact, self.tiling = model, artifact, tiling
         self.grammars = open_grammars(artifact)
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
 
     def runner(self, blocks: int = 96) -> CpuRunner:
-        geometry = geometry_of(self.artifact, "bf16", blocks)
+        geometry = kv_geometry(self.artifact.config, "bf16", blocks)
         pool = bytearray(geometry.pool_bytes)
         eos = self.artifact.config.eos_token_ids
-        return CpuRunner(self.model, pool, geometry, self.layout, eos, grammars=self.grammars)
+        return CpuRunner(self.model, pool, geometry, self.tiling, eos, grammars=self.grammars)
 
     def core(self, proposer: Proposer | Speculation | None, blocks: int = 96) -> EngineCore:
         speculation = proposer if isinstance(proposer, Speculation) else None
@@ -109,7 +111,8 @@ class Bench:
         for index, (prompt, fields) in enumerate(zip(prompts, params, strict=True)):
             ids = self.tokenizer.encode(prompt)
             sampling = SamplingParams(max_tokens=length, **{"ignore_eos": True, **fields})
-            request = EngineRequest(f"{index}", Kind.FULL, ids, sampling, b"s" * 16, ticket=index)
+            spec = RequestSpec(kind=Kind.FULL, params=sampling, hash_seed=b"s" * 16, ticket=index)
+            request = EngineRequest(request_id=f"{index}", prompt=ids, spec=spec)
             core.scheduler.submit(request, 0)
         found: Answers = {}
         for now_ns in itertools.count():
@@ -118,19 +121,19 @@ class Bench:
                 break
             duration_ns = 1000 + 100 * sum(row.num_draft_tokens for row in plan.rows)  # as if
             for event in core.apply(plan, core.runner.execute(plan), now_ns, duration_ns):
-                core.scheduler.check_integrity()
+                core.batch.check_integrity()
                 if isinstance(event, ev.Tokens):
                     answer = found.setdefault((int(event.request_id), event.choice), [])
                     answer += event.tokens
-        assert core.pool.counts().leased == 0
+        assert core.pool.counts().in_use == 0
         return found
 
 
 @pytest.fixture(scope="module")
 def bench(artifact: ModelArtifact, load: Callable[[str, str], Decoder]) -> Bench:
     with torch.inference_mode():
-        layout = attention_layout(artifact, "bf16", "exact")
-    return Bench(load("bf16", "exact"), artifact, layout)
+        tiling = attention_tiling(artifact.config, "bf16", "exact")
+    return Bench(load("bf16", "exact"), artifact, tiling)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +157,7 @@ def test_ngram_guesses_change_no_token_and_no_logprob(bench: Bench, plain: Answe
 def test_preempted_with_draft_tokens_the_tokens_are_the_same(bench: Bench, plain: Answers) -> None:
     core = bench.core(NgramProposer(), blocks=15)
     assert bench.answers(core, PROMPTS, PARAMS) == plain
-    assert core.scheduler.preemptions > 0
+    assert core.batch.preemptions > 0
 
 
 def test_a_repetitive_answer_takes_fewer_steps(bench: Bench, plain: Answers) -> None:
@@ -189,7 +192,7 @@ def test_a_bad_draft_turns_itself_off(bench: Bench, plain: Answers, tmp_path: Pa
         numerics="fast",  # of the draft: nothing to prove
         speculation=SpeculationSettings(mode="draft", draft=str(tmp_path)),
     )
-    speculation = open_draft(settings, bench.runner(), lambda _: None)
+    speculation = build_draft(settings, bench.runner(), lambda _: None)
     answer = bench.answers(bench.core(speculation), [LIST], [GREEDY], length=48)[0, 0]
     assert answer[:32] == plain[0, 0]
     assert speculation.accepted_tokens == 0
@@ -205,7 +208,8 @@ def test_guesses_are_verified_by_all_ranks_of_a_replica(tmp_path: Path) -> None:
     def answer(ranks: int, speculation: Speculation | None) -> list[int]:
         with replica(model, ranks) as one:
             core = EngineCore(one.runner, SchedulerConfig(8, 64), speculation=speculation)
-            request = EngineRequest("a", Kind.FULL, list(prompt), params, b"s" * 16)
+            spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=b"s" * 16)
+            request = EngineRequest(request_id="a", prompt=list(prompt), spec=spec)
             core.scheduler.submit(request, 0)
             return answers(run(core))["a", 0]
 
@@ -229,12 +233,12 @@ def test_with_adapters_in_the_batch_guesses_do_not_show(tmp_path: Path) -> None:
         for ticket, adapter in enumerate(digests):
             prompt = [(31 * i + ticket) % artifact.config.vocab_size for i in range(40)]
             seed = b"%16d" % ticket
-            core.scheduler.submit(
-                EngineRequest(
-                    adapter, Kind.FULL, prompt, seeded, seed, ticket=ticket, adapter=adapter
-                ),
-                0,
+            ref = AdapterRef("", adapter, "") if adapter else None
+            spec = RequestSpec(
+                kind=Kind.FULL, params=seeded, hash_seed=seed, ticket=ticket, adapter=ref
             )
+            request = EngineRequest(request_id=adapter, prompt=prompt, spec=spec)
+            core.scheduler.submit(request, 0)
         return answers(run(core))
 
     plain = together(None)

@@ -21,20 +21,21 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str
     redis_url: str
     host: str
-    threads: int
     log_dir: str
 
 
 class Worker:
-    def __init__(self, settings: WorkerSettings) -> None:
-        self._settings = settings
+    def __init__(self, engine: asyncio.subprocess.Process, presence: Presence) -> None:
+        self._engine = engine
+        self._presence = presence
         self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._watch = asyncio.create_task(self._watch_engine())
 
-    async def start(self) -> WorkerRecord:
-        settings = self._settings
+    @classmethod
+    async def start(cls, settings: WorkerSettings) -> "Worker":
         if (Path(settings.log_dir) / f"fail-{settings.worker_id}").exists():
             raise RuntimeError("told to fail")
-        self._engine = await asyncio.create_subprocess_exec(
+        engine = await asyncio.create_subprocess_exec(
             sys.executable, "-c", "import time; time.sleep(600)", preexec_fn=die_with_parent()
         )
         record = WorkerRecord(
@@ -43,15 +44,18 @@ class Worker:
             state="ready",
             epoch=settings.epoch,
             incarnation=secrets.token_bytes(16),
-            pid=self._engine.pid,
+            pid=engine.pid,
             host=os.environ["OMP_WAIT_POLICY"],  # shows that the environment was in place
             address=f"{settings.host}:{os.getpid()}",
             threads=int(os.environ["OMP_NUM_THREADS"]),
         )
-        self._presence = Presence(Registry(settings.redis_url, settings.fleet), record)
-        self._presence.start()
-        self._watch = asyncio.create_task(self._watch_engine())
-        return record
+        presence = Presence(Registry(settings.redis_url, settings.fleet), record)
+        presence.start()
+        return cls(engine, presence)
+
+    @property
+    def record(self) -> WorkerRecord:
+        return self._presence.record
 
     async def _watch_engine(self) -> None:
         code = await self._engine.wait()

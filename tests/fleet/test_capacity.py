@@ -17,6 +17,7 @@ from engine.artifacts.artifact import ModelError, resolve_model
 from engine.artifacts.model_config import ModelConfig
 from engine.core import events as ev
 from engine.core.params import SamplingParams
+from engine.core.sequence import Kind, RequestSpec
 from engine.loading.memory import automatic_blocks, footprint, pool_geometry
 from engine.process import messages
 from engine.process.handle import EngineHandle
@@ -207,8 +208,7 @@ async def test_a_full_engine_takes_what_was_said(
         tensor_parallel=ranks,
         speculation=speculation or messages.SpeculationSettings(),
     )
-    engine = EngineHandle(settings)
-    await engine.start()
+    engine = await EngineHandle.start(settings)
     try:
         await asyncio.gather(*(_fill(engine, number, context) for number in range(concurrency)))
         leader = psutil.Process(engine.client.pid)
@@ -217,7 +217,7 @@ async def test_a_full_engine_takes_what_was_said(
     finally:
         await engine.client.stop()
     assert len(pids) == ranks
-    assert engine.load.free < 0.1 * said.kv_blocks, "the pool was filled"
+    assert engine.load.blocks.free < 0.1 * said.kv_blocks, "the pool was filled"
     assert math.isclose(measured, said.total, rel_tol=0.05), (
         f"measured {measured / 2**20:.0f} MiB, said {said.total / 2**20:.0f}"
     )
@@ -248,8 +248,8 @@ async def _fill(engine: EngineHandle, number: int, context: int) -> None:
     prompt = [number + 5, *((7 * i) % 40_000 for i in range(context - 17))]
     params = SamplingParams(max_tokens=16, temperature=0.7, ignore_eos=True, seed=number)
     packed = pack_tokens(prompt)
-    engine.submit(
-        messages.Submit(f"r{number}", "full", packed, params, bytes(16), 0, number), on_report
-    )
+    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=bytes(16), ticket=number)
+    command = messages.Submit(request_id=f"r{number}", prompt_token_ids=packed, spec=spec)
+    engine.submit(command, on_report)
     async with asyncio.timeout(300):
         assert not await ended

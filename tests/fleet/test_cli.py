@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from engine.artifacts.artifact import resolve_model
-from fleet.cli.main import _announce, app
-from fleet.preflight import PortTakenError, claim_port, describe_model
+from fleet.cli.lifecycle import _announce
+from fleet.cli.main import app
+from fleet.local.preflight import PortTakenError, claim_port, describe_model
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

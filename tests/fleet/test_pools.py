@@ -117,7 +117,7 @@ def test_the_settings_fit_the_worker_program() -> None:
     )
     settings = msgspec.convert(fields, WorkerSettings)
     assert set(fields) <= set(settings.__struct_fields__)
-    assert (settings.epoch, settings.max_context_tokens) == (2, 128)
+    assert (settings.epoch, settings.engine.max_context_tokens) == (2, 128)
 
 
 def test_lives_are_read_from_the_names_of_actors() -> None:

@@ -61,9 +61,12 @@ def _sheet(title: str, graph: Graph, top: int) -> tuple[list[str], tuple[int, in
             to_x, to_y = boxes[target]
             from_x, end_x = x + room_width / 2, to_x + room_width / 2
             bend = (to_y - y - room_height) / 2
+            # An arrow over several floors goes around the rooms in between.
+            aside = 0 if to_y - y <= _FLOOR else room_width * (1 if end_x >= from_x else -1)
             parts.append(
-                f'<path marker-end="url(#tip)" d="M{from_x:g} {y + room_height:g} C{from_x:g} '
-                f'{y + room_height + bend:g} {end_x:g} {to_y - bend:g} {end_x:g} {to_y:g}"/>'
+                f'<path marker-end="url(#tip)" d="M{from_x:g} {y + room_height:g} '
+                f"C{from_x + aside:g} {y + room_height + bend:g} "
+                f'{end_x + aside:g} {to_y - bend:g} {end_x:g} {to_y:g}"/>'
             )
     for name, (x, y) in sorted(boxes.items()):
         middle = x + room_width / 2

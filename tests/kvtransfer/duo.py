@@ -8,7 +8,7 @@ from engine.core.core import EngineCore
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.proposers import Speculation
 from engine.emulated import EmulatedRunner
 from kvtransfer import chunk, receiver, sender
@@ -20,6 +20,12 @@ SEED = b"s" * 16
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
 LEASE_NS = 3_000_000_000
 LAYERS = 3
+
+
+def spec_of(kind: Kind, ticket: int = 0, skip_blocks: int = 0) -> RequestSpec:
+    return RequestSpec(
+        kind=kind, params=PARAMS, hash_seed=SEED, ticket=ticket, skip_blocks=skip_blocks
+    )
 
 
 class Engine:
@@ -48,8 +54,8 @@ class Engine:
         publications = self.core.publications(plan)
 
         def done(layers: int) -> None:
-            found = [p.on_layers_done(layers, LAYERS) for p in publications]
-            published.extend(event for event in found if event)
+            events = [p.on_layers_done(layers, LAYERS) for p in publications]
+            published.extend(event for event in events if event)
 
         results = self.core.runner.execute(plan, done)
         return early + published + self.core.apply(plan, results, now_ns, 1)
@@ -57,7 +63,9 @@ class Engine:
 
 def golden(prompt: list[int]) -> list[int]:
     engine = Engine(64)
-    engine.core.scheduler.submit(EngineRequest("g", Kind.FULL, prompt, PARAMS, SEED), 0)
+    engine.core.scheduler.submit(
+        EngineRequest(request_id="g", prompt=prompt, spec=spec_of(Kind.FULL)), 0
+    )
     tokens: list[int] = []
     for now_ns in range(50):
         for event in engine.step(now_ns):
@@ -80,8 +88,8 @@ class Handover:
     out_id: str = ""
     opened: int = 0  # number of the stream, so that an old one's words are not heard
     heard: deque = field(default_factory=deque)  # prefill -> decode: (stream, action)
-    wanted: deque = field(default_factory=deque)  # places asked for: (generation, life, place)
-    arrived: deque = field(default_factory=deque)  # frames being checked: (table, place, frame)
+    asked: deque = field(default_factory=deque)  # slices: (generation, life, kv_slice, epoch)
+    arrived: deque = field(default_factory=deque)  # frames being checked
     first: int | None = None
     tokens: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -116,7 +124,8 @@ class Duo:
         intake = HandoffReceiver(self.decode.view.geometry, len(prompt), window_frames=3)
         handover = Handover(name, prompt, ticket, intake)
         self.requests[name] = handover
-        request = EngineRequest(name, Kind.REMOTE, prompt, PARAMS, SEED, ticket=ticket)
+        spec = spec_of(Kind.REMOTE, ticket=ticket)
+        request = EngineRequest(request_id=name, prompt=prompt, spec=spec)
         self.commands.append(lambda: self.decode.core.scheduler.submit(request, self.now_ns))
         return handover
 
@@ -195,10 +204,10 @@ class Duo:
                 )
 
     def fetch(self, handover: Handover, damage: str = "") -> None:
-        """Prefill reads one wanted frame and it arrives, perhaps damaged or as a repeat."""
-        if not handover.wanted:
+        """A frame that was asked for is read and arrives, perhaps damaged or twice."""
+        if not handover.asked:
             return
-        generation, life, kv_slice, epoch = handover.wanted.popleft()
+        generation, life, kv_slice, epoch = handover.asked.popleft()
         out = handover.out
         if life != self.life or damage == "lost":  # nobody answers any more, or not in time
             self.act(handover, handover.intake.pull_failed([kv_slice], "broken", epoch))
@@ -247,7 +256,7 @@ class Duo:
         for handover in self.requests.values():
             handover.out = None
             handover.heard.clear()
-            handover.wanted.clear()
+            handover.asked.clear()
             self.act(handover, handover.intake.stream_lost(peer_gone=True, reason="died"))
 
     def replace(self, handover: Handover) -> None:
@@ -286,7 +295,7 @@ class Duo:
                 case receiver.Bind():
                     self.tell(scheduler.bind, handover.name, action.generation)
                 case receiver.Pull():
-                    handover.wanted.extend(
+                    handover.asked.extend(
                         (handover.intake.generation, handover.life, kv_slice, action.epoch)
                         for kv_slice in action.kv_slices
                     )
@@ -338,15 +347,8 @@ class Duo:
         )
         self.serial += 1
         handover.out_id = f"{handover.name}/{self.serial}"
-        request = EngineRequest(
-            handover.out_id,
-            Kind.PREFILL,
-            handover.prompt,
-            PARAMS,
-            SEED,
-            ticket=handover.ticket,
-            skip_blocks=action.skip_blocks,
-        )
+        spec = spec_of(Kind.PREFILL, ticket=handover.ticket, skip_blocks=action.skip_blocks)
+        request = EngineRequest(request_id=handover.out_id, prompt=handover.prompt, spec=spec)
         self.prefill.core.scheduler.submit(request, self.now_ns)
 
     def say(self, handover: Handover, actions: list[sender.Action]) -> None:
@@ -362,16 +364,16 @@ class Duo:
             self.tell(self.decode.core.scheduler.cancel, handover.name)
 
     def assert_ours(self, handover: Handover, table: tuple[int, ...], kv_slice: KvSlice) -> None:
-        """A page is written only while its claim, or its quarantine, stands."""
-        mine = self.decode.core.scheduler.reservations.writable(handover.name)
+        """A page is written only while it is reserved, or in quarantine."""
+        mine = self.decode.core.batch.reservations.writable(handover.name)
         pages = set(table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count])
         assert pages <= mine, "a write after the pages were given back"
 
     def check(self) -> None:
         for engine in (self.prefill, self.decode):
-            engine.core.scheduler.check_integrity()
+            engine.core.batch.check_integrity()
             counts = engine.core.pool.counts()
-            parts = counts.free + counts.cached + counts.leased + counts.quarantined
+            parts = counts.free + counts.cached + counts.in_use + counts.quarantined
             assert parts == counts.total
         for handover in self.requests.values():
             assert len(handover.ends) <= 1, "a request ends once"

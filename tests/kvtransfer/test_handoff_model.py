@@ -20,8 +20,8 @@ def test_the_undisturbed_path():
         duo.settle()
         assert handover.tokens == GOLDEN[length]
         assert handover.ends == [""]
-    assert duo.decode.core.pool.counts().leased == 0
-    assert duo.prefill.core.pool.counts().leased == 0
+    assert duo.decode.core.pool.counts().in_use == 0
+    assert duo.prefill.core.pool.counts().in_use == 0
 
 
 def test_only_blocks_that_decode_lacks_travel():
@@ -167,7 +167,7 @@ class Handovers(RuleBasedStateMachine):
             assert handover.intake.state in (ReceiverState.DONE, ReceiverState.COMMITTED)
         for engine in (self.duo.prefill, self.duo.decode):
             counts = engine.core.pool.counts()
-            assert (counts.leased, counts.quarantined) == (0, 0)
+            assert (counts.in_use, counts.quarantined) == (0, 0)
 
 
 TestHandovers = Handovers.TestCase

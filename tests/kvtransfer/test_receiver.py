@@ -154,7 +154,14 @@ def test_work_grows_with_the_prompt_and_not_with_its_square(side: str) -> None:
         receiver.accepted(resumed=False, now_ns=0)
         for chunk in range(chunks):
             for number in range(8):
-                event = Published("r", number, 1, 4 * chunk, 4, 64)
+                event = Published(
+                    request_id="r",
+                    layer_begin=number,
+                    layer_count=1,
+                    block_begin=4 * chunk,
+                    block_count=4,
+                    valid_tokens=64,
+                )
                 kv_slice = KvSlice(number, 1, 0, 2, 4 * chunk, 4, 64)
                 if side == "sender":
                     sender.published(event)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from engine.artifacts.artifact import resolve_model
 from engine.artifacts.lora_artifact import read_adapter
+from engine.build import build_runner
 from engine.core import events as ev
 from engine.core.block_hashes import hash_seed
 from engine.core.core import EngineCore
 from engine.core.params import AdapterRef, SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.draft_proposer import DraftProposer
 from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.cpu.build import open_runner
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.cpu.runner import CpuRunner
 from engine.ipc import map_pool
@@ -54,7 +54,7 @@ class Engine:
             self.pool = map_pool(self._pool_fd, geometry)
             return self.pool
 
-        runner, self.info = open_runner(settings, mapped, lambda _: None, self._ranks)
+        runner, self.info = build_runner(settings, mapped, lambda _: None, self._ranks)
         assert isinstance(runner, CpuRunner)
         self.runner = runner
 
@@ -192,11 +192,12 @@ class _Run:
 
     def request(self, name: str, kind: Kind, **changes) -> EngineRequest:
         params = changes.pop("params", self.rig.params(self.case))
-        adapter = self.rig.adapter.digest if self.case.adapter else ""
+        adapter = self.rig.adapter if self.case.adapter else None
         prompt = changes.pop("prompt", list(self.rig.prompt))
-        return EngineRequest(
-            name, kind, prompt, params, self.seed, ticket=9, adapter=adapter, **changes
+        spec = RequestSpec(
+            kind=kind, params=params, hash_seed=self.seed, ticket=9, adapter=adapter, **changes
         )
+        return EngineRequest(request_id=name, prompt=prompt, spec=spec)
 
     def outcome(self) -> Outcome:
         sides = [side for side in (self.prefill, self.decode) if side is not None]
@@ -227,10 +228,10 @@ class _Run:
     def compete(self) -> None:
         """Another request, with an earlier ticket, grows until the pool is full."""
         params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-        other = EngineRequest(
-            "other", Kind.FULL, list(self.rig.competitor), params, b"other", ticket=1
+        spec = RequestSpec(
+            kind=Kind.FULL, params=params, hash_seed=b"other", ticket=1, cacheable=False
         )
-        other.cacheable = False
+        other = EngineRequest(request_id="other", prompt=list(self.rig.competitor), spec=spec)
         self.decode.core.scheduler.submit(other, 0)
         self.decode.until(ev.Tokens, "other")  # else a request with luck in guessing ends before
 
@@ -250,7 +251,7 @@ class _Run:
         for _ in range(100):
             reserved = self.last_claim()
             there.core.scheduler.bind("r", reserved.generation)
-            bound = [e for e in there.core.scheduler.events if isinstance(e, ev.Bound)]
+            bound = [e for e in there.core.batch.events if isinstance(e, ev.Bound)]
             if bound:
                 self.move(source.blocks, bound[-1].blocks, reserved.skip_blocks)
                 assert there.core.scheduler.commit("r", reserved.generation, first, 1)

@@ -28,11 +28,11 @@ async def registry(redis_server: EmbeddedRedis) -> AsyncIterator[Registry]:
 
 
 class Reader:
-    """The simplest mirror: applies what the feed yields, without checks of its own."""
+    """The simplest prefix index: applies what the feed yields, without checks of its own."""
 
     def __init__(self, registry: Registry) -> None:
         self.feed = EventFeed(registry)
-        self.names: dict[bytes, set[bytes]] = {}
+        self.hashes: dict[bytes, set[bytes]] = {}
         self.items: list[object] = []
         self.task = asyncio.create_task(self._run())
 
@@ -41,15 +41,15 @@ class Reader:
             self.items.append(item)
             match item:
                 case Snapshot():
-                    self.names[item.incarnation] = set(item.names)
+                    self.hashes[item.incarnation] = set(item.hashes)
                 case EventBatch():
-                    held = self.names[item.incarnation]
+                    held = self.hashes[item.incarnation]
                     if item.cleared:
                         held.clear()
                     held.difference_update(item.removed)
                     held.update(item.stored)
                 case Forget():
-                    del self.names[item.incarnation]
+                    del self.hashes[item.incarnation]
                 case Heartbeat():
                     pass
 

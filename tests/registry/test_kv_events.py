@@ -18,7 +18,7 @@ from tests.registry.conftest import Reader, eventually
 STREAM = "baton:{test}:kv:events"
 
 
-def names(count: int) -> list[bytes]:
+def hashes(count: int) -> list[bytes]:
     return [secrets.token_bytes(16) for _ in range(count)]
 
 
@@ -37,24 +37,24 @@ def raw(server: EmbeddedRedis) -> redis.Redis:
 async def test_what_is_stored_and_removed_reaches_a_reader(
     publisher: KvEventPublisher, reader: Reader
 ) -> None:
-    held = names(5000)  # more than fits into one batch
+    held = hashes(5000)  # more than fits into one batch
     publisher.publish(stored=held)
     publisher.publish(removed=held[:10])
-    await eventually(lambda: list(reader.names.values()) == [set(held[10:])])
+    await eventually(lambda: list(reader.hashes.values()) == [set(held[10:])])
 
     publisher.publish(stored=held[:3], cleared=True)
-    await eventually(lambda: list(reader.names.values()) == [set(held[:3])])
+    await eventually(lambda: list(reader.hashes.values()) == [set(held[:3])])
     assert reader.feed.gaps == 0
 
 
 async def test_a_reader_that_comes_late_starts_with_a_snapshot(
     publisher: KvEventPublisher, registry: Registry
 ) -> None:
-    held = names(100)
+    held = hashes(100)
     publisher.publish(stored=held)
     await eventually(lambda: publisher.sequence > 0 and publisher.connected)
     late = Reader(registry)
-    await eventually(lambda: list(late.names.values()) == [set(held)])
+    await eventually(lambda: list(late.hashes.values()) == [set(held)])
     assert isinstance(late.items[0], Snapshot)
     await late.close()
 
@@ -69,31 +69,31 @@ async def test_many_publishers_at_once_do_not_disturb_each_other(
     for _ in range(20):
         for publisher in publishers:
             held = expected.setdefault(publisher._ledger.incarnation, set())
-            new = names(20)
+            new = hashes(20)
             gone = list(held)[:5]
             publisher.publish(stored=new, removed=gone)
             held.difference_update(gone)
             held.update(new)
         await asyncio.sleep(0.01)
-    await eventually(lambda: reader.names == expected)
+    await eventually(lambda: reader.hashes == expected)
     await asyncio.gather(*(publisher.stop() for publisher in publishers))
 
 
 async def test_redis_killed_and_restarted_empty_is_filled_again(
     redis_server: EmbeddedRedis, publisher: KvEventPublisher, reader: Reader
 ) -> None:
-    held = names(50)
+    held = hashes(50)
     publisher.publish(stored=held)
-    await eventually(lambda: list(reader.names.values()) == [set(held)])
+    await eventually(lambda: list(reader.hashes.values()) == [set(held)])
 
     redis_server.kill()
-    more = names(5)
+    more = hashes(5)
     publisher.publish(stored=more, removed=held[:1])  # while it is away: nothing raises
     await eventually(lambda: not publisher.connected and not reader.feed.connected)
-    assert list(reader.names.values()) == [set(held)], "the mirror serves on"
+    assert list(reader.hashes.values()) == [set(held)], "the index serves on"
 
     redis_server.start()
-    await eventually(lambda: list(reader.names.values()) == [{*held[1:], *more}])
+    await eventually(lambda: list(reader.hashes.values()) == [{*held[1:], *more}])
     assert not any(isinstance(item, Forget) for item in reader.items)
     assert not reader.task.done()
 
@@ -101,7 +101,7 @@ async def test_redis_killed_and_restarted_empty_is_filled_again(
 async def test_a_set_that_redis_evicted_is_published_again(
     redis_server: EmbeddedRedis, publisher: KvEventPublisher, registry: Registry
 ) -> None:
-    held = names(50)
+    held = hashes(50)
     publisher.publish(stored=held)
     await eventually(lambda: publisher.checksum == hashes_checksum(held))
     with raw(redis_server) as client:
@@ -113,15 +113,15 @@ async def test_a_set_that_redis_evicted_is_published_again(
 async def test_events_lost_from_a_trimmed_stream_are_noticed(
     redis_server: EmbeddedRedis, publisher: KvEventPublisher, reader: Reader
 ) -> None:
-    held = names(10)
+    held = hashes(10)
     publisher.publish(stored=held)
-    await eventually(lambda: list(reader.names.values()) == [set(held)])
+    await eventually(lambda: list(reader.hashes.values()) == [set(held)])
     reader.feed._registry, registry = (
         Registry("redis://127.0.0.1:1/0", "test"),
         reader.feed._registry,
     )
     await eventually(lambda: not reader.feed.connected)
-    lost = names(3)
+    lost = hashes(3)
     with raw(redis_server) as client:
         for name in lost:
             before = client.xlen(STREAM)
@@ -129,16 +129,16 @@ async def test_events_lost_from_a_trimmed_stream_are_noticed(
             await eventually(lambda before=before: client.xlen(STREAM) > before)
         client.xtrim(STREAM, maxlen=1, approximate=False)
     reader.feed._registry = registry
-    await eventually(lambda: list(reader.names.values()) == [{*held, *lost}])
+    await eventually(lambda: list(reader.hashes.values()) == [{*held, *lost}])
     assert reader.feed.gaps == 1
 
 
 async def test_a_mirror_that_differs_by_checksum_is_read_again(
     publisher: KvEventPublisher, reader: Reader
 ) -> None:
-    publisher.publish(stored=names(4))
-    await eventually(lambda: len(reader.names) == 1 and bool(*reader.names.values()))
-    (incarnation,) = reader.names
+    publisher.publish(stored=hashes(4))
+    await eventually(lambda: len(reader.hashes) == 1 and bool(*reader.hashes.values()))
+    (incarnation,) = reader.hashes
     reader.feed._machine._tracks[incarnation].checksum ^= 1
     reader.items.clear()
     await eventually(lambda: any(isinstance(item, Snapshot) for item in reader.items))
@@ -147,11 +147,11 @@ async def test_a_mirror_that_differs_by_checksum_is_read_again(
 async def test_a_dead_incarnation_is_forgotten_at_once(
     redis_server: EmbeddedRedis, registry: Registry, publisher: KvEventPublisher, reader: Reader
 ) -> None:
-    publisher.publish(stored=names(200))
-    await eventually(lambda: len(reader.names) == 1)
+    publisher.publish(stored=hashes(200))
+    await eventually(lambda: len(reader.hashes) == 1)
     await publisher.stop()
-    await registry.forget(*reader.names)
-    await eventually(lambda: not reader.names)
+    await registry.forget(*reader.hashes)
+    await eventually(lambda: not reader.hashes)
     with raw(redis_server) as client:
         assert not client.keys("*:set") and not client.keys("*:meta")
         assert client.zcard("baton:{test}:kv:live") == 0
@@ -188,26 +188,26 @@ def test_reader_and_worker_agree_after_any_losses(
     """Model: a ledger publishes into a channel that loses things; heartbeats heal the reader."""
     ledger, machine = HashLedger(b"i" * 16), FeedMachine()
     machine.wants.add(ledger.incarnation)
-    mirror: set[bytes] = set()
+    index: set[bytes] = set()
     truth: set[bytes] = set()
     stored_set: set[bytes] = set()  # what Redis holds
 
     def apply(items: list[object]) -> None:
         for item in items:
             if isinstance(item, Snapshot):
-                mirror.clear()
-                mirror.update(item.names)
+                index.clear()
+                index.update(item.hashes)
             elif isinstance(item, EventBatch):
                 if item.cleared:
-                    mirror.clear()
-                assert not mirror.intersection(item.stored), "batches hold net changes only"
-                mirror.difference_update(item.removed)
-                mirror.update(item.stored)
+                    index.clear()
+                assert not index.intersection(item.stored), "batches hold net changes only"
+                index.difference_update(item.removed)
+                index.update(item.stored)
 
     def publish() -> EventBatch | None:
         if ledger.needs_snapshot:
             stored_set.clear()
-            stored_set.update(ledger.take_snapshot().names)
+            stored_set.update(ledger.take_snapshot().hashes)
             return None
         batch = ledger.take_batch()
         if batch.cleared:
@@ -222,7 +222,7 @@ def test_reader_and_worker_agree_after_any_losses(
             snapshot = Snapshot(
                 incarnation=ledger.incarnation,
                 sequence=ledger.sequence,
-                names=frozenset(stored_set),
+                hashes=frozenset(stored_set),
             )
             apply(machine.on_snapshot(snapshot, ledger.checksum))
 
@@ -244,13 +244,13 @@ def test_reader_and_worker_agree_after_any_losses(
                 apply(machine.on_entry(batch))  # twice is as good as once
         if fate == "trim":
             heal()
-        assert stored_set == ledger.names
+        assert stored_set == ledger.hashes
 
     while ledger.pending:
         publish()
     heal()
-    assert mirror == ledger.names == truth
-    assert ledger.taken_names == len(truth)
+    assert index == ledger.hashes == truth
+    assert ledger.taken_hashes == len(truth)
 
 
 def test_changes_that_undo_each_other_publish_nothing() -> None:
@@ -274,10 +274,10 @@ def test_a_snapshot_of_an_incarnation_that_is_gone_is_not_asked_for_forever() ->
 async def test_a_reader_that_lost_what_it_was_told_gets_it_again(
     publisher: KvEventPublisher, reader: Reader
 ) -> None:
-    held = names(4)
+    held = hashes(4)
     publisher.publish(stored=held)
-    await eventually(lambda: list(reader.names.values()) == [set(held)])
-    (incarnation,) = reader.names
-    reader.names.clear()
+    await eventually(lambda: list(reader.hashes.values()) == [set(held)])
+    (incarnation,) = reader.hashes
+    reader.hashes.clear()
     reader.feed.want(incarnation)
-    await eventually(lambda: reader.names == {incarnation: set(held)})
+    await eventually(lambda: reader.hashes == {incarnation: set(held)})

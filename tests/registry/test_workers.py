@@ -104,6 +104,19 @@ async def test_connecting_to_nothing_is_one_typed_error() -> None:
         await Registry.connect("redis://127.0.0.1:1/0", "test")
 
 
+async def test_a_connection_counts_the_calls_that_failed(
+    registry: Registry, redis_server: EmbeddedRedis
+) -> None:
+    assert not registry.connected
+    await registry.birth()
+    assert (registry.connected, registry.errors) == (True, 0)
+    redis_server.kill()
+    for _ in range(2):
+        with pytest.raises(RegistryUnavailableError):
+            await registry.birth()
+    assert (registry.connected, registry.errors) == (False, 2)
+
+
 def test_the_later_life_of_a_slot_wins() -> None:
     old, new = worker(epoch=1), worker(epoch=2, state="starting", incarnation=b"")
     assert merged({"decode-0": new}, {"decode-0": old}) == {"decode-0": new}

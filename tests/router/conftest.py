@@ -60,7 +60,8 @@ class Fleet:
     """One router and its workers."""
 
     def __init__(self, router: Router, server: uvicorn.Server, directory: StaticDirectory) -> None:
-        self.router = router
+        self.router = router.parts
+        self.app = router.app
         self.directory = directory
         self.workers: dict[str, EmulatedWorker] = {}
         self.processes: list[asyncio.subprocess.Process] = []
@@ -151,9 +152,9 @@ async def make_fleet(model):
 
 def events_of(text: str) -> list:
     """The events of an SSE body; ``"[DONE]"`` as it stands, comments left out."""
-    found = []
+    events = []
     for line in text.splitlines():
         if line.startswith("data: "):
             data = line.removeprefix("data: ")
-            found.append(data if data == "[DONE]" else json.loads(data))
-    return found
+            events.append(data if data == "[DONE]" else json.loads(data))
+    return events

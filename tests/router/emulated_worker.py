@@ -186,7 +186,6 @@ class EmulatedWorker(DecodeServicer):
             ),
             prefill_tokens_per_s=3000,
             decode_step_s=self.script.decode_step_s,
-            prefill_overhead_s=0.005,
         )
         if first:
             status.capabilities.CopyFrom(

@@ -157,8 +157,8 @@ async def test_a_request_can_be_explained(fleet):
 async def test_records_are_bounded(make_fleet):
     fleet = await make_fleet({"decode-0": None}, kept_records=3)
     ids = [(await fleet.chat(max_tokens=1)).json()["id"] for _ in range(5)]
-    found = [(await fleet.http.get(f"/fleet/requests/{i}")).status_code for i in ids]
-    assert found == [404, 404, 200, 200, 200]
+    statuses = [(await fleet.http.get(f"/fleet/requests/{i}")).status_code for i in ids]
+    assert statuses == [404, 404, 200, 200, 200]
     await until(lambda: fleet.router.gateway.in_flight == 0)
 
 
@@ -275,7 +275,7 @@ async def test_a_slow_reader_gets_tokens_together(make_fleet):
         writes.append(message.get("body", b""))
         await asyncio.sleep(0.05)  # the connection takes a write only now and then
 
-    await fleet.router.app()(scope, receive, send)
+    await fleet.app()(scope, receive, send)
     events = events_of(b"".join(writes).decode())
     assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events[:-1]) == 200
     assert len(events) < 60

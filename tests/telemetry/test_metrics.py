@@ -70,7 +70,7 @@ def test_an_info_has_one_series_whose_labels_are_set_when_the_page_is_asked_for(
         running = ",".join(names)
         metrics.set_info("baton_adapter_requests_info", 7, running_lora_adapters=running, **fixed)
 
-    metrics.before_page = show
+    metrics.before_page.append(show)
     assert 'running_lora_adapters="a,b"' in metrics.render().decode()
     names.pop()
     page = metrics.render().decode()

@@ -12,14 +12,21 @@ from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
 from engine.core.prompt_outputs import PromptLogprobsIntake
+from engine.settings import EngineSettings
 from fleet.worker import WorkerSettings
-from kvtransfer import grpc_transport
 from registry.types import WorkerRecord
 from wire import codecs
+from wire.grpc_options import open_channel, token_metadata
 from wire.tokens import pack_tokens, unpack_tokens
 
 TOKEN = "fleet-token"
 NO_REDIS = "redis://127.0.0.1:1"  # serving must not need it
+
+
+def worker_settings(**fields: object) -> WorkerSettings:
+    """Settings of a worker and of its engine, given side by side."""
+    engine = {name: fields.pop(name) for name in EngineSettings.__struct_fields__ if name in fields}
+    return WorkerSettings(engine=EngineSettings(**{"max_adapters": 8, **engine}), **fields)
 
 
 class WorkerProcess:
@@ -45,7 +52,7 @@ class WorkerProcess:
             "check_every_step": True,
             **changes,
         }
-        settings = msgspec.json.encode(WorkerSettings(**fields)).decode()
+        settings = msgspec.json.encode(worker_settings(**fields)).decode()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -108,9 +115,9 @@ class MiniRouter:
 
     async def connect(self) -> None:
         self.status = None
-        self._channel = grpc_transport.open_channel(self.worker.record.address)
+        self._channel = open_channel(self.worker.record.address)
         stub = decode_pb2_grpc.DecodeStub(self._channel)
-        self.call = stub.Serve(metadata=grpc_transport.token_metadata(TOKEN))
+        self.call = stub.Serve(metadata=token_metadata(TOKEN))
         hello = pb.Hello(router_id=self.router_id, wire=common_pb2.WireRange(min=1, max=1))
         await self.send(hello=hello)
         self._tasks = [
@@ -238,10 +245,10 @@ async def workers(*names: str, **changes: object) -> AsyncIterator[list[WorkerPr
 
     def fields(name: str) -> dict[str, object]:
         role = name.split("-", maxsplit=1)[0]
-        found = {k: v for k, v in changes.items() if not k.startswith(("prefill_", "decode_"))}
+        own = {k: v for k, v in changes.items() if not k.startswith(("prefill_", "decode_"))}
         prefix = f"{role}_"
-        found |= {k.removeprefix(prefix): v for k, v in changes.items() if k.startswith(prefix)}
-        return found
+        own |= {k.removeprefix(prefix): v for k, v in changes.items() if k.startswith(prefix)}
+        return own
 
     started = await asyncio.gather(*(WorkerProcess.start(name, **fields(name)) for name in names))
     try:

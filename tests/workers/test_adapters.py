@@ -35,12 +35,12 @@ async def test_each_adapter_gives_its_own_tokens_on_every_path(tmp_path):
     loras = [None, adapter(1, tmp_path), adapter(2, tmp_path)]
     async with workers("prefill-0", "decode-0") as (prefill, decode), routed(decode) as router:
         for number, lora in enumerate(loras):
-            here = await ask(router, f"colocated {number}", lora)
-            there = await ask(router, f"disaggregated {number}", lora, prefill)
+            colocated = await ask(router, f"colocated {number}", lora)
+            disaggregated = await ask(router, f"disaggregated {number}", lora, prefill)
             again = await ask(router, f"hit {number}", lora, prefill)
             assert router.routes[f"disaggregated {number}"].mode == "disaggregated"
             assert router.routes[f"hit {number}"].cached_tokens > 0
-            assert here == there == again
+            assert colocated == disaggregated == again
         asked = [ask(router, f"mixed {i}", loras[i % 3], [None, prefill][i % 2]) for i in range(12)]
         mixed = await asyncio.gather(*asked)
         for number, tokens in enumerate(mixed):

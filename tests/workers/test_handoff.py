@@ -10,13 +10,14 @@ import grpc
 import pytest
 from batonpb import decode_pb2 as pb
 from batonpb import decode_pb2_grpc
+from batonpb.common_pb2 import WorkerIdentity
 from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published
 
-from decode_worker.handoff import HandoffIntake
+from decode_worker.handoff import Handoff
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
-from kvtransfer import grpc_transport
 from tests.workers.harness import TOKEN, MiniRouter, routed, workers
+from wire.grpc_options import open_channel, token_metadata
 from wire.tokens import pack_tokens, unpack_tokens
 
 PROMPT = list(range(3, 203))
@@ -76,22 +77,25 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     submission = pb.Submission(request_id="a", prompt_tokens=pack_tokens(range(400)))
     submission.sampling.max_tokens = 1
     pool, peers = SimpleNamespace(geometry=geometry), AsyncMock()
-    engine, metrics, ask, ignore = Mock(), Mock(), Mock(), Mock()
-    intake = HandoffIntake(
-        submission, "d/a/1", engine, pool, peers, None, metrics, ignore, ask, ignore
+    parts = SimpleNamespace(
+        engine=Mock(), pool=pool, peers=peers, identity=WorkerIdentity(), metrics=Mock()
     )
-    intake.on_report(ev.Reserved("d/a/1", generation=1, skip_blocks=0))
-    intake._on_event(PrefillEvent(accepted=PrefillAccepted()))
+    listener = Mock()
+    handoff = Handoff(submission, "d/a/1", parts, listener)
+    handoff.on_report(ev.Reserved("d/a/1", generation=1, skip_blocks=0))
+    handoff.on_event(PrefillEvent(accepted=PrefillAccepted()))
     for block in range(25):
         now_s += 1
         kv_slice = Published(layer_count=4, block_begin=block, block_count=1, valid_tokens=16)
-        intake._on_event(PrefillEvent(published=kv_slice))
-        intake.tick(clock.monotonic_ns())
-    ask.assert_not_called()
+        handoff.on_event(PrefillEvent(published=kv_slice))
+        handoff.tick(clock.monotonic_ns())
+    listener.on_peer_needed.assert_not_called()
     now_s += 11
-    intake.tick(clock.monotonic_ns())
-    ask.assert_called_once_with("no progress for 10.0 s", False)
-    for task in intake._tasks:
+    handoff.tick(clock.monotonic_ns())
+    listener.on_peer_needed.assert_called_once_with(
+        submission.prefill, "no progress for 10.0 s", False
+    )
+    for task in handoff._tasks:
         task.cancel()
 
 
@@ -246,9 +250,12 @@ async def test_a_choice_that_stopped_stays_stopped_after_local_compute():
             assert len(router.tokens["a"][1]) == 80
 
 
-@pytest.mark.parametrize("drill", ["flip", "swap", "replay", "incarnation", "torn"])
-async def test_damage_now_and_then_is_repaired(drill):
-    async with workers("prefill-0", "decode-0", prefill_drill=f"{drill}:3") as (prefill, decode):
+@pytest.mark.parametrize("damage", ["flip", "swap", "replay", "incarnation", "torn"])
+async def test_damage_now_and_then_is_repaired(damage):
+    async with workers("prefill-0", "decode-0", prefill_fault_injection=f"{damage}:3") as (
+        prefill,
+        decode,
+    ):
         async with routed(decode) as router:
             for round_ in range(3):
                 prompt = [round_, *PROMPT * 5]
@@ -259,9 +266,12 @@ async def test_damage_now_and_then_is_repaired(drill):
             await router.baseline()
 
 
-@pytest.mark.parametrize("drill", ["flip", "incarnation", "torn"])
-async def test_damage_that_never_stops_is_given_up_and_never_shown(drill):
-    async with workers("prefill-0", "decode-0", prefill_drill=f"{drill}:1") as (prefill, decode):
+@pytest.mark.parametrize("damage", ["flip", "incarnation", "torn"])
+async def test_damage_that_never_stops_is_given_up_and_never_shown(damage):
+    async with workers("prefill-0", "decode-0", prefill_fault_injection=f"{damage}:1") as (
+        prefill,
+        decode,
+    ):
         async with routed(decode) as router:
             await router.submit("a", PROMPT, prefill)
             await router.until(lambda: router.asks, 10.0)
@@ -319,9 +329,9 @@ async def test_an_older_attempt_is_refused():
 
 async def test_calls_without_the_fleet_token_are_refused():
     async with workers("decode-0") as (decode,):
-        channel = grpc_transport.open_channel(decode.record.address)
+        channel = open_channel(decode.record.address)
         stub = decode_pb2_grpc.DecodeStub(channel)
-        for metadata in ((), grpc_transport.token_metadata("wrong")):
+        for metadata in ((), token_metadata("wrong")):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Submit(pb.Submission(), metadata=metadata)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -330,9 +340,9 @@ async def test_calls_without_the_fleet_token_are_refused():
 
 async def test_garbage_on_the_stream_harms_nobody_else():
     async with workers("decode-0") as (decode,), routed(decode) as router:
-        channel = grpc_transport.open_channel(decode.record.address)
+        channel = open_channel(decode.record.address)
         raw = channel.stream_stream("/baton.v1.Decode/Serve")
-        call = raw(metadata=grpc_transport.token_metadata(TOKEN))
+        call = raw(metadata=token_metadata(TOKEN))
         await call.write(b"\xff\xff\xff not a frame")
         with pytest.raises(grpc.aio.AioRpcError):
             while await call.read() is not grpc.aio.EOF:

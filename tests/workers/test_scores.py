@@ -59,8 +59,8 @@ async def test_a_long_prompts_scores_fit_into_messages_and_survive_a_lost_stream
     prompt = [(7 * i + 3) % 256 for i in range(8_000)]
     await router.submit("a", prompt, prefill, sampling={"prompt_logprobs": 21, "max_tokens": 60})
     await router.until(lambda: router.scores["a"].complete is not None)
-    wanted = whole(router, "a")
-    assert len(wanted.top_ids) == 4 * 20 * (len(prompt) - 1)
+    scores = whole(router, "a")
+    assert len(scores.top_ids) == 4 * 20 * (len(prompt) - 1)
     await router.drop_stream()
     router.scores["a"], router.tokens["a"] = (
         type(router.scores["a"])(len(prompt) - 1),
@@ -70,7 +70,7 @@ async def test_a_long_prompts_scores_fit_into_messages_and_survive_a_lost_stream
     await router.send(resume={"request_id": "a", "attempt": 1, "next_index": [0]})
     end = await router.ended("a")
     assert not end.HasField("error"), end
-    assert whole(router, "a") == wanted
+    assert whole(router, "a") == scores
     assert len(router.tokens["a"][0]) == 60
     assert router.largest_frame < 1.5 * 2**20
 

@@ -10,27 +10,27 @@ from engine.core.reservations import Reservations
 from engine.core.sequence import TokenSequence, blocks_for
 
 
-def accepted_draft_tokens(row: PlanRow, drawn: Sequence[SampledToken]) -> int:
-    """How many draft tokens of a row, from the first, are what was drawn in their place."""
+def accepted_draft_tokens(row: PlanRow, sampled: Sequence[SampledToken]) -> int:
+    """How many draft tokens of a row, from the first, are what was sampled in their place."""
     draft_tokens = row.tokens[len(row.tokens) - row.num_draft_tokens :]
-    for count, (draft_token, sampled) in enumerate(zip(draft_tokens, drawn, strict=False)):
-        if draft_token != sampled.token:
+    for count, (draft_token, actual) in enumerate(zip(draft_tokens, sampled, strict=False)):
+        if draft_token != actual.token:
             return count
     return row.num_draft_tokens
 
 
 def accepted_run(
-    sequence: TokenSequence, row: PlanRow, drawn: list[SampledToken], eos: frozenset[int]
+    sequence: TokenSequence, row: PlanRow, sampled: list[SampledToken], eos: frozenset[int]
 ) -> list[SampledToken]:
-    """What a speculated row adds to its answer: the same tokens that single steps would have drawn.
+    """What a row with draft tokens adds to its answer: the tokens that single steps would sample.
 
     Behind each right draft token one more token counts, and nothing behind the token that ends the
     answer. There is always at least one.
     """
-    run = drawn[: accepted_draft_tokens(row, drawn) + 1]
-    params, generated = sequence.request.params, sequence.generated
-    for count, sampled in enumerate(run, start=1):
-        if finish_reason(params, eos, sampled.token, generated + count)[0]:
+    run = sampled[: accepted_draft_tokens(row, sampled) + 1]
+    params, generated = sequence.request.spec.params, sequence.generated
+    for count, last in enumerate(run, start=1):
+        if finish_reason(params, eos, last.token, generated + count)[0]:
             return run[:count]
     return run
 
@@ -38,8 +38,8 @@ def accepted_run(
 class SpareBlocks:
     """Lends blocks that nobody needs in this step to draft tokens, and takes them back after it.
 
-    Draft tokens therefore preempt nobody, hold nothing between two steps, and never write into a block
-    that others share.
+    Draft tokens therefore preempt nobody, hold nothing between two steps, and never write into a
+    block that others share.
     """
 
     def __init__(self, pool: BlockPool, reservations: Reservations) -> None:
@@ -48,7 +48,7 @@ class SpareBlocks:
         self._borrowers: list[TokenSequence] = []
 
     def lend(self, sequence: TokenSequence, num_draft_tokens: int) -> int:
-        """Make room for ``num_draft_tokens`` tokens behind the one to be computed; returns how many fit."""
+        """Make room behind the token to be computed; returns how many draft tokens fit."""
         first = sequence.computed + 1
         need = blocks_for(first + num_draft_tokens) - len(sequence.blocks)
         room = max(self._pool.available() - self._reservations.reserved_blocks, 0)

@@ -1,9 +1,9 @@
 """Draft tokens by a draft model: a small model with the same vocabulary beside the main one.
 
-It draws with the same parameters and the same noise as the main model will, so its draft token is right
-whenever its logits lead to the same token, at any temperature. Its KV lies in a pool of its own;
-what it lacks (a prompt that was computed here or handed over, tokens that it did not draft token) it
-computes itself, in chunks. No room in its pool means no draft tokens, nothing worse.
+It samples with the same parameters and the same noise as the main model will, so its draft token is
+right whenever its logits lead to the same token, at any temperature. Its KV lies in a pool of its
+own; what it lacks (a prompt that was computed here or handed over, tokens that it did not propose)
+it computes itself, in chunks. No room in its pool means no draft tokens, nothing worse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from engine.core.model_runner import ModelRunner
 from engine.core.params import SamplingParams, finish_reason
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
-from engine.core.speculative.proposers import MAX_DRAFT_TOKENS, Ask, Proposal
+from engine.core.speculative.proposers import MAX_DRAFT_TOKENS, Candidate, Proposal
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Draft:
     agreed: int = 0  # of them, tokens known to be the sequence's own
     blocks: list[int] = field(default_factory=list)
     broken: bool = False
-    wanted: int = 0
+    target: int = 0  # draft tokens to propose in this step
     draft_tokens: list[int] = field(default_factory=list)
 
     def forget_rejected(self) -> None:
@@ -47,15 +47,25 @@ class _Draft:
         return len(self.sequence.tokens) - len(self.computed)
 
     def row(self, count: int) -> PlanRow:
-        """Compute the next ``count`` tokens, and draw a draft token if they reach the end."""
+        """Compute the next ``count`` tokens, and sample a draft token if they reach the end."""
         known = [*self.sequence.tokens, *self.draft_tokens]
         start, end = len(self.computed), len(self.computed) + count
         samples: tuple[SampleSpec, ...] = ()
         if end == len(known):
-            prompt_tokens = len(self.sequence.request.prompt)
-            samples = (SampleSpec(self.sequence.choice, self.params, known, prompt_tokens),)
-        table = self.blocks[: blocks_for(end)]
-        return PlanRow(self.sequence.sequence_id, known[start:end], start, table, samples)
+            sample = SampleSpec(
+                choice=self.sequence.choice,
+                params=self.params,
+                history=known,
+                prompt_tokens=len(self.sequence.request.prompt),
+            )
+            samples = (sample,)
+        return PlanRow(
+            sequence_id=self.sequence.sequence_id,
+            tokens=known[start:end],
+            start=start,
+            block_ids=self.blocks[: blocks_for(end)],
+            samples=samples,
+        )
 
 
 class DraftProposer:
@@ -72,14 +82,14 @@ class DraftProposer:
         self._pool = BlockPool(runner.geometry.num_blocks)
         self._drafts: dict[int, _Draft] = {}
 
-    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
-        """See ``Proposer``. One forward pass per draft token, over all sequences that are asked for."""
+    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
+        """See ``Proposer``. One forward pass per draft token, over all sequences together."""
         self.untimed = False
-        drafts = [self._draft(ask) for ask in asks]
+        drafts = [self._draft(candidate) for candidate in candidates]
         ready = self._catch_up(drafts, budget_tokens)
         while ready:
             self._propose_next(ready)
-            ready = [d for d in ready if not d.broken and len(d.draft_tokens) < d.wanted]
+            ready = [d for d in ready if not d.broken and len(d.draft_tokens) < d.target]
         return [Proposal(draft.draft_tokens) for draft in drafts]
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
@@ -90,37 +100,37 @@ class DraftProposer:
     @property
     def blocks_held(self) -> int:
         """Blocks of the draft's pool that sequences hold."""
-        return self._pool.counts().leased
+        return self._pool.counts().in_use
 
     def check_integrity(self) -> None:
         """Recount the draft's blocks; see ``BlockPool.check_integrity``."""
         self._pool.check_integrity([draft.blocks for draft in self._drafts.values()])
 
-    def _draft(self, ask: Ask) -> _Draft:
-        sequence = ask.sequence
+    def _draft(self, candidate: Candidate) -> _Draft:
+        sequence = candidate.sequence
         draft = self._drafts.get(sequence.sequence_id)
         if draft is None:
-            params = msgspec.structs.replace(sequence.request.params, logprobs=None)
+            params = msgspec.structs.replace(sequence.request.spec.params, logprobs=None)
             draft = self._drafts[sequence.sequence_id] = _Draft(sequence, params)
         draft.draft_tokens = []
-        draft.wanted = 0 if draft.broken else ask.allowed(0)
-        if draft.wanted:
-            need = blocks_for(len(sequence.tokens) + draft.wanted) - len(draft.blocks)
+        draft.target = 0 if draft.broken else candidate.allowed(0)
+        if draft.target:
+            need = blocks_for(len(sequence.tokens) + draft.target) - len(draft.blocks)
             after = draft.blocks[-1] if draft.blocks else None
             pages = self._pool.allocate(need, after) if need > 0 else []
             if pages is None:
-                draft.wanted = 0
+                draft.target = 0
             else:
                 draft.blocks += pages
         draft.forget_rejected()
         return draft
 
     def _catch_up(self, drafts: Sequence[_Draft], budget_tokens: int) -> list[_Draft]:
-        """Compute prompts as far as the budget goes; returns who can propose in this step."""
+        """Compute prompts as far as the budget goes; returns the drafts that can propose now."""
         ready, rows, late = [], [], []
         for draft in drafts:
             missing = draft.missing()
-            if not draft.wanted or not budget_tokens:
+            if not draft.target or not budget_tokens:
                 continue
             if missing <= budget_tokens:
                 ready.append(draft)
@@ -135,10 +145,10 @@ class DraftProposer:
 
     def _propose_next(self, drafts: Sequence[_Draft]) -> None:
         rows = [draft.row(draft.missing() + len(draft.draft_tokens)) for draft in drafts]
-        for draft, drawn in zip(drafts, self._run(drafts, rows), strict=True):
-            draft.draft_tokens += drawn
-            if drawn and self._ends(draft, drawn[-1]):
-                draft.wanted = len(draft.draft_tokens)
+        for draft, tokens in zip(drafts, self._run(drafts, rows), strict=True):
+            draft.draft_tokens += tokens
+            if tokens and self._ends(draft, tokens[-1]):
+                draft.target = len(draft.draft_tokens)
 
     def _ends(self, draft: _Draft, token: int) -> bool:
         """Whether nothing follows a draft token, if it is right."""
@@ -146,13 +156,13 @@ class DraftProposer:
         return bool(finish_reason(draft.params, self._eos, token, generated)[0])
 
     def _run(self, drafts: Sequence[_Draft], rows: Sequence[PlanRow]) -> list[list[int]]:
-        """Tokens drawn for each row; none at all when one met NaN, which then proposes no more."""
+        """Tokens sampled for each row; none when one met NaN, which then proposes no more."""
         try:
             results = self._runner.execute(StepPlan(tuple(rows)))
         except NumericsError as error:
-            for index in getattr(error, "rows", ()) or range(len(rows)):
+            for index in error.rows or range(len(rows)):
                 drafts[index].broken = True
             return [[] for _ in rows]
         for draft, row in zip(drafts, rows, strict=True):
             draft.computed += row.tokens
-        return [[sampled.token for sampled in drawn] for drawn in results]
+        return [[sampled.token for sampled in row_results] for row_results in results]

@@ -1,13 +1,13 @@
 """Speculation: propose the next tokens of an answer, and compute them all in one step.
 
     tokens of a row   [ last token | draft token 1 | draft token 2 | draft token 3 ]
-    drawn             [     a      |    b    |    c    |    d    ]
+    sampled           [     a      |       b       |       c       |       d       ]
     a == draft token 1, b == draft token 2, c != draft token 3:   the answer grows by a, b, c
 
-What is drawn at a position is a function of the tokens before it (and of seed, choice, position).
-So right draft tokens save steps and wrong ones cost time, and in ``numerics: exact`` neither shows in
-the tokens. Whether guessing pays is decided per request and step, from the share of draft tokens that
-were right lately and from the measured time that one more draft token costs everybody in the batch.
+What is sampled at a position is a function of the tokens before it (and of seed, choice, position).
+So right draft tokens save steps and wrong ones cost time, and in ``numerics: exact`` neither shows
+in the tokens. Whether draft tokens pay is decided per request and step, from the share of them that
+was right lately and from the measured time that one more costs everybody in the batch.
 Pure: durations come from outside.
 """
 
@@ -21,18 +21,17 @@ from engine.core.params import SampledToken
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.sequence import TokenSequence, blocks_for
 from engine.core.speculative.acceptance import accepted_draft_tokens
+from telemetry.running_mean import RunningMean
 
 MAX_DRAFT_TOKENS = 16
 
 _ANY_KIND = 0.6  # prior for the share of right draft tokens
 _LEARN = 0.2
 _FIRST_WAIT, _LONGEST_WAIT = 32, 1024  # chances let pass before the next trial
-_TRIAL_GUESSES = 2
-_GUESS_SHARE = 0.05  # prior: a draft token costs this part of a plain step of one request
+_TRIAL_DRAFT_TOKENS = 2
+_DRAFT_TOKEN_SHARE = 0.05  # prior: a draft token costs this part of a plain step of one request
 _PLAIN_EVERY = 64  # steps with draft tokens after which a plain one is timed again
-_PROBE_EVERY = (
-    256  # steps without, because no draft token could pay, after which one is timed again
-)
+_PROBE_EVERY = 256  # steps in which no draft token could pay, after which one is timed again
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +51,8 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A sequence that may be guessed for; ``allowed(kind)`` says how many draft tokens pay."""
+class Candidate:
+    """A sequence that may get draft tokens; ``allowed(kind)`` says how many of a kind pay."""
 
     sequence: TokenSequence
     allowed: Callable[[int], int]
@@ -64,13 +63,13 @@ class Proposer(Protocol):
 
     @property
     def untimed(self) -> bool:
-        """Whether the last call did work that other steps do not have (its time says nothing)."""
+        """Whether the last call did work that other steps do not have; its time is not counted."""
 
-    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
-        """One proposal per ask, possibly empty.
+    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
+        """One proposal per candidate, possibly empty.
 
         Args:
-            asks: Running sequences that decode in this step.
+            candidates: Running sequences that decode in this step.
             budget_tokens: Tokens that may be computed for it, beside the draft tokens.
         """
 
@@ -82,36 +81,36 @@ class StepCost:
     """What a draft token costs, as a share of a step without draft tokens. Fitted."""
 
     def __init__(self) -> None:
-        self._plain_ns: dict[int, float] = {}  # by decode rows
+        self._plain_ns: dict[int, RunningMean] = {}  # by decode rows
         self._since_plain: dict[int, int] = {}
-        self._guess_ns: float | None = None
+        self._draft_token_ns = RunningMean(0.1)
 
     def note(self, decodes: int, draft_tokens: int, duration_ns: int) -> None:
         """Learn from a step that computed nothing but ``decodes`` rows and their draft tokens."""
         plain_ns = self._plain_ns.get(decodes)
         if not draft_tokens:
             self._since_plain[decodes] = 0
-            self._plain_ns[decodes] = _follow(plain_ns, duration_ns, 0.3)
+            self._plain_ns.setdefault(decodes, RunningMean(0.3)).add(duration_ns)
         elif plain_ns is not None:
             self._since_plain[decodes] += 1
-            sample_ns = max(duration_ns - plain_ns, 0.0) / draft_tokens
-            self._guess_ns = _follow(self._guess_ns, min(sample_ns, 2 * plain_ns), 0.1)
+            sample_ns = max(duration_ns - plain_ns.value, 0.0) / draft_tokens
+            self._draft_token_ns.add(min(sample_ns, 2 * plain_ns.value))
 
     def wants_plain(self, decodes: int) -> bool:
-        """Whether a step without draft tokens should be timed before the next one with draft tokens."""
+        """Whether a step without draft tokens should be timed before the next one with some."""
         return self._since_plain.get(decodes, _PLAIN_EVERY) >= _PLAIN_EVERY
 
     def share(self, decodes: int) -> float:
         """Answer tokens that ``decodes`` rows lose by the time which one draft token takes."""
         plain_ns = self._plain_ns.get(decodes)
-        if plain_ns is None or self._guess_ns is None:
-            return _GUESS_SHARE * decodes
-        return decodes * self._guess_ns / max(plain_ns, 1.0)
+        if plain_ns is None or not self._draft_token_ns.measured:
+            return _DRAFT_TOKEN_SHARE * decodes
+        return decodes * self._draft_token_ns.value / max(plain_ns.value, 1.0)
 
 
 @dataclass(slots=True)
 class _Pace:
-    """How well guessing went for one sequence; says how many draft tokens pay now."""
+    """How well draft tokens did for one sequence; says how many pay now."""
 
     rates: dict[int, float] = field(default_factory=dict)  # by kind: share of right draft tokens
     passed: int = 0
@@ -119,7 +118,7 @@ class _Pace:
     banned: bool = False
 
     def allowed(self, kind: int, cost: float, most: int) -> int:
-        """Draft tokens whose chance to be accepted is worth their cost; rarely a trial if none is."""
+        """Draft tokens whose chance is worth their cost; once in a while a few, if none is."""
         if self.banned or most < 1:
             return 0
         rate = self.rates.get(kind, _ANY_KIND)
@@ -132,7 +131,7 @@ class _Pace:
         if self.passed < self.wait:
             return 0
         self.passed, self.wait = 0, min(2 * self.wait, _LONGEST_WAIT)
-        return min(_TRIAL_GUESSES, most)
+        return min(_TRIAL_DRAFT_TOKENS, most)
 
     def note(self, kind: int, draft_tokens: int, right: int) -> None:
         """Learn from a verified proposal."""
@@ -148,22 +147,22 @@ class Speculation:
 
     Args:
         proposer: Where draft tokens come from.
-        most_guesses: Per sequence and step.
+        max_draft_tokens: Per sequence and step.
         cost: What draft tokens cost.
     """
 
     def __init__(
-        self, proposer: Proposer, most_guesses: int = 4, cost: StepCost | None = None
+        self, proposer: Proposer, max_draft_tokens: int = 4, cost: StepCost | None = None
     ) -> None:
         self.drafts = 0
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self._proposer = proposer
-        self._most = most_guesses
+        self._max_draft_tokens = max_draft_tokens
         self._cost = cost or StepCost()
         self._paces: dict[int, _Pace] = {}
         self._hopeless = 0
-        self._untimed = False  # the step under way says nothing about times
+        self._untimed = False  # the time of the step under way is not counted
         self._kinds: dict[int, int] = {}  # of the draft tokens in the step under way
 
     def extend(
@@ -180,7 +179,7 @@ class Speculation:
             plan: Of the scheduler.
             running: Sequences by id.
             admissible: Says how many of the draft tokens a sequence's grammar would let pass.
-            lend: Makes room in the sequence's blocks for so many draft tokens; returns how many fit.
+            lend: Makes room in a sequence's blocks for draft tokens; returns how many fit.
             max_step_tokens: Most tokens of a step, draft tokens included.
         """
         self._kinds.clear()
@@ -192,27 +191,28 @@ class Speculation:
         if not decoding or room < 1 or self._cost.wants_plain(len(decoding)):
             return plan
         cost = self._cost.share(len(decoding))
-        if (
-            cost >= 1.0
-        ):  # even a draft token that is surely right costs the batch more than it gains
+        if cost >= 1.0:  # even one that is surely right costs the batch more than it gains
             self._hopeless += 1
             if self._hopeless % _PROBE_EVERY:
                 return plan
-            cost, decoding = _GUESS_SHARE, decoding[:1]
+            cost, decoding = _DRAFT_TOKEN_SHARE, decoding[:1]
         sequences = [running[plan.rows[i].sequence_id] for i in decoding]
-        asks = [self._ask(sequence, cost, min(self._most, room)) for sequence in sequences]
-        proposals = self._proposer.propose(asks, room)
+        candidates = [
+            self._candidate(sequence, cost, min(self._max_draft_tokens, room))
+            for sequence in sequences
+        ]
+        proposals = self._proposer.propose(candidates, room)
         self._untimed = self._proposer.untimed
         rows = list(plan.rows)
-        for index, ask, found in zip(decoding, asks, proposals, strict=True):
-            draft_tokens = list(found.tokens[:room])
+        for index, candidate, proposal in zip(decoding, candidates, proposals, strict=True):
+            draft_tokens = list(proposal.tokens[:room])
             count = admissible(rows[index].samples[0], draft_tokens) if draft_tokens else 0
-            count = lend(ask.sequence, count) if count else 0
+            count = lend(candidate.sequence, count) if count else 0
             if not count:
                 continue
             room -= count
-            self._kinds[rows[index].sequence_id] = found.kind
-            rows[index] = _with_draft_tokens(rows[index], ask.sequence, draft_tokens[:count])
+            self._kinds[rows[index].sequence_id] = proposal.kind
+            rows[index] = _with_draft_tokens(rows[index], candidate.sequence, draft_tokens[:count])
         return replace(plan, rows=tuple(rows))
 
     def observe(
@@ -220,10 +220,10 @@ class Speculation:
     ) -> None:
         """Learn from a finished step."""
         draft_tokens = 0
-        for row, drawn in zip(plan.rows, results, strict=True):
+        for row, sampled in zip(plan.rows, results, strict=True):
             if not row.num_draft_tokens:
                 continue
-            right = accepted_draft_tokens(row, drawn)
+            right = accepted_draft_tokens(row, sampled)
             draft_tokens += row.num_draft_tokens
             self.drafts += 1
             self.draft_tokens += row.num_draft_tokens
@@ -234,14 +234,14 @@ class Speculation:
             self._cost.note(len(plan.rows), draft_tokens, duration_ns)
 
     def ban(self, sequence_id: int) -> None:
-        """Guess no more for a sequence: it met NaN with draft tokens, so let it go on without."""
+        """No more draft tokens for a sequence: it met NaN with some, so it goes on without."""
         self._paces.setdefault(sequence_id, _Pace()).banned = True
 
-    def _ask(self, sequence: TokenSequence, cost: float, most: int) -> Ask:
+    def _candidate(self, sequence: TokenSequence, cost: float, most: int) -> Candidate:
         pace = self._paces.setdefault(sequence.sequence_id, _Pace())
-        # the last token of an answer is drawn and not computed: it needs no draft token behind it
-        most = min(most, sequence.request.params.max_tokens - sequence.generated - 1)
-        return Ask(sequence, lambda kind: pace.allowed(kind, cost, most))
+        # an answer's last token is sampled and never computed: nothing is proposed behind it
+        most = min(most, sequence.request.spec.params.max_tokens - sequence.generated - 1)
+        return Candidate(sequence, lambda kind: pace.allowed(kind, cost, most))
 
 
 class NgramProposer:
@@ -257,20 +257,20 @@ class NgramProposer:
     def __init__(self) -> None:
         self._indexes: dict[int, _PlaceIndex] = {}
 
-    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
+    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
         """See ``Proposer``; computes nothing."""
-        return [self._one(ask) for ask in asks]
+        return [self._one(candidate) for candidate in candidates]
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
         """See ``Proposer``."""
         if any(i not in sequence_ids for i in self._indexes):
             self._indexes = {i: x for i, x in self._indexes.items() if i in sequence_ids}
 
-    def _one(self, ask: Ask) -> Proposal:
-        tokens = ask.sequence.tokens
-        index = self._indexes.setdefault(ask.sequence.sequence_id, _PlaceIndex())
+    def _one(self, candidate: Candidate) -> Proposal:
+        tokens = candidate.sequence.tokens
+        index = self._indexes.setdefault(candidate.sequence.sequence_id, _PlaceIndex())
         place, length = index.match(tokens)
-        count = ask.allowed(length) if length else 0
+        count = candidate.allowed(length) if length else 0
         draft_tokens: list[int] = []
         for position in range(place, place + count):
             beyond = position - len(tokens)
@@ -330,8 +330,3 @@ def _with_draft_tokens(
         samples=(sample, *samples),
         num_draft_tokens=len(draft_tokens),
     )
-
-
-def _follow(old: float | None, sample: float, weight: float) -> float:
-    """Running mean; the first sample is taken as it is."""
-    return sample if old is None else old + weight * (sample - old)

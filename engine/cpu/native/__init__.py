@@ -1,1 +1,1 @@
-"""Our own C++ kernels, compiled at install; ``engine/cpu`` does without them where there are none."""
+"""Our own C++ kernels, compiled at install; ``engine/cpu`` also works without them."""

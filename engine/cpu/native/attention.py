@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from engine.core.geometry import KvGeometry
-from engine.cpu.attention import Layout, Span
+from engine.cpu.attention import AttentionTiling, Span
 from engine.cpu.native.library import load
 
 BLOCK_TOKENS = 16
@@ -53,7 +53,7 @@ class NativeAttention:
         pool: The KV pool, bf16.
         geometry: Its shape.
         num_heads: Query heads.
-        layout: Kept for whoever asks; this kernel cuts nothing.
+        tiling: Kept for whoever asks; this kernel cuts nothing.
         windows: Keys that a query sees, for each layer; ``None`` is all of them.
         kv_heads: The KV heads that are read here, if not all.
     """
@@ -64,11 +64,11 @@ class NativeAttention:
         pool: torch.Tensor,
         geometry: KvGeometry,
         num_heads: int,
-        layout: Layout,
+        tiling: AttentionTiling,
         windows: Sequence[int | None] = (),
         kv_heads: range | None = None,
     ) -> None:
-        self.layout = layout
+        self.tiling = tiling
         self._library = library
         self._heads = num_heads
         self._dim = geometry.head_dim

@@ -3,10 +3,10 @@
     python -m engine.cpu.native.library      compile now (``make`` does it at install)
 
 The library lies in the cache folder under a digest of its source and of what compiles it. A CPU
-with AVX-512 but without BF16 computes the bits of VDPBF16PS by two FMAs (``vectors.h``), so hosts of
-both kinds may pair in ``exact``. Where there is no compiler, or no AVX-512, there is no library, and
-torch's kernels do the same work; ``BATON_NATIVE=0`` does without it. The bits of the two differ, so
-the numerics ids do, and workers of both kinds refuse to pair in ``exact``.
+with AVX-512 but without BF16 computes the bits of VDPBF16PS by two FMAs (``vectors.h``), so hosts
+of both kinds may pair in ``exact``. Without a compiler, or without AVX-512, there is no library,
+and torch's kernels do the same work; ``BATON_NATIVE=0`` does without it. The bits of the two
+differ, so the numerics ids do, and workers of both kinds refuse to pair in ``exact``.
 """
 
 import ctypes

@@ -1,11 +1,12 @@
 """One rank of a tensor-parallel replica: it computes its part of every pass, and plans nothing.
 
-    python -m engine.cpu.parallel.rank RANK SOCKET_FD DESK_FD POOL_FD STORE SETTINGS_JSON
+    python -m engine.cpu.parallel.rank RANK SOCKET_FD LOADER_FD POOL_FD STORE SETTINGS_JSON
 
-``SOCKET_FD`` and ``DESK_FD`` are ends of Unix socket pairs to the leader (``engine/cpu/parallel/rank_processes.py``): its
-orders, and adapters to be read beside them. ``POOL_FD`` is the memory file of the KV pool,
-``STORE`` the file in which the ranks find each other. The process ends when the leader does, when
-its group breaks, and with exit code 1 when it cannot go on.
+``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs to the leader
+(``engine/cpu/parallel/rank_processes.py``): its orders, and adapters to be read beside them.
+``POOL_FD`` is the memory file of the KV pool, ``STORE`` the file in which the ranks find each
+other. The process ends when the leader does, when its group breaks, and with exit code 1 when it
+cannot go on.
 """
 
 import contextlib
@@ -21,14 +22,15 @@ import torch
 from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.errors import BatonError
 from engine.core.params import AdapterRef
-from engine.cpu.attention import Layout
+from engine.cpu.attention import AttentionTiling
 from engine.cpu.load import load_model
-from engine.cpu.lora import Adapter, LoadedAdapters
+from engine.cpu.lora import CpuAdapters
 from engine.cpu.parallel import rank_processes as ranks
 from engine.cpu.parallel.shard import Group, Shard
 from engine.cpu.runner import CpuRunner
 from engine.ipc import die_with_parent
 from engine.loading.memory import give_back_memory
+from engine.models.lora import Adapter
 from engine.numerics import DTYPES, Numerics
 from engine.settings import EngineSettings
 
@@ -39,7 +41,7 @@ class Rank:
     Args:
         number: This rank, from 1.
         leader: This end of the socket pair for orders.
-        desk: This end of the socket pair for adapters.
+        loader: This end of the socket pair for adapters.
         pool_fd: The memory file for the KV pool.
         settings: Of the engine.
     """
@@ -48,13 +50,13 @@ class Rank:
         self,
         number: int,
         leader: socket.socket,
-        desk: socket.socket,
+        loader: socket.socket,
         pool_fd: int,
         settings: EngineSettings,
     ) -> None:
         self._number = number
         self._leader = leader
-        self._desk = desk
+        self._loader = loader
         self._prepared: dict[str, Adapter] = {}  # read, and not yet held
         self._pool_fd = pool_fd
         self._settings = settings
@@ -67,7 +69,7 @@ class Rank:
         group = Group(self._number, self._settings.tensor_parallel, store, torch.device("cpu"))
         artifact = resolve_model(self._settings.model)
         self._shard = Shard(artifact.config, self._number, group)
-        self._adapters = LoadedAdapters(
+        self._adapters = CpuAdapters(
             artifact.config,
             DTYPES[self._settings.dtype],
             self._numerics,
@@ -96,14 +98,14 @@ class Rank:
 
     def _read_adapters(self) -> None:
         """Beside the steps, until the leader goes."""
-        reader = ranks.desk_reader()
+        reader = ranks.loader_reader()
         with contextlib.suppress(OSError):
-            while data := self._desk.recv(1 << 16):
+            while data := self._loader.recv(1 << 16):
                 for order in reader.feed(data):
                     match order:
                         case ranks.Prepare(ref):
                             answer = ranks.Prepared(ref.digest, self._prepare(ref))
-                            self._desk.sendall(ranks.frame(answer))
+                            self._loader.sendall(ranks.frame(answer))
                         case ranks.Drop(digest):
                             self._prepared.pop(digest, None)
 
@@ -139,12 +141,12 @@ class Rank:
             pool = memoryview(mmap.mmap(self._pool_fd, geometry.pool_bytes))
         else:
             pool = memoryview(bytearray(geometry.pool_bytes))
-        layout = Layout(*order.layout)
+        tiling = AttentionTiling(*order.tiling)
         self._runner = CpuRunner(
             self._model,
             pool,
             geometry,
-            layout,
+            tiling,
             adapters=self._adapters,
             shared_pool=order.shared,
         )
@@ -155,11 +157,11 @@ def main() -> None:
     """Entry of ``python -m engine.cpu.parallel.rank``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
-    number, socket_fd, desk_fd, pool_fd, store, encoded = sys.argv[1:]
-    leader, desk = socket.socket(fileno=int(socket_fd)), socket.socket(fileno=int(desk_fd))
+    number, socket_fd, loader_fd, pool_fd, store, encoded = sys.argv[1:]
+    leader, loader = socket.socket(fileno=int(socket_fd)), socket.socket(fileno=int(loader_fd))
     settings = msgspec.json.decode(encoded, type=EngineSettings)
     try:
-        Rank(int(number), leader, desk, int(pool_fd), settings).run(store)
+        Rank(int(number), leader, loader, int(pool_fd), settings).run(store)
     except (BrokenPipeError, ConnectionResetError):
         sys.exit(0)  # the leader is gone
     except Exception as error:  # the process edge: report, then fail loudly

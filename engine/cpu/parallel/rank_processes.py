@@ -3,9 +3,9 @@
     shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
                             │  Unix socket to each rank: Load, Open, Adapt, Forward, Logits
                             ▼
-                          rank 1, rank 2, ...   (python -m engine.cpu.parallel.rank; parts of the model)
+                          rank 1, rank 2, ...   (python -m engine.cpu.parallel.rank)
                             ▲
-                            └── all ranks: tensors through one collective group (engine/cpu/parallel/shard.py)
+                            └── all ranks: tensors through one collective group (shard.py)
 
 A rank that ends closes its socket, which the leader sees between steps; within a step the group
 breaks. Either way the leader raises ``RankError``, and the replica fails as one. Ranks die with
@@ -55,11 +55,11 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Execute against this pool: the replica's own (``shared``), or a private one for self-tests.
 
-    ``layout`` holds the fields of ``engine.cpu.attention.Layout``.
+    ``tiling`` holds the fields of ``engine.cpu.attention.AttentionTiling``.
     """
 
     geometry: KvGeometry
-    layout: tuple[int, int, int, int]
+    tiling: tuple[int, int, int, int]
     shared: bool
 
 
@@ -80,7 +80,13 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     def plan_row(self) -> PlanRow:
         """The row again, with tokens that nobody looks at."""
         blocks: list[int] = np.frombuffer(self.blocks, dtype="<u4").tolist()
-        return PlanRow(0, [0] * self.count, self.start, blocks, adapter=self.adapter)
+        return PlanRow(
+            sequence_id=0,
+            tokens=[0] * self.count,
+            start=self.start,
+            block_ids=blocks,
+            adapter=self.adapter,
+        )
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +121,7 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Load | Open | Adapt | Drop | Forward | Logits
-DeskOrder = Prepare | Drop
+LoaderOrder = Prepare | Drop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -144,7 +150,7 @@ Answer = Started | Loaded | Failed
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: Order | DeskOrder | Answer | Prepared) -> bytes:
+def frame(message: Order | LoaderOrder | Answer | Prepared) -> bytes:
     """One message with its length before it."""
     body = _encoder.encode([message])
     return LENGTH.pack(len(body)) + body
@@ -155,16 +161,16 @@ def order_reader() -> FrameReader[Order]:
     return FrameReader(msgspec.msgpack.Decoder(list[Order]))
 
 
-def desk_reader() -> FrameReader[DeskOrder]:
+def loader_reader() -> FrameReader[LoaderOrder]:
     """For the thread of a rank that reads adapters."""
-    return FrameReader(msgspec.msgpack.Decoder(list[DeskOrder]))
+    return FrameReader(msgspec.msgpack.Decoder(list[LoaderOrder]))
 
 
 @dataclass(slots=True)
 class _Rank:
     process: subprocess.Popen[bytes]
-    desk: socket.socket
-    desk_reader: FrameReader[Prepared]
+    loader: socket.socket
+    loader_reader: FrameReader[Prepared]
     socket: socket.socket
     reader: FrameReader[Answer]
     reached: list[type] = field(default_factory=list)
@@ -189,8 +195,8 @@ class RankProcesses:
         ]
 
     def _spawn(self, rank: int, settings: EngineSettings, pool_fd: int) -> _Rank:
-        (ours, theirs), (our_desk, their_desk) = socket.socketpair(), socket.socketpair()
-        sockets = [theirs.fileno(), their_desk.fileno()]
+        (ours, theirs), (our_loader, their_loader) = socket.socketpair(), socket.socketpair()
+        sockets = [theirs.fileno(), their_loader.fileno()]
         keep = [*sockets, self._store_fd, *([pool_fd] if pool_fd >= 0 else [])]
         encoded = msgspec.json.encode(settings).decode()
         arguments = [*map(str, (rank, *sockets, pool_fd)), self.store, encoded]
@@ -198,11 +204,11 @@ class RankProcesses:
             [sys.executable, "-m", "engine.cpu.parallel.rank", *arguments], pass_fds=keep
         )
         theirs.close()
-        their_desk.close()
-        our_desk.settimeout(LOAD_TIMEOUT_S)
+        their_loader.close()
+        our_loader.settimeout(LOAD_TIMEOUT_S)
         reader: FrameReader[Answer] = FrameReader(msgspec.msgpack.Decoder(list[Answer]))
-        desk: FrameReader[Prepared] = FrameReader(msgspec.msgpack.Decoder(list[Prepared]))
-        return _Rank(process, our_desk, desk, ours, reader)
+        loader: FrameReader[Prepared] = FrameReader(msgspec.msgpack.Decoder(list[Prepared]))
+        return _Rank(process, our_loader, loader, ours, reader)
 
     @property
     def count(self) -> int:
@@ -248,23 +254,23 @@ class RankProcesses:
             AdapterLoadError: ``own`` or a rank could not read it. Then no rank keeps it.
             RankError: A rank is gone.
         """
-        self._tell_desks(Prepare(ref))
+        self._tell_loaders(Prepare(ref))
         try:
             prepared = own()
         except BaseException:
             self._problems(ref.digest)
-            self._tell_desks(Drop(ref.digest))
+            self._tell_loaders(Drop(ref.digest))
             raise
         if problems := self._problems(ref.digest):
-            self._tell_desks(Drop(ref.digest))
+            self._tell_loaders(Drop(ref.digest))
             raise AdapterLoadError(problems[0])
         return prepared
 
-    def _tell_desks(self, order: DeskOrder) -> None:
+    def _tell_loaders(self, order: LoaderOrder) -> None:
         data = frame(order)
         for number, rank in enumerate(self._ranks, 1):
             try:
-                rank.desk.sendall(data)
+                rank.loader.sendall(data)
             except OSError as error:
                 raise RankError(f"rank {number} reads no adapters any more ({error})") from error
 
@@ -321,7 +327,7 @@ class RankProcesses:
         """End them."""
         for rank in self._ranks:
             rank.socket.close()
-            rank.desk.close()
+            rank.loader.close()
             rank.process.kill()  # it has nothing to keep
         for rank in self._ranks:
             rank.process.wait()
@@ -339,12 +345,12 @@ def _prepared(number: int, rank: _Rank, digest: str) -> Prepared:
     """The answer to ``Prepare``; one to an earlier order, that nobody waited for, is passed by."""
     while True:
         try:
-            data = rank.desk.recv(1 << 16)
+            data = rank.loader.recv(1 << 16)
         except OSError as error:
             raise RankError(f"rank {number} does not read its adapter ({error})") from error
         if not data:
             raise RankError(f"rank {number} ended while it read an adapter")
-        for answer in rank.desk_reader.feed(data):
+        for answer in rank.loader_reader.feed(data):
             if answer.digest == digest:
                 return answer
 

@@ -14,23 +14,27 @@ import torch
 from engine.artifacts.artifact import ModelConfig
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.split import Split
-from engine.cpu.attention import Layout, PagedAttention, Span
+from engine.cpu.attention import AttentionTiling, PagedAttention, Span
 from engine.cpu.linear import TILE_ROWS, Linear
 from engine.cpu.parallel.shard import Shard
 from engine.cpu.quantised import Int8Linear
-from engine.cpu.selftest import attention_fault, candidate_layouts, fast_layout, probe_data
+from engine.cpu.selftest import attention_fault, candidate_tilings, fast_tiling, probe_data
 from engine.numerics import DTYPES, Numerics, NumericsSetupError, cancelling, same_bits
 
 
 @torch.inference_mode()
 def prepare_ranks(
-    shard: Shard, layout: Layout, dtype: str, numerics: Numerics, quantisation: str = "none"
+    shard: Shard,
+    tiling: AttentionTiling,
+    dtype: str,
+    numerics: Numerics,
+    quantisation: str = "none",
 ) -> None:
     """Decide how attention is cut on each rank, prove the split, and wait for the ranks.
 
     Args:
         shard: The leader's.
-        layout: How attention of the whole model is cut.
+        tiling: How attention of the whole model is cut.
         dtype: Of weights and KV.
         numerics: ``fast`` proves nothing.
         quantisation: Of the weights: ``none`` or ``int8``.
@@ -41,15 +45,15 @@ def prepare_ranks(
     """
     config, splits = shard.config, shard.splits
     if numerics == "fast":
-        layouts = [fast_layout(len(s.heads) // len(s.kv_heads)) for s in splits]
+        tilings = [fast_tiling(len(s.heads) // len(s.kv_heads)) for s in splits]
     else:
-        layouts = exact_layouts(layout, config, splits, dtype)
-        if fault := attention_split_fault(layout, layouts, config, splits, dtype):
+        tilings = exact_tilings(tiling, config, splits, dtype)
+        if fault := attention_split_fault(tiling, tilings, config, splits, dtype):
             raise _refusal(len(splits), fault)
         make = Linear if quantisation == "none" else Int8Linear
         if fault := product_split_fault(config, splits, DTYPES[dtype], make):
             raise _refusal(len(splits), fault)
-    shard.lay_out(layouts)
+    shard.set_tilings(tilings)
     shard.wait_loaded()
 
 
@@ -60,38 +64,38 @@ def _refusal(ranks: int, fault: str) -> NumericsSetupError:
     )
 
 
-def exact_layouts(
-    whole: Layout, config: ModelConfig, splits: Sequence[Split], dtype: str
-) -> list[Layout]:
+def exact_tilings(
+    whole: AttentionTiling, config: ModelConfig, splits: Sequence[Split], dtype: str
+) -> list[AttentionTiling]:
     """The cut of each rank: that of the whole model, as far as query rows to a KV head allow.
 
     Raises:
         NumericsSetupError: A rank's attention would not be invariant.
     """
-    found: dict[tuple[int, int], Layout] = {}
+    by_shape: dict[tuple[int, int], AttentionTiling] = {}
     for split in splits:
         shape = (len(split.heads), len(split.kv_heads))
-        if shape in found:
+        if shape in by_shape:
             continue
         group = shape[0] // shape[1]
         same_group = group * config.num_kv_heads == config.num_heads
-        candidates = [whole] if same_group else candidate_layouts(group)
-        for layout in candidates:
-            alike = (layout.unit, layout.tile) == (whole.unit, whole.tile)
+        candidates = [whole] if same_group else candidate_tilings(group)
+        for tiling in candidates:
+            alike = (tiling.unit, tiling.tile) == (whole.unit, whole.tile)
             if (
                 alike
-                and attention_fault(layout, *shape, config.head_dim, dtype, config.window) is None
+                and attention_fault(tiling, *shape, config.head_dim, dtype, config.window) is None
             ):
-                found[shape] = layout
+                by_shape[shape] = tiling
                 break
         else:
             raise _refusal(len(splits), f"attention with {shape[0]} heads over {shape[1]}")
-    return [found[len(split.heads), len(split.kv_heads)] for split in splits]
+    return [by_shape[len(split.heads), len(split.kv_heads)] for split in splits]
 
 
 def attention_split_fault(
-    whole: Layout,
-    layouts: Sequence[Layout],
+    whole: AttentionTiling,
+    tilings: Sequence[AttentionTiling],
     config: ModelConfig,
     splits: Sequence[Split],
     dtype: str,
@@ -110,9 +114,9 @@ def attention_split_fault(
         )
         pool = torch.stack((keys, values)).view(geometry.shape)
         expected = _attend(PagedAttention(pool, geometry, heads, whole), q_THD)
-        for split, layout in zip(splits, layouts, strict=True):
+        for split, tiling in zip(splits, tilings, strict=True):
             mine = slice(split.heads.start, split.heads.stop)
-            part = PagedAttention(pool, geometry, len(split.heads), layout, kv_heads=split.kv_heads)
+            part = PagedAttention(pool, geometry, len(split.heads), tiling, kv_heads=split.kv_heads)
             got = _attend(part, q_THD[:, mine].contiguous())
             if not same_bits(got, expected[:, mine.start * dim : mine.stop * dim]):
                 return f"attention of heads {mine.start} to {mine.stop - 1}"

@@ -9,9 +9,9 @@
 
 Nothing is ever summed over ranks. So each number is the same dot product, over all of its inputs
 and in the same order, as on one rank: equal bits by construction, as long as a product's columns do
-not depend on how many others are computed with them, which ``engine/cpu/parallel/selftest.py`` proves at
-start. Splitting the inputs instead (the usual row-parallel half) would add partial sums in another
-order; it moves as many bytes.
+not depend on how many others are computed with them, which ``engine/cpu/parallel/selftest.py``
+proves at start. Splitting the inputs instead (the usual row-parallel half) would add partial sums
+in another order; it moves as many bytes.
 
 The leader holds the embedding table and broadcasts the rows of a step; ranks need no token ids.
 """
@@ -39,7 +39,7 @@ from engine.artifacts.artifact import ModelConfig
 from engine.core.geometry import KvGeometry
 from engine.core.params import AdapterRef
 from engine.core.plan import PlanRow
-from engine.cpu.attention import Layout
+from engine.cpu.attention import AttentionTiling
 from engine.cpu.linear import Linear
 from engine.cpu.parallel.rank_processes import (
     LOAD_TIMEOUT_S,
@@ -201,7 +201,7 @@ class Shard:
         self.splits = splits_of(config, group.ranks)
         self.split = self.splits[rank]
         self.group = group
-        self._layouts: tuple[Layout, ...] = ()
+        self._tilings: tuple[AttentionTiling, ...] = ()
         self._others = others
         self.config = config
         self._heads = [len(s.heads) * config.head_dim for s in self.splits]
@@ -262,24 +262,26 @@ class Shard:
             self._others.wait_until(Loaded)
         self.group.begin_steps()
 
-    def lay_out(self, layouts: Sequence[Layout]) -> None:
+    def set_tilings(self, tilings: Sequence[AttentionTiling]) -> None:
         """How attention is cut on each rank."""
-        self._layouts = tuple(layouts)
+        self._tilings = tuple(tilings)
 
-    def open(self, geometry: KvGeometry, layout: Layout, *, shared: bool) -> Layout:
-        """Let the ranks execute against a pool of this shape; this rank's own layout.
+    def open(
+        self, geometry: KvGeometry, tiling: AttentionTiling, *, shared: bool
+    ) -> AttentionTiling:
+        """Let the ranks execute against a pool of this shape; this rank's own tiling.
 
         Args:
             geometry: Of the whole pool.
-            layout: Of the whole model, or what the leader gave to this rank.
+            tiling: Of the whole model, or what the leader gave to this rank.
             shared: Whether it is the replica's one pool; otherwise each rank has its own.
         """
         if self._others is None:
-            return layout
-        for rank, part in enumerate(self._layouts[1:], 1):
+            return tiling
+        for rank, part in enumerate(self._tilings[1:], 1):
             fields = (part.unit, part.tile, part.align, part.decode_rows)
             self._others.send(Open(geometry, fields, shared), rank)
-        return self._layouts[0]
+        return self._tilings[0]
 
     def forward(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
         """Let the ranks begin a pass."""

@@ -45,16 +45,16 @@ def tiles_of(
     begins; else at the chunk's begin, which makes fewer of them out of a short one. Those
     with the most keys come first, so that none of them is left alone at the end.
     """
-    found = []
+    tiles = []
     for span in spans:
         end = span.start + span.count
         begin = span.start
         while begin < end:
             stop = min(end, begin - (begin % queries if aligned else 0) + queries)
-            found.append((span.row + begin - span.start, stop - begin, begin, span.sequence))
+            tiles.append((span.row + begin - span.start, stop - begin, begin, span.sequence))
             begin = stop
-    found.sort(key=lambda tile: -tile[2])
-    return found
+    tiles.sort(key=lambda tile: -tile[2])
+    return tiles
 
 
 class Workspace:

@@ -150,13 +150,13 @@ class Products:
         scaled = isinstance(weight, Fp8Weight)
         outputs, inputs = weight.shape[0], weight.shape[1]
         key = (outputs, inputs, scaled)
-        found = self._many_allowed.get(key)
-        if found is None:
+        allowed = self._many_allowed.get(key)
+        if allowed is None:
             values_NE = weight.values_NE if isinstance(weight, Fp8Weight) else weight
             dtype = torch.bfloat16 if scaled else values_NE.dtype
-            found = same_bits_by_cut(outputs, inputs, dtype, values_NE.device, scaled=scaled)
-            self._many_allowed[key] = found
-        return found
+            allowed = same_bits_by_cut(outputs, inputs, dtype, values_NE.device, scaled=scaled)
+            self._many_allowed[key] = allowed
+        return allowed
 
 
 def same_bits_by_cut(

@@ -129,7 +129,7 @@ def gate_mul(gate_up: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
     return out_TF
 
 
-def draw(
+def sample_tokens(
     logits_SV: torch.Tensor,
     temperatures_S: torch.Tensor,
     seeds_S: torch.Tensor,
@@ -137,14 +137,14 @@ def draw(
     positions_S: torch.Tensor,
     cuts_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[S]`` int64 tokens, as ``engine.sampling.sample`` draws them without penalties.
+    """``[S]`` int64 tokens, as ``engine.sampling.sample`` gives them without penalties.
 
     Args:
         logits_SV: Any float dtype, contiguous.
         temperatures_S: fp64, 0 = greedy.
         seeds_S: int64 holding the bits of the unsigned seed.
         choices_S: int64.
-        positions_S: int64 index of the token that is drawn.
+        positions_S: int64 index of the token that is sampled.
         cuts_S: From ``cuts``; by default nothing is filtered.
     """
     count, vocabulary = logits_SV.shape
@@ -181,7 +181,7 @@ def cuts(
     top_ps_S: torch.Tensor,
     min_ps_S: torch.Tensor,
 ) -> torch.Tensor:
-    """``[S]`` fp32: the least logit that a row's filters leave, as ``engine.sampling.sample`` has them.
+    """``[S]`` fp32: the least logit that a row's filters leave, as in ``engine.sampling.sample``.
 
     Args:
         logits_SV: fp32.

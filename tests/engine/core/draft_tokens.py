@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from engine.core.sequence import TokenSequence
-from engine.core.speculative.proposers import Ask, Proposal, Speculation, StepCost
+from engine.core.speculative.proposers import Candidate, Proposal, Speculation, StepCost
 
 
 class FreeDraftTokens(StepCost):
@@ -34,16 +34,16 @@ class Oracle:
         self.honesty = honesty
         self.random = random.Random(1)
 
-    def propose(self, asks: Sequence[Ask], budget_tokens: int) -> list[Proposal]:
-        return [self._one(ask) for ask in asks]
+    def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
+        return [self._one(candidate) for candidate in candidates]
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
         pass
 
-    def _one(self, ask: Ask) -> Proposal:
-        sequence = ask.sequence
+    def _one(self, candidate: Candidate) -> Proposal:
+        sequence = candidate.sequence
         answer = self.answers.get((tuple(sequence.request.prompt), sequence.choice), ())
-        truth = answer[sequence.generated :][: ask.allowed(0)]
+        truth = answer[sequence.generated :][: candidate.allowed(0)]
         return Proposal([t if self.random.random() < self.honesty else t ^ 1 for t in truth])
 
 

@@ -1,32 +1,33 @@
-"""The block pool: every block in one state, names outlive owners, tails go before roots."""
+"""The block pool: every block in one state, hashes outlive owners, tails go before roots."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.block_hashes import block_hash, block_hashes, fold, hash_seed
+from engine.core.block_hashes import block_hash, block_hashes, hash_seed
 from engine.core.blocks import BlockPool
+from registry.types import hashes_checksum
 
 
-def names(count: int, seed: bytes = b"s" * 16) -> list[bytes]:
+def hashes(count: int, seed: bytes = b"s" * 16) -> list[bytes]:
     return block_hashes(seed, list(range(count * 16)))
 
 
-def lease_named(pool: BlockPool, count: int, seed: bytes = b"s" * 16) -> list[int]:
+def allocate_hashed(pool: BlockPool, count: int, seed: bytes = b"s" * 16) -> list[int]:
     blocks = pool.allocate(count)
     assert blocks is not None
-    for block, name in zip(blocks, names(count, seed), strict=True):
-        pool.name(block, name)
+    for block, digest in zip(blocks, hashes(count, seed), strict=True):
+        pool.set_hash(block, digest)
     return blocks
 
 
-def test_a_released_block_keeps_its_name_until_it_is_taken():
+def test_a_released_block_keeps_its_hash_until_it_is_taken():
     pool = BlockPool(4)
-    pool.release(lease_named(pool, 3))
+    pool.release(allocate_hashed(pool, 3))
     assert pool.counts().cached == 3
-    assert len(pool.match(names(3))) == 3
+    assert len(pool.match(hashes(3))) == 3
     assert pool.allocate(2) is not None  # one free, one evicted
-    assert len(pool.match(names(3))) == 2, "the tail went first"
+    assert len(pool.match(hashes(3))) == 2, "the tail went first"
 
 
 def test_allocation_is_contiguous_where_it_can_be():
@@ -41,7 +42,7 @@ def test_allocation_is_contiguous_where_it_can_be():
 
 def test_evicted_blocks_of_one_sequence_come_back_as_a_run():
     pool = BlockPool(6)
-    pool.release(lease_named(pool, 6))
+    pool.release(allocate_hashed(pool, 6))
     assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
 
 
@@ -51,12 +52,12 @@ def test_too_much_takes_nothing():
     assert pool.counts().free == 3
 
 
-def test_quarantined_blocks_lose_name_and_come_back_only_when_absolved():
+def test_quarantined_blocks_lose_hash_and_come_back_only_when_absolved():
     pool = BlockPool(3)
-    blocks = lease_named(pool, 2)
+    blocks = allocate_hashed(pool, 2)
     pool.quarantine(blocks)
     assert pool.counts().quarantined == 2
-    assert pool.match(names(2)) == []
+    assert pool.match(hashes(2)) == []
     assert pool.allocate(2) is None
     pool.absolve(blocks)
     assert pool.counts().free == 3
@@ -64,12 +65,12 @@ def test_quarantined_blocks_lose_name_and_come_back_only_when_absolved():
 
 def test_events_tell_what_came_and_went_once():
     pool = BlockPool(2)
-    pool.release(lease_named(pool, 2))
+    pool.release(allocate_hashed(pool, 2))
     stored, removed = pool.take_events()
-    assert (stored, removed) == (names(2), [])
+    assert (stored, removed) == (hashes(2), [])
     pool.allocate(2)
     stored, removed = pool.take_events()
-    assert (stored, sorted(removed)) == ([], sorted(names(2)))
+    assert (stored, sorted(removed)) == ([], sorted(hashes(2)))
 
 
 def _twice_in_a_table(pool, table):
@@ -77,11 +78,11 @@ def _twice_in_a_table(pool, table):
     table.append(table[0])
 
 
-def _free_and_leased(pool, table):
+def _free_and_in_use(pool, table):
     pool._free.add(table[0])
 
 
-def _free_with_a_name(pool, table):
+def _free_with_a_hash(pool, table):
     pool.release([table.pop()])
     pool._free.add(pool._cached.popitem()[0])
 
@@ -90,8 +91,8 @@ def _lost(pool, table):
     pool._free.pop()
 
 
-def _one_name_for_two(pool, table):
-    pool._name_of[table[0]] = pool._name_of[table[1]]
+def _one_hash_for_two(pool, table):
+    pool._hash_of[table[0]] = pool._hash_of[table[1]]
 
 
 def _quarantined_by_nobody(pool, table):
@@ -102,16 +103,16 @@ def _quarantined_by_nobody(pool, table):
     "damage",
     [
         _twice_in_a_table,
-        _free_and_leased,
-        _free_with_a_name,
+        _free_and_in_use,
+        _free_with_a_hash,
         _lost,
-        _one_name_for_two,
+        _one_hash_for_two,
         _quarantined_by_nobody,
     ],
 )
 def test_check_integrity_finds_every_kind_of_damage(damage):
     pool = BlockPool(8)
-    table = lease_named(pool, 3)
+    table = allocate_hashed(pool, 3)
     pool.check_integrity([table], [])
     damage(pool, table)
     with pytest.raises(RuntimeError):
@@ -134,8 +135,10 @@ def test_the_block_equation_holds_whatever_happens(script):
             blocks = pool.allocate(count)
             if blocks is not None:
                 tables.append(blocks)
-                for block, name in zip(blocks, names(count, bytes([number % 7]) * 16), strict=True):
-                    pool.name(block, name)
+                for block, digest in zip(
+                    blocks, hashes(count, bytes([number % 7]) * 16), strict=True
+                ):
+                    pool.set_hash(block, digest)
         elif what == 1 and tables:
             pool.release(tables.pop(count % len(tables)))
         elif what == 2 and tables:
@@ -143,28 +146,28 @@ def test_the_block_equation_holds_whatever_happens(script):
             pool.pin(table)
             tables.append(list(table))
         elif what == 3:
-            found = pool.match(names(count, bytes([number % 7]) * 16))
+            found = pool.match(hashes(count, bytes([number % 7]) * 16))
             pool.pin(found)
             tables.append(found)
         pool.check_integrity(tables)
         counts = pool.counts()
-        assert counts.free + counts.cached + counts.leased + counts.quarantined == counts.total
+        assert counts.free + counts.cached + counts.in_use + counts.quarantined == counts.total
         stored, removed = pool.take_events()
         published = (published - set(removed)) | set(stored)
-        assert published == set(pool.names()), "the index could be rebuilt from the events"
+        assert published == set(pool.hashes()), "the index could be rebuilt from the events"
 
 
-def test_names_cover_everything_before_them():
+def test_hashes_cover_everything_before_them():
     seed = hash_seed(b"weights", "bf16/30x3x64/16", "exact", "", "tenant")
     one = block_hashes(seed, list(range(40)))
     other = block_hashes(seed, [99, *range(1, 40)])
-    assert len(one) == 2, "a partial tail has no name"
+    assert len(one) == 2, "a partial tail has no hash"
     assert one[0] != other[0]
-    assert one[1] != other[1], "the second block's name covers the first"
+    assert one[1] != other[1], "the second block's hash covers the first"
     assert block_hash(one[0], range(16, 32)) == one[1]
 
 
-def test_tenants_and_formats_never_share_a_name():
+def test_tenants_and_formats_never_share_a_hash():
     base = (b"w", "bf16/30x3x64/16", "exact", "", "a")
     changed = [
         hash_seed(
@@ -179,16 +182,16 @@ def test_tenants_and_formats_never_share_a_name():
     assert hash_seed(b"w", "ab", "c") != hash_seed(b"w", "a", "bc"), "fields stay apart"
 
 
-def test_golden_name():
-    """Names must be equal across processes and releases: this one is frozen."""
+def test_golden_hash():
+    """Hashes must be equal across processes and releases: this one is frozen."""
     seed = hash_seed(b"\x01" * 16, "bf16/30x3x64/16", "exact/test", "", "default")
     assert block_hashes(seed, list(range(16)))[0].hex() == GOLDEN
 
 
-def test_fold_is_order_free_and_undoes_itself():
-    some = names(5)
-    assert fold(some) == fold(some[::-1])
-    assert fold(some + some) == 0
+def test_the_checksum_is_order_free_and_undoes_itself():
+    some = hashes(5)
+    assert hashes_checksum(some) == hashes_checksum(some[::-1])
+    assert hashes_checksum(some + some) == 0
 
 
 GOLDEN = "1800c1ff6b23620df4e214338fd3223c"

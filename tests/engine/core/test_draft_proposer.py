@@ -92,7 +92,7 @@ def test_preempted_with_a_draft():
     prompts = [list(range(i * 100, i * 100 + 60)) for i in range(3)]
     got = draft.answers(prompts, max_tokens=40)
     assert got == [golden(prompt, max_tokens=40) for prompt in prompts]
-    assert draft.core.scheduler.preemptions > 0
+    assert draft.core.batch.preemptions > 0
 
 
 def test_a_finished_request_gives_the_drafts_blocks_back():

@@ -23,12 +23,10 @@ def scored(name="s", prompt=PROMPT, kind=Kind.FULL, ticket=0, k=2, **params):
 
 
 def embedded(name="e", prompt=PROMPT, kind=Kind.FULL, ticket=0, pooling="mean"):
-    made = request(name, prompt, kind, ticket)
-    made.pooling = pooling
-    return made
+    return request(name, prompt, kind, ticket, pooling=pooling)
 
 
-def harvested(events) -> dict[str, ev.PromptOutputsReady]:
+def prompt_outputs_of(events) -> dict[str, ev.PromptOutputsReady]:
     found = [event for event in events if isinstance(event, ev.PromptOutputsReady)]
     assert len({event.request_id for event in found}) == len(found), "told twice"
     return {event.request_id: event for event in found}
@@ -40,7 +38,7 @@ def golden(*requests) -> dict[str, ev.PromptOutputsReady]:
     for one in requests:
         core = make_core()
         core.scheduler.submit(one, 0)
-        found |= harvested(run(core))
+        found |= prompt_outputs_of(run(core))
     return found
 
 
@@ -72,7 +70,7 @@ def test_chunks_and_neighbours_do_not_show(step_tokens, kind):
     core.scheduler.submit(scored(kind=kind, ticket=1), 0)
     core.scheduler.submit(embedded(kind=kind, ticket=2), 0)
     core.scheduler.submit(embedded("last", kind=kind, ticket=3, pooling="last"), 0)
-    assert harvested(run(core)) == wanted
+    assert prompt_outputs_of(run(core)) == wanted
 
 
 def test_a_cached_prefix_is_not_used_and_what_was_computed_is_kept():
@@ -81,7 +79,7 @@ def test_a_cached_prefix_is_not_used_and_what_was_computed_is_kept():
     run(core)
     core.scheduler.submit(scored(ticket=1), 0)
     events = run(core)
-    assert harvested(events)["s"].scores.rows == len(PROMPT) - 1
+    assert prompt_outputs_of(events)["s"].scores.rows == len(PROMPT) - 1
     (end,) = [event for event in events if isinstance(event, ev.Ended)]
     assert (end.cached_tokens, end.computed_tokens) == (0, len(PROMPT))
     cold = make_core()
@@ -96,7 +94,7 @@ def test_choices_share_one_scoring():
     core = make_core()
     core.scheduler.submit(scored(n=3, temperature=1.0), 0)
     events = run(core)
-    assert harvested(events) == golden(scored())
+    assert prompt_outputs_of(events) == golden(scored())
     assert len(answers(events)) == 3
 
 
@@ -104,10 +102,10 @@ def test_an_embedding_draws_nothing_and_ends():
     core = make_core()
     core.scheduler.submit(embedded(), 0)
     events = run(core)
-    assert len(harvested(events)["e"].vector) == 4 * 3
+    assert len(prompt_outputs_of(events)["e"].vector) == 4 * 3
     assert answers(events) == {}
     assert ends(events) == ["e"]
-    assert core.pool.counts().leased == 0
+    assert core.pool.counts().in_use == 0
 
 
 def test_an_embedding_at_prefill_is_done_without_tokens_and_announces_no_kv():
@@ -145,13 +143,16 @@ def test_any_mix_under_preemption_gives_the_same(mix, blocks, step_tokens):
     for ticket, (length, max_tokens, what) in enumerate(mix):
         name, prompt = f"r{ticket}", [ticket, *range(length)]
         make = {"score": scored, "plain": request}.get(what)
-        one = make(name, prompt, max_tokens=max_tokens) if make else embedded(name, prompt)
-        one.ticket = ticket
+        one = (
+            make(name, prompt, ticket=ticket, max_tokens=max_tokens)
+            if make
+            else embedded(name, prompt, ticket=ticket)
+        )
         core.scheduler.submit(one, 0)
         if what != "plain":
             wanted |= golden(scored(name, prompt) if make else embedded(name, prompt))
-    assert harvested(run(core)) == wanted
-    assert core.pool.counts().leased == 0
+    assert prompt_outputs_of(run(core)) == wanted
+    assert core.pool.counts().in_use == 0
 
 
 @given(st.integers(0, 50), st.integers(0, 3), st.integers(8, 200), st.data())

@@ -10,7 +10,7 @@ from engine.core.errors import InvalidRequestError, NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.emulated import EmulatedRunner
 
 SEED = b"s" * 16
@@ -22,9 +22,26 @@ def make_core(blocks: int = 64, batch: int = 32, step_tokens: int = 512, eos=())
     return EngineCore(runner, SchedulerConfig(batch, step_tokens), check_every_step=True)
 
 
-def request(name: str, prompt: list[int], kind: Kind = Kind.FULL, ticket=0, **params):
-    sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params})
-    return EngineRequest(name, kind, prompt, sampling, SEED, ticket=ticket)
+def request(
+    name: str,
+    prompt: list[int],
+    kind: Kind = Kind.FULL,
+    ticket=0,
+    priority=0,
+    cacheable=True,
+    pooling="",
+    **params,
+):
+    spec = RequestSpec(
+        kind=kind,
+        params=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params}),
+        hash_seed=SEED,
+        ticket=ticket,
+        priority=priority,
+        cacheable=cacheable,
+        pooling=pooling,
+    )
+    return EngineRequest(request_id=name, prompt=prompt, spec=spec)
 
 
 def run(core: EngineCore, limit: int = 2000) -> list[ev.Event]:
@@ -32,14 +49,14 @@ def run(core: EngineCore, limit: int = 2000) -> list[ev.Event]:
     events: list[ev.Event] = []
     for now_ns in range(limit):
         plan = core.plan(now_ns)
-        core.scheduler.check_integrity()
+        core.batch.check_integrity()
         if not plan.rows:
             events += core.take_events()
             return events
         events += core.apply(plan, core.runner.execute(plan), now_ns, 1_000_000)
-        core.scheduler.check_integrity()
+        core.batch.check_integrity()
         counts = core.pool.counts()
-        assert counts.free + counts.cached + counts.leased + counts.quarantined == counts.total
+        assert counts.free + counts.cached + counts.in_use + counts.quarantined == counts.total
     raise AssertionError("the engine did not become idle")
 
 
@@ -114,7 +131,7 @@ def test_preemption_changes_no_token_and_hits_the_lowest_ticket():
     preempted = {e.request_id: e.preemptions for e in events if isinstance(e, ev.Ended)}
     assert preempted["r0"] == 0
     assert preempted["r2"] > 0
-    assert core.pool.counts().leased == 0
+    assert core.pool.counts().in_use == 0
 
 
 def test_choices_share_the_prompt_and_diverge():
@@ -182,9 +199,7 @@ def test_strict_order_a_small_request_does_not_overtake():
 
 def test_priority_goes_before_ticket():
     core = make_core(batch=1)
-    late = request("late", [1], ticket=0)
-    late.priority = 5
-    core.scheduler.submit(late, 0)
+    core.scheduler.submit(request("late", [1], ticket=0, priority=5), 0)
     core.scheduler.submit(request("soon", [2], ticket=9), 0)
     assert ends(run(core)) == ["soon", "late"]
 
@@ -195,8 +210,8 @@ def test_cancel_gives_everything_back():
     plan = core.plan(0)
     core.apply(plan, core.runner.execute(plan), 0, 1)
     core.scheduler.cancel("a")
-    core.scheduler.check_integrity()
-    assert core.pool.counts().leased == 0
+    core.batch.check_integrity()
+    assert core.pool.counts().in_use == 0
     assert ends(core.take_events()) == ["a"]
     core.scheduler.cancel("a")
     assert ends(core.take_events()) == [], "a request ends once"
@@ -214,13 +229,13 @@ def test_whatever_a_request_is_doing_it_is_gone_with_the_next_step(steps, kind):
     plan = core.plan(steps)  # a step is under way when the word comes
     results = core.runner.execute(plan)
     core.scheduler.cancel("a")
-    core.scheduler.check_integrity()
+    core.batch.check_integrity()
     assert "a" in ends(core.apply(plan, results, steps, 1))
-    running = {s.request.request_id for s in core.scheduler.running().values()}
+    running = {sequence.request.request_id for sequence in core.batch.running}
     assert running <= {"other"}
     later = core.plan(steps + 1)
     assert len(later.rows) == 1
-    assert core.pool.counts().leased == len(later.rows[0].block_ids)
+    assert core.pool.counts().in_use == len(later.rows[0].block_ids)
 
 
 def test_a_block_that_leaks_is_noticed_when_the_engine_is_idle():
@@ -251,9 +266,7 @@ def test_a_bad_row_fails_alone():
     core.scheduler.submit(request("good", list(range(30)), ticket=0), 0)
     core.scheduler.submit(request("bad", list(range(30, 60)), ticket=1), 0)
     plan = core.plan(0)
-    error = NumericsError("NaN in row 1")
-    error.rows = (1,)
-    events = core.fail(plan, error)
+    events = core.fail(plan, NumericsError("NaN in row 1", rows=(1,)))
     (end,) = [event for event in events if isinstance(event, ev.Ended)]
     assert (end.request_id, end.error_code) == ("bad", "numerics_error")
     assert answers(run(core))[("good", 0)] == golden(list(range(30)))
@@ -271,11 +284,9 @@ def test_announced_kv_that_was_written_twice_ends_its_hand_off(monkeypatch):
     assert not any(isinstance(event, ev.PromptDone) for event in events)
 
 
-def test_a_probe_leaves_no_name_behind():
+def test_a_probe_leaves_no_hash_behind():
     core = make_core()
-    probe = request("probe", list(range(40)))
-    probe.cacheable = False
-    core.scheduler.submit(probe, 0)
+    core.scheduler.submit(request("probe", list(range(40)), cacheable=False), 0)
     run(core)
     assert core.pool.counts().cached == 0
 
@@ -322,4 +333,4 @@ def test_any_mix_gives_the_golden_tokens(mix, blocks, step_tokens):
     for name, tokens in expected.items():
         assert got[(name, 0)] == tokens
     assert sorted(ends(events)) == sorted(expected)
-    assert core.pool.counts().leased == 0
+    assert core.pool.counts().in_use == 0

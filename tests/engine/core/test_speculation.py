@@ -11,9 +11,15 @@ from engine.core.geometry import KvGeometry
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import PlanRow, SampleSpec
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, TokenSequence
+from engine.core.sequence import EngineRequest, Kind, RequestSpec, TokenSequence
 from engine.core.speculative.acceptance import accepted_draft_tokens
-from engine.core.speculative.proposers import Ask, NgramProposer, Proposal, Speculation, StepCost
+from engine.core.speculative.proposers import (
+    Candidate,
+    NgramProposer,
+    Proposal,
+    Speculation,
+    StepCost,
+)
 from engine.emulated import EmulatedRunner
 from tests.engine.core.draft_tokens import FreeDraftTokens, Oracle, oracle
 from tests.engine.core.test_scheduler import SEED, answers, ends, golden, request, run
@@ -58,16 +64,16 @@ def test_wrong_guesses_cost_steps_and_change_nothing(honesty):
     events = run(core)
     assert answers(events)[("a", 0)] == answer
     assert speculation.draft_tokens > speculation.accepted_tokens
-    assert core.pool.counts().leased == 0
+    assert core.pool.counts().in_use == 0
 
 
-def test_names_are_those_of_an_engine_that_does_not_speculate():
+def test_hashes_are_those_of_an_engine_that_does_not_speculate():
     speculation, _ = knowing(max_tokens=50, honesty=0.6)
     cores = [make_core(None), make_core(speculation)]
     for core in cores:
         core.scheduler.submit(request("a", PROMPT, max_tokens=50), 0)
         run(core)
-    assert set(cores[0].pool.names()) == set(cores[1].pool.names())
+    assert set(cores[0].pool.hashes()) == set(cores[1].pool.hashes())
 
 
 def test_an_end_within_the_run_ends_it():
@@ -99,7 +105,7 @@ def test_guesses_preempt_nobody_and_take_only_what_is_free():
     for ticket, (name, prompt) in enumerate(prompts.items()):
         core.scheduler.submit(request(name, prompt, ticket=ticket, max_tokens=8), 0)
     events = run(core)
-    assert core.scheduler.preemptions == 0
+    assert core.batch.preemptions == 0
     assert all(answers(events)[(n, 0)] == known[tuple(p), 0] for n, p in prompts.items())
 
 
@@ -110,7 +116,7 @@ def test_between_steps_guesses_hold_no_block():
     for now_ns in range(10):
         plan = core.plan(now_ns)
         core.apply(plan, core.runner.execute(plan), now_ns, 1)
-        (sequence,) = core.scheduler.running().values()
+        (sequence,) = core.batch.running
         assert len(sequence.blocks) <= -(-len(sequence.tokens) // 16)
 
 
@@ -152,10 +158,8 @@ def test_nan_behind_guesses_is_tried_again_without_them():
     events = core.apply(plan, core.runner.execute(plan), 0, 1)
     plan = core.plan(1)
     assert plan.rows[0].num_draft_tokens
-    error = NumericsError("NaN in row 0")
-    error.rows = (0,)
-    events += core.fail(plan, error)
-    core.scheduler.check_integrity()
+    events += core.fail(plan, NumericsError("NaN in row 0", rows=(0,)))
+    core.batch.check_integrity()
     assert core.plan(2).rows[0].num_draft_tokens == 0
     events += run(core)
     assert answers(events)[("a", 0)] == answer
@@ -204,7 +208,7 @@ def test_any_mix_gives_the_tokens_of_an_engine_without_speculation(
         events += run_steps(core, step)
         cancelled.add(f"r{index}")
         core.scheduler.cancel(f"r{index}")
-        core.scheduler.check_integrity()
+        core.batch.check_integrity()
     events += run(core)
     got = answers(events)
     for (name, choice), answer in want.items():
@@ -213,27 +217,30 @@ def test_any_mix_gives_the_tokens_of_an_engine_without_speculation(
         found = got.get((name, choice), [])
         assert found == (answer[: len(found)] if name in cancelled else answer)
     assert sorted(ends(events)) == sorted(submitted.keys() - refused)
-    assert core.pool.counts().leased == 0
+    assert core.pool.counts().in_use == 0
 
 
 def run_steps(core: EngineCore, count: int) -> list[ev.Event]:
     events = []
     for now_ns in range(count):
         plan = core.plan(now_ns)
-        core.scheduler.check_integrity()
+        core.batch.check_integrity()
         if plan.rows:
             events += core.apply(plan, core.runner.execute(plan), now_ns, 1)
-            core.scheduler.check_integrity()
+            core.batch.check_integrity()
     return events
 
 
 # ---------------------------------------------------------------- n-grams
 
 
-def asked(tokens: list[int], allowed=lambda kind: 4, sequence_id: int = 1) -> Ask:
+def asked(tokens: list[int], allowed=lambda kind: 4, sequence_id: int = 1) -> Candidate:
     params = SamplingParams(max_tokens=99)
-    inside = EngineRequest("a", Kind.FULL, tokens[:1], params, SEED)
-    return Ask(TokenSequence(sequence_id, inside, 0, tokens), allowed)
+    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=SEED)
+    inside = EngineRequest(request_id="a", prompt=tokens[:1], spec=spec)
+    return Candidate(
+        TokenSequence(sequence_id=sequence_id, request=inside, choice=0, tokens=tokens), allowed
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,16 +260,16 @@ def test_ngrams_say_what_followed_last_time(tokens, draft_tokens, kind):
 
 
 def test_the_ngram_index_grows_with_the_answer():
-    proposer, ask = NgramProposer(), asked([1, 2, 3, 4])
-    assert not proposer.propose([ask], 0)[0].tokens
-    ask.sequence.tokens += [1, 2]
-    assert list(proposer.propose([ask], 0)[0].tokens) == [3, 4, 1, 2]
+    proposer, candidate = NgramProposer(), asked([1, 2, 3, 4])
+    assert not proposer.propose([candidate], 0)[0].tokens
+    candidate.sequence.tokens += [1, 2]
+    assert list(proposer.propose([candidate], 0)[0].tokens) == [3, 4, 1, 2]
     proposer.retain({})
     assert not proposer.propose([asked([9])], 0)[0].tokens, "nothing of the former is left"
 
 
 def test_an_engine_that_repeats_itself_is_found_out():
-    """Two tokens only: half of the draft tokens are right by chance, and the tokens are the same."""
+    """Two tokens only: half of the draft tokens are right by chance; the answer is the same."""
     cores = [
         make_core(None, vocab=2),
         make_core(Speculation(NgramProposer(), 4, FreeDraftTokens()), vocab=2),
@@ -345,10 +352,12 @@ def test_a_step_without_guesses_is_timed_even_if_the_one_before_said_nothing():
     class CatchesUpTwice(Oracle):
         calls = 0
 
-        def propose(self, asks, budget_tokens):
+        def propose(self, candidates, budget_tokens):
             self.calls += 1
             self.untimed = self.calls <= 2
-            return [Proposal() for _ in asks] if self.untimed else super().propose(asks, 0)
+            return (
+                [Proposal() for _ in candidates] if self.untimed else super().propose(candidates, 0)
+            )
 
     prompts = {"a": [1, *PROMPT], "b": [2, *PROMPT]}
     known = {(tuple(p), 0): golden(p, max_tokens=60) for p in prompts.values()}
@@ -364,6 +373,13 @@ def test_a_step_without_guesses_is_timed_even_if_the_one_before_said_nothing():
 def test_accepted_draft_tokens_count_up_to_the_first_wrong_one():
     params = SamplingParams(max_tokens=9)
     samples = tuple(SampleSpec(0, params, [], 0) for _ in range(4))
-    row = PlanRow(1, [9, 1, 2, 3], 0, [0], samples, num_draft_tokens=3)
+    row = PlanRow(
+        sequence_id=1,
+        tokens=[9, 1, 2, 3],
+        start=0,
+        block_ids=[0],
+        samples=samples,
+        num_draft_tokens=3,
+    )
     for drawn, right in (([1, 2, 3, 4], 3), ([1, 2, 4, 4], 2), ([5, 2, 3, 4], 0)):
         assert accepted_draft_tokens(row, [SampledToken(t) for t in drawn]) == right

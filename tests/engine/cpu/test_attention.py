@@ -1,12 +1,12 @@
-"""Attention against its definition, and layouts against their promise."""
+"""Attention against its definition, and tilings against their promise."""
 
 import pytest
 import torch
 
 from engine.core.geometry import KvGeometry
 from engine.cpu import selftest
-from engine.cpu.attention import Layout, PagedAttention, Span
-from engine.cpu.selftest import attention_fault, candidate_layouts, choose_layout, fast_layout
+from engine.cpu.attention import AttentionTiling, PagedAttention, Span
+from engine.cpu.selftest import attention_fault, candidate_tilings, choose_tiling, fast_tiling
 from engine.numerics import DTYPES, NumericsSetupError
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
@@ -32,20 +32,22 @@ def pool() -> torch.Tensor:
 
 
 def attention_over(
-    pool: torch.Tensor, layout: Layout, windows: tuple[int | None, ...] = ()
+    pool: torch.Tensor, tiling: AttentionTiling, windows: tuple[int | None, ...] = ()
 ) -> PagedAttention:
     geometry = KvGeometry(
         num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, num_blocks=40, dtype="fp32"
     )
-    return PagedAttention(pool, geometry, HEADS, layout, windows)
+    return PagedAttention(pool, geometry, HEADS, tiling, windows)
 
 
-@pytest.mark.parametrize("layout", [*candidate_layouts(3), fast_layout(3)], ids=str)
+@pytest.mark.parametrize("tiling", [*candidate_tilings(3), fast_tiling(3)], ids=str)
 @pytest.mark.parametrize(
     "table", [[5, 6, 7, 8, 9, 10], [30, 2, 17, 4, 9, 11], [34, 35, 36, 37, 38, 39]], ids=str
 )
-def test_it_computes_attention(pool: torch.Tensor, layout: Layout, table: list[int]) -> None:
-    attention = attention_over(pool, layout)
+def test_it_computes_attention(
+    pool: torch.Tensor, tiling: AttentionTiling, table: list[int]
+) -> None:
+    attention = attention_over(pool, tiling)
     keys, values = pool[1][:, table].reshape(2, 96, KV_HEADS, DIM)
     for start, count in ((0, 96), (0, 5), (31, 34), (70, 20)):
         q = torch.randn(count, HEADS, DIM)
@@ -59,15 +61,15 @@ def test_it_computes_attention(pool: torch.Tensor, layout: Layout, table: list[i
         assert torch.allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [*candidate_layouts(3), fast_layout(3)], ids=str)
+@pytest.mark.parametrize("tiling", [*candidate_tilings(3), fast_tiling(3)], ids=str)
 @pytest.mark.parametrize("window", [1, 16, 40, 70, 200])
 @pytest.mark.parametrize(
     "table", [list(range(20, 36)), [(11 * i) % 40 for i in range(16)]], ids=["run", "scattered"]
 )
 def test_a_window_hides_what_is_older(
-    pool: torch.Tensor, layout: Layout, window: int, table: list[int]
+    pool: torch.Tensor, tiling: AttentionTiling, window: int, table: list[int]
 ) -> None:
-    attention = attention_over(pool, layout, (None, window))
+    attention = attention_over(pool, tiling, (None, window))
     keys, values = pool[1][:, table].reshape(2, 256, KV_HEADS, DIM)
     for start, count in ((0, 256), (101, 60), (250, 5)):
         q, end = torch.randn(count, HEADS, DIM), start + count
@@ -84,7 +86,7 @@ def test_a_window_hides_what_is_older(
 
 
 def test_layers_without_a_window_see_everything_in_the_same_step(pool: torch.Tensor) -> None:
-    attention = attention_over(pool, candidate_layouts(3)[1], (8, None))
+    attention = attention_over(pool, candidate_tilings(3)[1], (8, None))
     table = [5, 6, 7, 8, 9, 10]
     q = torch.randn(1, HEADS, DIM)
     plan = attention.plan([Span(0, 95, 1, table)], [])
@@ -95,7 +97,7 @@ def test_layers_without_a_window_see_everything_in_the_same_step(pool: torch.Ten
 
 
 def test_a_mixed_step_equals_its_parts(pool: torch.Tensor) -> None:
-    attention = attention_over(pool, candidate_layouts(3)[1])
+    attention = attention_over(pool, candidate_tilings(3)[1])
     tables = [[0, 1, 2], [9, 7, 5], [10, 11, 12], [20, 21, 22, 23, 24]]
     decodes = [Span(i, 33 + i, 1, tables[i]) for i in range(3)]
     chunk = Span(3, 9, 40, tables[3])
@@ -110,7 +112,7 @@ def test_a_mixed_step_equals_its_parts(pool: torch.Tensor) -> None:
 
 
 def test_isolated_rows_read_no_block_but_their_own(pool: torch.Tensor) -> None:
-    attention = attention_over(pool, candidate_layouts(3)[1])
+    attention = attention_over(pool, candidate_tilings(3)[1])
     pool[:, :, 3:] = float("nan")
     q = torch.randn(1, HEADS, DIM)
     span = Span(0, 40, 1, [0, 1, 2])
@@ -120,44 +122,46 @@ def test_isolated_rows_read_no_block_but_their_own(pool: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 64)])
-def test_a_layout_that_keeps_the_promise_is_found(
+def test_a_tiling_that_keeps_the_promise_is_found(
     dtype: str, heads: int, kv_heads: int, dim: int
 ) -> None:
-    layout = choose_layout(heads, kv_heads, dim, dtype)
-    assert attention_fault(layout, heads, kv_heads, dim, dtype) is None
+    tiling = choose_tiling(heads, kv_heads, dim, dtype)
+    assert attention_fault(tiling, heads, kv_heads, dim, dtype) is None
 
 
 def test_lengths_that_do_not_follow_the_position_are_found_out() -> None:
-    unaligned = Layout(unit=16, tile=128, align=1, decode_rows=4)
+    unaligned = AttentionTiling(unit=16, tile=128, align=1, decode_rows=4)
     assert attention_fault(unaligned, 9, 3, 64, "fp32") is not None
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("window", [100, 512])
-def test_a_layout_keeps_the_promise_with_a_window(dtype: str, window: int) -> None:
-    layout = choose_layout(4, 1, 256, dtype, window)
-    assert attention_fault(layout, 4, 1, 256, dtype, window) is None
+def test_a_tiling_keeps_the_promise_with_a_window(dtype: str, window: int) -> None:
+    tiling = choose_tiling(4, 1, 256, dtype, window)
+    assert attention_fault(tiling, 4, 1, 256, dtype, window) is None
 
 
+@pytest.mark.usefixtures("key_counting_kernel")
 def test_a_window_that_does_not_begin_at_a_unit_is_found_out() -> None:
-    class Unaligned(Layout):
+    class Unaligned(AttentionTiling):
         def first_key(self, position: int, window: int | None) -> int:
             return 0 if window is None else max(0, position - window + 1) // 16 * 16
 
-    layout = choose_layout(9, 3, 64, "fp32")
-    slack = Unaligned(layout.unit, layout.tile, layout.align, layout.decode_rows)
+    tiling = choose_tiling(9, 3, 64, "fp32")
+    slack = Unaligned(tiling.unit, tiling.tile, tiling.align, tiling.decode_rows)
+    assert attention_fault(tiling, 9, 3, 64, "fp32", 200) is None
     assert attention_fault(slack, 9, 3, 64, "fp32") is None
     assert "a window of 200" in str(attention_fault(slack, 9, 3, 64, "fp32", 200))
 
 
-def test_without_any_layout_the_setup_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "candidate_layouts", lambda group: [fast_layout(group)])
+def test_without_any_tiling_the_setup_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "candidate_tilings", lambda group: [fast_tiling(group)])
     with pytest.raises(NumericsSetupError, match=r"9 heads over 3 of 64 in fp32.*numerics: fast"):
-        choose_layout(9, 3, 64, "fp32")
+        choose_tiling(9, 3, 64, "fp32")
 
 
 def test_the_number_of_keys_is_a_function_of_the_position() -> None:
-    layout = Layout(unit=64, tile=64, align=4, decode_rows=4)
-    assert [layout.keys(p) for p in (0, 63, 64, 127, 128)] == [64, 64, 128, 128, 192]
-    assert [layout.first_key(p, 100) for p in (0, 127, 128, 191, 192, 255)] == [0, 0, 0, 0, 64, 64]
-    assert layout.first_key(5_000, None) == 0
+    tiling = AttentionTiling(unit=64, tile=64, align=4, decode_rows=4)
+    assert [tiling.keys(p) for p in (0, 63, 64, 127, 128)] == [64, 64, 128, 128, 192]
+    assert [tiling.first_key(p, 100) for p in (0, 127, 128, 191, 192, 255)] == [0, 0, 0, 0, 64, 64]
+    assert tiling.first_key(5_000, None) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
 from engine.core.speculative.proposers import SpeculationSettings
-from engine.cpu.build_draft import open_draft
+from engine.cpu.build_draft import build_draft
 from engine.settings import EngineSettings
 from engine.text.same_vocabulary import check_same_vocabulary
 from engine.text.tokenizer import load_tokenizer
@@ -67,4 +67,4 @@ def test_a_missing_draft_is_a_clear_error() -> None:
         model=MODEL, speculation=SpeculationSettings(mode="draft", draft="/nowhere/x.gguf")
     )
     with pytest.raises(ModelError, match=r"/nowhere/x\.gguf"):
-        open_draft(settings, Draft().runner, lambda _: None)
+        build_draft(settings, Draft().runner, lambda _: None)

@@ -19,12 +19,13 @@ from engine.core.errors import AdapterLoadError
 from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
-from engine.cpu.build import attention_layout, geometry_of
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.cpu.load import load_model
-from engine.cpu.lora import LoadedAdapters
+from engine.cpu.lora import CpuAdapters
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling
 from engine.llm import LLM
+from engine.loading.memory import kv_geometry
 from engine.numerics import same_bits
 from tests.engine import tiny_models as tiny
 from tests.engine.conftest import MODEL, Driver
@@ -68,9 +69,9 @@ def load_into(runner: CpuRunner, path: Path, artifact: ModelArtifact) -> str:
 @torch.inference_mode()
 def runner_of(artifact: ModelArtifact, dtype: str, blocks: int) -> CpuRunner:
     model = load_model(artifact, dtype, "exact")
-    geometry = geometry_of(artifact, dtype, blocks)
-    layout = attention_layout(artifact, dtype, "exact")
-    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+    geometry = kv_geometry(artifact.config, dtype, blocks)
+    tiling = attention_tiling(artifact.config, dtype, "exact")
+    return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,7 +86,7 @@ def test_logits_are_those_of_the_merged_weights_in_transformers(tmp_path: Path, 
         runner = runner_of(artifact, "fp32", blocks=16)
         model = runner._model
         digest = load_into(runner, path, artifact)
-        row = PlanRow(0, tokens, 0, list(range(5)))
+        row = PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=list(range(5)))
         plain = model.logits(runner.hidden(StepPlan((row,)))[0]).raw_SV
         ours = model.logits(runner.hidden(StepPlan((replace(row, adapter=digest),)))[0]).raw_SV
         expected = theirs(torch.tensor([tokens])).logits[0]
@@ -167,16 +168,18 @@ def test_whatever_the_path_an_adapter_gives_the_same_tokens(tmp_path: Path) -> N
 
     def submit(name: str, adapter: str, ticket: int = 0) -> None:
         seed = hash_seed(artifact.weights_digest, "bf16", "test", adapter)
-        request = EngineRequest(
-            name, Kind.FULL, list(prompt), seeded, seed, ticket=ticket, adapter=adapter
+        ref = AdapterRef("", adapter, "") if adapter else None
+        spec = RequestSpec(
+            kind=Kind.FULL, params=seeded, hash_seed=seed, ticket=ticket, adapter=ref
         )
+        request = EngineRequest(request_id=name, prompt=list(prompt), spec=spec)
         core.scheduler.submit(request, 0)
 
     def crowd() -> None:
         for number in range(9):
             submit(f"crowd {number}", digests[number % 3], number)
         found = answers(run(core))  # 9 x 90 tokens into 24 x 16
-        assert core.scheduler.preemptions > 0
+        assert core.batch.preemptions > 0
         for number in range(9):
             assert found[f"crowd {number}", 0] == alone[digests[number % 3]]
 
@@ -239,7 +242,7 @@ def test_what_has_changed_since_it_was_named_is_not_loaded(
     path = write_adapter(tmp_path / "lora", artifact.config, layers=(0,))
     digest = read_adapter(path, artifact.config, 64).digest.hex()
     write_adapter(path, artifact.config, layers=(0,), seed=9)
-    adapters = LoadedAdapters(artifact.config, torch.float32)
+    adapters = CpuAdapters(artifact.config, torch.float32)
     with pytest.raises(AdapterLoadError, match="has changed since"):
         adapters.prepare(AdapterRef("mine", digest, str(path)))
 
@@ -252,4 +255,4 @@ def test_nan_in_an_adapter_is_refused_by_name(artifact: ModelArtifact, tmp_path:
     save_file(weights, path / "adapter_model.safetensors")
     digest = read_adapter(path, artifact.config, 64).digest.hex()
     with pytest.raises(AdapterLoadError, match=r"NaN or Inf in .*o_proj\.lora_B"):
-        LoadedAdapters(artifact.config, torch.float32).prepare(AdapterRef("m", digest, str(path)))
+        CpuAdapters(artifact.config, torch.float32).prepare(AdapterRef("m", digest, str(path)))

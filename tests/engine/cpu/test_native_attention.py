@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.core.geometry import KvGeometry
-from engine.cpu.attention import Layout, Span
+from engine.cpu.attention import AttentionTiling, Span
 from engine.cpu.native import library
 from engine.cpu.native.attention import NativeAttention, native_library
 from engine.numerics import same_bits
@@ -34,8 +34,8 @@ def make(heads: int, kv_heads: int, dim: int, window: int | None):
         pytest.skip("no native kernel here: it needs a compiler and AVX-512")
     torch.manual_seed(0)
     pool = torch.randn(geometry.shape).bfloat16()
-    layout = Layout(unit=64, tile=64, align=1, decode_rows=heads // kv_heads)
-    return NativeAttention(found, pool, geometry, heads, layout, (window,)), pool
+    tiling = AttentionTiling(unit=64, tile=64, align=1, decode_rows=heads // kv_heads)
+    return NativeAttention(found, pool, geometry, heads, tiling, (window,)), pool
 
 
 def tables() -> list[list[int]]:

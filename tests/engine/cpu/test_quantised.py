@@ -12,8 +12,7 @@ from engine.core.errors import NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
-from engine.cpu.attention import Layout
-from engine.cpu.build import attention_layout, geometry_of, numerics_id, verify_exact
+from engine.cpu.attention import AttentionTiling
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import KvCodec, _widened
 from engine.cpu.linear import Linear
@@ -27,6 +26,8 @@ from engine.cpu.quantised import (
     quantise_groups,
 )
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
+from engine.loading.memory import kv_geometry
 from engine.numerics import same_bits
 from tests.engine.conftest import Driver
 from tests.engine.cpu.test_runner import prompt_of
@@ -205,24 +206,24 @@ def test_the_scale_counts_in_the_size_of_the_pool() -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(artifact: ModelArtifact) -> Callable[[str], tuple[Decoder, Layout]]:
+def loaded(artifact: ModelArtifact) -> Callable[[str], tuple[Decoder, AttentionTiling]]:
     with torch.inference_mode():
-        layout = attention_layout(artifact, "bf16", "exact")
+        tiling = attention_tiling(artifact.config, "bf16", "exact")
 
     @functools.cache
-    def load(weights: str) -> tuple[Decoder, Layout]:
+    def load(weights: str) -> tuple[Decoder, AttentionTiling]:
         with torch.inference_mode():
-            return load_model(artifact, "bf16", "exact", quantisation=weights), layout
+            return load_model(artifact, "bf16", "exact", quantisation=weights), tiling
 
     return load
 
 
 @pytest.fixture(scope="module")
-def make(artifact: ModelArtifact, loaded: Callable[[str], tuple[Decoder, Layout]]) -> Make:
+def make(artifact: ModelArtifact, loaded: Callable[[str], tuple[Decoder, AttentionTiling]]) -> Make:
     def build(weights: str, kv: str) -> Driver:
-        model, layout = loaded(weights)
-        geometry = geometry_of(artifact, kv, 160)
-        return Driver(CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout, (2,)))
+        model, tiling = loaded(weights)
+        geometry = kv_geometry(artifact.config, kv, 160)
+        return Driver(CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling, (2,)))
 
     return build
 
@@ -270,12 +271,12 @@ def test_a_batch_gives_the_hidden_states_of_each_alone(make: Make, weights: str,
 
 
 def test_the_numerics_id_tells_quantisations_apart(
-    loaded: Callable[[str], tuple[Decoder, Layout]],
+    loaded: Callable[[str], tuple[Decoder, AttentionTiling]],
 ) -> None:
     identities = set()
     for weights, kv in [("int8", ""), ("int8", "int8")]:
-        model, layout = loaded(weights)
-        identities.add(numerics_id(model, layout, "bf16", "exact", kv))
+        model, tiling = loaded(weights)
+        identities.add(numerics_id(model, tiling, "bf16", "exact", kv))
     assert len(identities) == 2
     assert all(identity.startswith("exact/bf16/int8") for identity in identities)
 
@@ -311,12 +312,12 @@ def test_windows_norms_and_experts_go_with_it(
     tokens = tiny.tokens(90)
     hidden = {}
     with torch.inference_mode():
-        layout = attention_layout(artifact, "bf16", "exact")
+        tiling = attention_tiling(artifact.config, "bf16", "exact")
         for kind, kv_dtype in (("none", "bf16"), (weights, kv)):
             model = load_model(artifact, "bf16", "exact", quantisation=kind)
-            geometry = geometry_of(artifact, kv_dtype, 8)
-            runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
-            plan = StepPlan((PlanRow(0, tokens, 0, range(6)),))
+            geometry = kv_geometry(artifact.config, kv_dtype, 8)
+            runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
+            plan = StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=range(6)),))
             hidden[kind] = runner.hidden(plan)[0]
     assert relative_error(hidden[weights], hidden["none"]) < {"int8": 0.15, "int4": 0.7}[weights]
-    verify_exact(model, layout, "bf16", kv)
+    verify_exact(model, tiling, "bf16", kv)

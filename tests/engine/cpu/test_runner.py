@@ -9,9 +9,8 @@ import torch
 from engine.core.errors import NumericsError
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
-from engine.cpu.build import numerics_id, verify_exact
 from engine.cpu.decoder import Decoder
-from engine.cpu.selftest import fast_layout
+from engine.cpu.selftest import fast_tiling, numerics_id, verify_exact
 from engine.numerics import NumericsSetupError, same_bits
 from tests.engine.conftest import Driver
 
@@ -186,7 +185,7 @@ def test_nan_is_a_typed_error_for_its_row_and_does_not_touch_the_neighbour(
     driver.runner._pool[4, 0, bad_table[1], 3, 0, 5] = float("nan")
     with pytest.raises(NumericsError) as caught:
         driver.step(good_row, bad_row)
-    assert caught.value.rows == (1,)  # type: ignore[attr-defined]
+    assert caught.value.rows == (1,)
     assert not driver.runner._pool[:, :, bad_table[2]].isnan().any()
     assert driver.runner.rewritten_rows[-1] == 1, "what was announced of it is not to be trusted"
     assert driver.step(good_row) == expected
@@ -202,7 +201,7 @@ def test_infinite_logits_are_a_typed_error(
     monkeypatch.setattr(driver.runner._model, "_final_norm", norm * 1e38)
     with pytest.raises(NumericsError) as caught:
         driver.step(row)
-    assert caught.value.rows == (0,)  # type: ignore[attr-defined]
+    assert caught.value.rows == (0,)
 
 
 def test_the_thread_count_shows_in_the_bits_only_if_it_shows_in_the_numerics_id(
@@ -215,8 +214,8 @@ def test_the_thread_count_shows_in_the_bits_only_if_it_shows_in_the_numerics_id(
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            layout = driver.runner._attention.layout
-            identity = numerics_id(load("bf16", "exact"), layout, "bf16", "exact")
+            tiling = driver.runner._attention.tiling
+            identity = numerics_id(load("bf16", "exact"), tiling, "bf16", "exact")
             hidden = driver.runner.hidden(StepPlan((driver.row(prompt, 0, 90, table),)))[0]
             found[threads] = identity, hidden
     finally:
@@ -232,10 +231,11 @@ def test_stale_values_beyond_the_end_never_leak(make_driver: Make) -> None:
     assert clean.answer(prompt, GREEDY) == stale.answer(prompt, GREEDY, scattered=True)
 
 
+@pytest.mark.usefixtures("key_counting_kernel")
 def test_the_self_test_fails_loudly_when_the_machine_does_not_keep_the_promise(
-    make_driver: Make, load: Callable[[str, str], Decoder]
+    load: Callable[[str, str], Decoder],
 ) -> None:
-    broken = fast_layout(3)  # lengths by the block, few rows: not invariant
+    broken = fast_tiling(3)  # lengths by the block: not invariant
     with torch.inference_mode(), pytest.raises(NumericsSetupError, match="differs in a chunk"):
         verify_exact(load("bf16", "exact"), broken, "bf16")
 
@@ -243,12 +243,12 @@ def test_the_self_test_fails_loudly_when_the_machine_does_not_keep_the_promise(
 def test_the_numerics_id_tells_modes_apart_and_is_stable(
     make_driver: Make, load: Callable[[str, str], Decoder]
 ) -> None:
-    layout = make_driver().runner._attention.layout
+    tiling = make_driver().runner._attention.tiling
     model = load("bf16", "exact")
-    identity = numerics_id(model, layout, "bf16", "exact")
-    assert identity == numerics_id(model, layout, "bf16", "exact")
+    identity = numerics_id(model, tiling, "bf16", "exact")
+    assert identity == numerics_id(model, tiling, "bf16", "exact")
     assert identity.startswith("exact/bf16/")
-    assert identity != numerics_id(load("bf16", "fast"), fast_layout(3), "bf16", "fast")
+    assert identity != numerics_id(load("bf16", "fast"), fast_tiling(3), "bf16", "fast")
 
 
 def test_an_empty_plan_is_no_work(make_driver: Make) -> None:

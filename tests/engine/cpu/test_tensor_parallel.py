@@ -18,10 +18,10 @@ import torch
 
 from engine.artifacts.artifact import ModelError, resolve_model
 from engine.artifacts.lora_artifact import read_adapter
+from engine.build import build_runner
 from engine.core.errors import AdapterLoadError, NumericsError
 from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import StepPlan
-from engine.cpu.build import numerics_id, open_runner
 from engine.cpu.parallel.rank import Rank
 from engine.cpu.parallel.rank_processes import (
     Adapt,
@@ -35,6 +35,7 @@ from engine.cpu.parallel.rank_processes import (
 )
 from engine.cpu.parallel.selftest import product_split_fault
 from engine.cpu.parallel.shard import lead
+from engine.cpu.selftest import numerics_id
 from engine.ipc import FrameReader, map_pool
 from engine.models.split import splits_of
 from engine.numerics import same_bits
@@ -56,7 +57,7 @@ class Replica:
         if settings.tensor_parallel > 1:
             self.ranks = RankProcesses(settings, self.pool_fd)
         try:
-            runner, self.info = open_runner(
+            runner, self.info = build_runner(
                 settings, lambda g: map_pool(self.pool_fd, g), lambda _: None, self.ranks
             )
         except BaseException:
@@ -203,7 +204,7 @@ def test_smollm2_gives_the_bits_of_one_rank(
     make_driver: Callable[..., Driver], ranks: int, dtype: str
 ) -> None:
     alone = make_driver(dtype)
-    identity = numerics_id(alone.runner._model, alone.runner._attention.layout, dtype, "exact")
+    identity = numerics_id(alone.runner._model, alone.runner._attention.tiling, dtype, "exact")
     assert_same(of_width(MODEL, ranks, dtype), everything(alone, identity))
 
 
@@ -266,27 +267,27 @@ def test_a_rank_goes_on_with_its_steps_while_it_reads_an_adapter(
 ) -> None:
     store, stepped = SlowAdapters(), threading.Event()
     monkeypatch.setattr("engine.cpu.parallel.rank.Group", lambda *_: SimpleNamespace(ranks=2))
-    monkeypatch.setattr("engine.cpu.parallel.rank.LoadedAdapters", lambda *_: store)
-    (leader, theirs), (desk, their_desk) = socket.socketpair(), socket.socketpair()
-    desk.settimeout(10)
-    rank = Rank(1, theirs, their_desk, -1, EngineSettings(model=tiny, tensor_parallel=2))
+    monkeypatch.setattr("engine.cpu.parallel.rank.CpuAdapters", lambda *_: store)
+    (leader, theirs), (loader, their_loader) = socket.socketpair(), socket.socketpair()
+    loader.settimeout(10)
+    rank = Rank(1, theirs, their_loader, -1, EngineSettings(model=tiny, tensor_parallel=2))
     rank._runner = SimpleNamespace(follow=lambda rows, isolated: stepped.set())
     loop = threading.Thread(target=rank.run, args=("",))
     loop.start()
     ref = AdapterRef("mine", "00", "/there")
-    desk.sendall(frame(Prepare(ref)))
+    loader.sendall(frame(Prepare(ref)))
     assert store.reading.wait(10)
     leader.sendall(frame(Forward([], isolated=False)))
     assert stepped.wait(10), "the step waits for the file"
     store.may_end.set()
-    (answer,) = FrameReader(msgspec.msgpack.Decoder(list[Prepared])).feed(desk.recv(1 << 16))
+    (answer,) = FrameReader(msgspec.msgpack.Decoder(list[Prepared])).feed(loader.recv(1 << 16))
     assert answer == Prepared("00")
     leader.sendall(frame(Adapt(ref)))
-    for ours in (leader, desk):
+    for ours in (leader, loader):
         ours.shutdown(socket.SHUT_WR)  # the leader goes
     loop.join(10)
     assert store.held == [("mine", "prepared")]
-    for ours in (leader, desk, theirs, their_desk):
+    for ours in (leader, loader, theirs, their_loader):
         ours.close()
 
 

@@ -111,8 +111,10 @@ def main() -> None:
     rows.rope_write(qkv, 32, index, index, turns, tables, pool, bias=bias, norm=norm, eps=1e-6)
     zeros = torch.zeros(4, dtype=torch.int64)
     hot, logits = zeros.double(), torch.zeros(4, 128256)
-    rows.draw(logits, hot, zeros, zeros, zeros)
-    rows.draw(logits, hot, zeros, zeros, zeros, rows.cuts(logits, hot, zeros.int(), hot, hot))
+    rows.sample_tokens(logits, hot, zeros, zeros, zeros)
+    rows.sample_tokens(
+        logits, hot, zeros, zeros, zeros, rows.cuts(logits, hot, zeros.int(), hot, hot)
+    )
     for name, cut in (("few", configs.EXACT_ROWS), ("many", configs.EXACT_MANY_ROWS)):
         compiler.title = f"product of {name} rows"
         weight = torch.zeros(6144, 4096, dtype=BF16)

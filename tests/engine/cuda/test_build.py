@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine import build
 from engine.artifacts.artifact import ModelError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.speculative.proposers import SpeculationSettings
-from engine.cpu import build as opening
-from engine.cuda import build as cuda_open
+from engine.cpu import build as cpu_build
+from engine.cuda import build as cuda_build
 from engine.cuda.decode_graphs import DecodeSteps
 from engine.cuda.selftest import verify_steps
 from engine.numerics import NumericsSetupError
@@ -25,11 +26,11 @@ SETTINGS = EngineSettings(model="tiny", dtype="fp32", kv_blocks=8, device="cuda"
 
 @pytest.fixture
 def artifact(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(cuda_open, "load_weights", lambda _, dtype: tiny.weights(SHALLOW, dtype))
+    monkeypatch.setattr(cuda_build, "load_weights", lambda _, dtype: tiny.weights(SHALLOW, dtype))
     found = SimpleNamespace(
         source="tiny", architecture="llama", config=SHALLOW, weights_digest=b"digest"
     )
-    monkeypatch.setattr(opening, "resolve_model", lambda _: found)
+    monkeypatch.setattr(build, "resolve_model", lambda _: found)
     return found
 
 
@@ -39,7 +40,7 @@ def memory(geometry: KvGeometry) -> memoryview:
 
 def test_a_model_is_loaded_proven_and_wrapped(artifact: Any) -> None:
     said: list[str] = []
-    made, info = cuda_open.open_cuda_runner(
+    made, info = cuda_build.build_cuda_runner(
         SETTINGS, artifact, 36, memory, said.append, device=tiny.CPU
     )
     assert said[-1] == "checking that numerics are exact on the interpreter"
@@ -66,28 +67,28 @@ def test_the_device_is_the_setting_and_auto_is_what_is_there(
         raise OnTheCpuError
 
     marker = object()
-    monkeypatch.setattr(cuda_open, "open_cuda_runner", lambda *_: marker)
-    monkeypatch.setattr(opening, "load_model", on_the_cpu)
-    monkeypatch.setattr(opening.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(cuda_build, "build_cuda_runner", lambda *_: marker)
+    monkeypatch.setattr(cpu_build, "load_model", on_the_cpu)
+    monkeypatch.setattr(build.torch.cuda, "is_available", lambda: has_gpu)
     settings = msgspec.structs.replace(SETTINGS, device=device)
     if cuda:
-        assert opening.open_runner(settings, memory, print) is marker
+        assert build.build_runner(settings, memory, print) is marker
     else:
         with pytest.raises(OnTheCpuError):
-            opening.open_runner(settings, memory, print)
+            build.build_runner(settings, memory, print)
 
 
 def test_a_pool_that_nobody_sized_has_blocks(
     monkeypatch: pytest.MonkeyPatch, artifact: Any
 ) -> None:
-    monkeypatch.setattr(cuda_open, "make_decoder", lambda c, weights, geometry, *_, **__: geometry)
-    monkeypatch.setattr(cuda_open, "verify_exact", lambda _: None)
-    monkeypatch.setattr(cuda_open, "numerics_id", lambda geometry, _: geometry.num_blocks)
-    monkeypatch.setattr(cuda_open, "CudaAdapters", lambda *_: None)
-    monkeypatch.setattr(cuda_open, "CudaRunner", lambda *_: SimpleNamespace(steps=None))
-    monkeypatch.setattr(cuda_open, "verify_steps", lambda *_: None)
+    monkeypatch.setattr(cuda_build, "make_decoder", lambda c, weights, geometry, *_, **__: geometry)
+    monkeypatch.setattr(cuda_build, "verify_exact", lambda _: None)
+    monkeypatch.setattr(cuda_build, "numerics_id", lambda geometry, _: geometry.num_blocks)
+    monkeypatch.setattr(cuda_build, "CudaAdapters", lambda *_: None)
+    monkeypatch.setattr(cuda_build, "CudaRunner", lambda *_: SimpleNamespace(steps=None))
+    monkeypatch.setattr(cuda_build, "verify_steps", lambda *_: None)
     automatic = msgspec.structs.replace(SETTINGS, kv_blocks=0)
-    _, info = cuda_open.open_cuda_runner(automatic, artifact, 36, memory, print, device=tiny.CPU)
+    _, info = cuda_build.build_cuda_runner(automatic, artifact, 36, memory, print, device=tiny.CPU)
     context_blocks = -(-SHALLOW.max_context_tokens // tiny.BLOCK)
     assert info.numerics_id == automatic.max_batch_requests * context_blocks
 
@@ -96,15 +97,15 @@ def test_a_pool_fits_beside_the_weights_or_is_refused() -> None:
     geometry = tiny.geometry(SHALLOW, "fp32")
     geometry = msgspec.structs.replace(geometry, num_blocks=1000)
     whole = geometry.block_bytes * 1000
-    assert cuda_open.fit_pool(geometry, 0, 2 * whole, chosen=True) is geometry
-    smaller = cuda_open.fit_pool(geometry, whole // 4, whole, chosen=False)
+    assert cuda_build.fit_pool(geometry, 0, 2 * whole, chosen=True) is geometry
+    smaller = cuda_build.fit_pool(geometry, whole // 4, whole, chosen=False)
     assert smaller.num_blocks == 600
     with pytest.raises(
         ModelError, match=r"kv_blocks_per_worker is 1000, .* the GPU has room for 600"
     ):
-        cuda_open.fit_pool(geometry, whole // 4, whole, chosen=True)
+        cuda_build.fit_pool(geometry, whole // 4, whole, chosen=True)
     with pytest.raises(ModelError, match="the GPU has room for 0"):
-        cuda_open.fit_pool(geometry, whole, whole, chosen=False)
+        cuda_build.fit_pool(geometry, whole, whole, chosen=False)
 
 
 def test_rope_scaling_reaches_the_device() -> None:
@@ -120,11 +121,11 @@ def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> 
     artifact.architecture = "Qwen3MoeForCausalLM"
     artifact.config = dataclasses.replace(SHALLOW, num_experts=4, experts_per_token=2)
     with pytest.raises(ModelError, match=r"Qwen3Moe.*mixture.*not run on CUDA.*hide the GPU"):
-        cuda_open.open_cuda_runner(SETTINGS, artifact, 36, memory, print, device=tiny.CPU)
+        cuda_build.build_cuda_runner(SETTINGS, artifact, 36, memory, print, device=tiny.CPU)
     artifact.config = SHALLOW
     strange = msgspec.structs.replace(SETTINGS, emulated_token_s=1.0)
     with pytest.raises(ModelError, match="emulated_token_s is not supported on CUDA yet"):
-        cuda_open.open_cuda_runner(strange, artifact, 36, memory, print, device=tiny.CPU)
+        cuda_build.build_cuda_runner(strange, artifact, 36, memory, print, device=tiny.CPU)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_quantised_weights_are_fp8_of_even_widths(
 ) -> None:
     settings = msgspec.structs.replace(SETTINGS, weight_quantisation=kept, dtype=dtype)
     with pytest.raises(ModelError, match=said):
-        cuda_open.open_cuda_runner(settings, artifact, 36, memory, print, device=tiny.CPU)
+        cuda_build.build_cuda_runner(settings, artifact, 36, memory, print, device=tiny.CPU)
 
 
 def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
@@ -149,7 +150,7 @@ def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
     speculation = SpeculationSettings(mode="draft", draft="small")
     drafting = msgspec.structs.replace(SETTINGS, speculation=speculation)
     with pytest.raises(ModelError, match="a draft model is not supported on CUDA yet"):
-        cuda_open.open_cuda_runner(drafting, artifact, 36, memory, print, device=tiny.CPU)
+        cuda_build.build_cuda_runner(drafting, artifact, 36, memory, print, device=tiny.CPU)
     decoder = tiny.decoder(SHALLOW)
     steps = DecodeSteps(decoder, 3)
     verify_steps(decoder, steps)
@@ -169,7 +170,7 @@ def test_weights_that_would_be_ignored_are_refused() -> None:
     weights = tiny.weights(SHALLOW, "fp32") | {"layers.0.router": tiny.torch.zeros(48)}
     geometry = tiny.geometry(SHALLOW, "fp32")
     with pytest.raises(ModelError, match=r"no use for the weights layers\.0\.router"):
-        cuda_open.make_decoder(SHALLOW, weights, geometry, tiny.CPU, 36, exact=True)
+        cuda_build.make_decoder(SHALLOW, weights, geometry, tiny.CPU, 36, exact=True)
 
 
 def test_heads_that_no_tile_holds_are_refused() -> None:

@@ -8,7 +8,7 @@ from engine.core import events as ev
 from engine.core.core import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.speculative.proposers import NgramProposer, Speculation
 from engine.cpu.runner import CpuRunner
 from engine.cuda.runner import CudaRunner
@@ -30,7 +30,8 @@ def answers(
     speculation = Speculation(NgramProposer(), 4, FreeDraftTokens()) if draft_token else None
     core = EngineCore(runner, SchedulerConfig(4, 24), speculation=speculation)
     for number, (prompt, params) in enumerate(REQUESTS):
-        request = EngineRequest(f"{number}", Kind.FULL, prompt, params, b"s" * 16, ticket=number)
+        spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=b"s" * 16, ticket=number)
+        request = EngineRequest(request_id=f"{number}", prompt=prompt, spec=spec)
         core.scheduler.submit(request, 0)
     found: dict[tuple[str, int], list[int]] = {}
     draft_tokens = 0
@@ -40,12 +41,12 @@ def answers(
             break
         draft_tokens += sum(row.num_draft_tokens for row in plan.rows)
         for event in core.apply(plan, runner.execute(plan), now_ns, 1000):
-            core.scheduler.check_integrity()
+            core.batch.check_integrity()
             if isinstance(event, ev.Tokens):
                 answer = found.setdefault((event.request_id, event.choice), [])
                 answer += [drawn.token for drawn in event.tokens]
     assert bool(draft_tokens) is draft_token
-    assert core.pool.counts().leased == 0
+    assert core.pool.counts().in_use == 0
     return found
 
 

@@ -74,7 +74,14 @@ def verifying(sequence: int, text: list[int], draft_tokens: list[int], table: li
         SampleSpec(0, params, known[: len(text) + i], prompt) for i in range(len(draft_tokens) + 1)
     )
     start = len(text) - 1
-    return PlanRow(sequence, known[start:], start, table, specs, num_draft_tokens=len(draft_tokens))
+    return PlanRow(
+        sequence_id=sequence,
+        tokens=known[start:],
+        start=start,
+        block_ids=table,
+        samples=specs,
+        num_draft_tokens=len(draft_tokens),
+    )
 
 
 def test_masks_guesses_and_filters_draw_the_tokens_of_the_cpu() -> None:
@@ -124,7 +131,14 @@ def test_scores_and_embeddings_are_those_of_the_cpu(cut: int) -> None:
         found = PromptOutputs(text, 2, MEAN)
         for start, end in ((0, cut), (cut, 14)):
             samples = (SampleSpec(0, GREEDY, text, 14),) if end == 14 else ()
-            row = PlanRow(1, text[start:end], start, [3], samples, prompt_outputs=found)
+            row = PlanRow(
+                sequence_id=1,
+                tokens=text[start:end],
+                start=start,
+                block_ids=[3],
+                samples=samples,
+                prompt_outputs=found,
+            )
             runner.execute(StepPlan((row,)))
         return found
 

@@ -6,7 +6,7 @@ import torch
 
 from engine.core.params import SamplingParams
 from engine.core.plan import SampleSpec
-from engine.cuda.kernels.rows import cuts, draw
+from engine.cuda.kernels.rows import cuts, sample_tokens
 from engine.sampling import sample as sampling
 
 
@@ -34,7 +34,7 @@ def test_it_draws_the_tokens_of_the_host(vocabulary: int) -> None:
     wanted = specs()
     logits = torch.randn(len(wanted), vocabulary)
     seeds = [np.uint64(spec.params.seed).astype(np.int64).item() for spec in wanted]
-    got = draw(
+    got = sample_tokens(
         logits,
         torch.tensor([spec.params.temperature for spec in wanted], dtype=torch.float64),
         torch.tensor(seeds),
@@ -49,7 +49,7 @@ def test_equal_logits_give_the_smallest_id() -> None:
     logits = torch.zeros(1, 1500)
     logits[0, [7, 400, 1400]] = 3.0
     zeros = torch.zeros(1, dtype=torch.int64)
-    assert draw(logits, zeros.double(), zeros, zeros, zeros).tolist() == [7]
+    assert sample_tokens(logits, zeros.double(), zeros, zeros, zeros).tolist() == [7]
 
 
 FILTERS = [
@@ -88,7 +88,7 @@ def test_filters_leave_the_tokens_that_the_host_leaves(vocabulary: int) -> None:
         expected = set(range(vocabulary)) if left is None else set(left.tolist())
         assert set(torch.nonzero(row_V >= cut).flatten().tolist()) == expected, params
     seeds, zeros = column("seed", torch.int64), torch.zeros(len(every), dtype=torch.int64)
-    drawn = draw(logits, temperatures, seeds, zeros, zeros + 3, least)
+    drawn = sample_tokens(logits, temperatures, seeds, zeros, zeros + 3, least)
     wanted = [
         on_the_host(row_V, SampleSpec(0, params, [0] * 3, 0))
         for row_V, params in zip(logits, every, strict=True)

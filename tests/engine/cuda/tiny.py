@@ -90,9 +90,9 @@ def torch_runner(
     c: ModelConfig, dtype: str, pool: bytearray, grammars: Grammars | None = None
 ) -> CpuRunner:
     model = Decoder(c, weights(c, dtype), DTYPES[dtype])
-    layout = selftest.fast_layout(c.num_heads // c.num_kv_heads)
+    tiling = selftest.fast_tiling(c.num_heads // c.num_kv_heads)
     shape = geometry(c, dtype)
-    return CpuRunner(model, pool, shape, layout, c.eos_token_ids, grammars=grammars)
+    return CpuRunner(model, pool, shape, tiling, c.eos_token_ids, grammars=grammars)
 
 
 @functools.cache
@@ -116,7 +116,13 @@ def row(
             SampleSpec(choice, params, list(all_tokens), prompt or len(all_tokens))
             for choice in range(params.n)
         )
-    return PlanRow(sequence, list(all_tokens[start:end]), start, table[: -(-end // BLOCK)], specs)
+    return PlanRow(
+        sequence_id=sequence,
+        tokens=list(all_tokens[start:end]),
+        start=start,
+        block_ids=table[: -(-end // BLOCK)],
+        samples=specs,
+    )
 
 
 def step(runner: CudaRunner | CpuRunner, *rows: PlanRow) -> list[list[SampledToken]]:

@@ -11,10 +11,10 @@ from engine.artifacts.artifact import ModelArtifact
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
 from engine.core.prompt_outputs import PromptOutputs
-from engine.cpu.build import geometry_of
 from engine.cpu.decoder import Decoder
 from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import fast_layout
+from engine.cpu.selftest import fast_tiling
+from engine.loading.memory import kv_geometry
 from engine.loading.open import load_weights
 from engine.models.families import weight_table
 from engine.models.rope import unpair_rows
@@ -49,12 +49,14 @@ PROMPTS = (
 
 def logits_of(model: Decoder, artifact: ModelArtifact, tokens: list[int]) -> torch.Tensor:
     """``[T, V]`` logits of one sequence."""
-    geometry = geometry_of(artifact, "fp32", 32)
+    geometry = kv_geometry(artifact.config, "fp32", 32)
     group = artifact.config.num_heads // artifact.config.num_kv_heads
     pool = bytearray(geometry.pool_bytes)
-    runner = CpuRunner(model, pool, geometry, fast_layout(group))
+    runner = CpuRunner(model, pool, geometry, fast_tiling(group))
     blocks = list(range(-(-len(tokens) // 16)))
-    hidden = runner.hidden(StepPlan((PlanRow(0, tokens, 0, blocks),)))[0]
+    hidden = runner.hidden(
+        StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=blocks),))
+    )[0]
     return model.logits(hidden).raw_SV
 
 
@@ -152,21 +154,30 @@ def test_prompt_scores_and_vectors_agree(
     own = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])
     rows = found.hidden_states[-1][0]  # behind the final norm
     driver = make_driver("fp32", "exact", 40)
-    takes_prompt_outputs = [PromptOutputs(tokens, 0, "mean"), PromptOutputs(tokens, None, "last")]
-    for prompt_outputs in takes_prompt_outputs:
+    wanted_outputs = [PromptOutputs(tokens, 0, "mean"), PromptOutputs(tokens, None, "last")]
+    for prompt_outputs in wanted_outputs:
         table = driver.blocks(len(tokens))
         driver.runner.execute(
-            StepPlan((PlanRow(0, tokens, 0, table, (), prompt_outputs=prompt_outputs),))
+            StepPlan(
+                (
+                    PlanRow(
+                        sequence_id=0,
+                        tokens=tokens,
+                        start=0,
+                        block_ids=table,
+                        samples=(),
+                        prompt_outputs=prompt_outputs,
+                    ),
+                )
+            )
         )
-    scores = takes_prompt_outputs[0].scores()
+    scores = wanted_outputs[0].scores()
     assert scores is not None
     error = np.abs(np.frombuffer(scores.logprobs, "<f4") - own[:, 0].numpy()).max()
     assert error < 1e-4
     ranks = (logprobs > own).sum(dim=-1) + 1
     assert np.frombuffer(scores.ranks, "<u4").tolist() == ranks.tolist()
-    for prompt_outputs, vector in zip(
-        takes_prompt_outputs, (rows.mean(dim=0), rows[-1]), strict=True
-    ):
+    for prompt_outputs, vector in zip(wanted_outputs, (rows.mean(dim=0), rows[-1]), strict=True):
         ours = torch.frombuffer(bytearray(prompt_outputs.vector()), dtype=torch.float32)
         difference = ours / ours.norm() - vector / vector.norm()
         assert float(difference.abs().max()) < 1e-4

@@ -15,9 +15,10 @@ import torch
 
 from engine.artifacts.artifact import ModelError, resolve_model
 from engine.core.plan import PlanRow, StepPlan
-from engine.cpu.build import attention_layout, geometry_of, verify_exact
 from engine.cpu.load import load_model
 from engine.cpu.runner import CpuRunner
+from engine.cpu.selftest import attention_tiling, verify_exact
+from engine.loading.memory import kv_geometry
 from engine.numerics import same_bits
 
 pytest.importorskip("transformers")
@@ -36,14 +37,19 @@ def logits_of(
     with torch.inference_mode():
         artifact = resolve_model(str(path))
         model = load_model(artifact, "fp32", "fast", cache_dir=cache)
-        geometry = geometry_of(artifact, "fp32", 32)
-        layout = attention_layout(artifact, "fp32", "fast")
-        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
+        geometry = kv_geometry(artifact.config, "fp32", 32)
+        tiling = attention_tiling(artifact.config, "fp32", "fast")
+        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
         blocks = [(7 * i) % 32 for i in range(-(-len(tokens) // 16))]
         ends = [*cuts, len(tokens)]
         parts = []
         for start, end in zip([0, *cuts], ends, strict=True):
-            row = PlanRow(0, tokens[start:end], start, blocks[: -(-end // 16)])
+            row = PlanRow(
+                sequence_id=0,
+                tokens=tokens[start:end],
+                start=start,
+                block_ids=blocks[: -(-end // 16)],
+            )
             parts += runner.hidden(StepPlan((row,)))
         return model.logits(torch.cat(parts)).raw_SV
 
@@ -153,7 +159,7 @@ def prove(path: Path, dtype: str) -> None:
     artifact = resolve_model(str(path))
     with torch.inference_mode():
         model = load_model(artifact, dtype, "exact")
-        verify_exact(model, attention_layout(artifact, dtype, "exact"), dtype)
+        verify_exact(model, attention_tiling(artifact.config, dtype, "exact"), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -166,10 +172,13 @@ def test_a_token_of_a_mixture_does_not_depend_on_its_batch(tmp_path: Path) -> No
     artifact = resolve_model(str(tiny.save(tiny.build("qwen3_moe"), tmp_path / "model")))
     with torch.inference_mode():
         model = load_model(artifact, "bf16", "exact")
-        layout = attention_layout(artifact, "bf16", "exact")
-    geometry = geometry_of(artifact, "bf16", 64)
-    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, layout)
-    rows = [PlanRow(i, tiny.tokens(20 + i), 0, [2 * i, 2 * i + 1]) for i in range(11)]
+        tiling = attention_tiling(artifact.config, "bf16", "exact")
+    geometry = kv_geometry(artifact.config, "bf16", 64)
+    runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
+    rows = [
+        PlanRow(sequence_id=i, tokens=tiny.tokens(20 + i), start=0, block_ids=[2 * i, 2 * i + 1])
+        for i in range(11)
+    ]
     alone = [runner.hidden(StepPlan((row,)))[0] for row in rows]
     for batch in (rows, rows[3:8], rows[::-2]):
         together = runner.hidden(StepPlan(tuple(batch)))

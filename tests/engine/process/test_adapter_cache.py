@@ -11,35 +11,35 @@ def ref(name: str) -> AdapterRef:
 
 
 class Engine:
-    """A room, and what would be in memory."""
+    """A cache, and what would be in memory."""
 
     def __init__(self, max_loaded: int) -> None:
-        self.room: AdapterCache[str] = AdapterCache(max_loaded)
+        self.cache: AdapterCache[str] = AdapterCache(max_loaded)
         self.max_loaded = max_loaded
         self.held: set[str] = set()
         self.loading: list[str] = []
         self.using: dict[str, str] = {}
         self.log: list[str] = []
 
-    def want(self, request: str, adapter: str) -> None:
-        self.room.want(request, ref(adapter), f"{request}/{adapter}")
+    def add(self, request: str, adapter: str) -> None:
+        self.cache.add(request, ref(adapter), f"{request}/{adapter}")
 
     def end(self, request: str) -> None:
         del self.using[request]
-        self.room.ended(request)
+        self.cache.ended(request)
 
     def load(self) -> None:
         adapter = self.loading.pop(0)
         self.held.add(adapter)
-        self.room.loaded(adapter)
+        self.cache.loaded(adapter)
 
     def advance(self) -> list[str]:
-        evicted, wanted, ready = self.room.advance()
+        evicted, to_load, ready = self.cache.advance()
         for adapter in evicted:
             assert adapter not in self.using.values(), "never taken from under a request"
             self.held.remove(adapter)
             self.log.append(f"-{adapter}")
-        self.loading += [wish.digest for wish in wanted]
+        self.loading += [wish.digest for wish in to_load]
         assert len(self.held) + len(self.loading) <= self.max_loaded
         for item in ready:
             request, adapter = item.split("/")
@@ -59,37 +59,37 @@ class Engine:
 
 def test_the_first_request_waits_for_the_load_and_the_next_does_not():
     engine = Engine(2)
-    engine.want("1", "a")
+    engine.add("1", "a")
     assert engine.advance() == []
     assert engine.loading == ["a"]
-    engine.want("2", "a")
+    engine.add("2", "a")
     assert engine.advance() == [], "one load serves both"
     assert engine.loading == ["a"]
     engine.load()
     assert engine.advance() == ["1/a", "2/a"]
-    engine.want("3", "a")
+    engine.add("3", "a")
     assert engine.advance() == ["3/a"]
 
 
 def test_the_least_recently_used_idle_adapter_goes():
     engine = Engine(2)
     for number, adapter in enumerate("ab"):
-        engine.want(str(number), adapter)
+        engine.add(str(number), adapter)
         engine.run()
         engine.end(str(number))
-    engine.want("again", "a")
+    engine.add("again", "a")
     engine.run()
     engine.end("again")
-    engine.want("new", "c")
+    engine.add("new", "c")
     assert engine.run() == ["new/c"]
     assert engine.held == {"a", "c"}
 
 
 def test_a_busy_adapter_is_never_taken_and_a_newcomer_waits_for_a_place():
     engine = Engine(1)
-    engine.want("1", "a")
+    engine.add("1", "a")
     engine.run()
-    engine.want("2", "b")
+    engine.add("2", "b")
     assert engine.run() == []
     engine.end("1")
     assert engine.run() == ["2/b"]
@@ -98,11 +98,11 @@ def test_a_busy_adapter_is_never_taken_and_a_newcomer_waits_for_a_place():
 
 def test_an_adapter_that_is_always_busy_gives_way_in_bounded_time():
     engine = Engine(1)
-    engine.want("1", "a")
+    engine.add("1", "a")
     engine.run()
-    engine.want("2", "b")
+    engine.add("2", "b")
     engine.run()
-    engine.want("3", "a")
+    engine.add("3", "a")
     assert engine.run() == [], "it would keep the place for ever"
     engine.end("1")
     assert engine.run() == ["2/b"]
@@ -112,24 +112,24 @@ def test_an_adapter_that_is_always_busy_gives_way_in_bounded_time():
 
 def test_a_newcomer_that_gives_up_leaves_the_others_running():
     engine = Engine(1)
-    engine.want("1", "a")
+    engine.add("1", "a")
     engine.run()
-    engine.want("2", "b")
-    engine.want("3", "a")
+    engine.add("2", "b")
+    engine.add("3", "a")
     engine.run()
-    assert engine.room.drop("2")
-    assert not engine.room.drop("2")
+    assert engine.cache.drop("2")
+    assert not engine.cache.drop("2")
     assert engine.run() == ["3/a"]
 
 
 def test_a_load_that_fails_fails_who_waited_for_it_and_frees_the_place():
     engine = Engine(1)
-    engine.want("1", "bad")
-    engine.want("2", "bad")
-    engine.want("3", "good")
+    engine.add("1", "bad")
+    engine.add("2", "bad")
+    engine.add("3", "good")
     engine.advance()
     engine.loading.clear()
-    assert engine.room.failed("bad") == ["1", "2"]
+    assert engine.cache.failed("bad") == ["1", "2"]
     assert engine.run() == ["3/good"]
 
 
@@ -138,13 +138,13 @@ def test_any_mixture_of_requests_is_served_once_within_the_limit():
         chance = random.Random(seed)
         engine = Engine(chance.randint(1, 4))
         for number in range(80):
-            engine.want(str(number), chance.choice("abcdefg"))
+            engine.add(str(number), chance.choice("abcdefg"))
             if engine.using and chance.random() < 0.4:
                 engine.end(chance.choice(list(engine.using)))
             engine.advance()
             if engine.loading and chance.random() < 0.5:
                 engine.load()
-        while engine.room.waiting or engine.using:
+        while engine.cache.waiting or engine.using:
             engine.run()
             assert engine.using, "somebody can always go on"
             engine.end(next(iter(engine.using)))

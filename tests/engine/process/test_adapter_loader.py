@@ -1,4 +1,4 @@
-"""The step loop's desk for requests that wait for their adapter."""
+"""Requests of the step loop that wait for their adapter."""
 
 import select
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from engine.core.errors import AdapterLoadError
 from engine.core.events import Ended
 from engine.core.params import AdapterRef, SamplingParams
+from engine.core.sequence import Kind, RequestSpec
 from engine.process import messages
 from engine.process.adapter_loader import AdapterLoader
 
@@ -26,20 +27,21 @@ class Store:
 def submit(request_id: str, adapter: str) -> messages.Submit:
     ref = AdapterRef(adapter, adapter, f"/{adapter}")
     params = SamplingParams(max_tokens=1)
-    return messages.Submit(request_id, "full", b"", params, b"", 0, 0, adapter=ref)
+    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=b"", adapter=ref)
+    return messages.Submit(request_id=request_id, prompt_token_ids=b"", spec=spec)
 
 
-def rings(desk: AdapterLoader, within_s: float) -> bool:
-    return bool(select.select([desk], [], [], within_s)[0])
+def wakes(loader: AdapterLoader, within_s: float) -> bool:
+    return bool(select.select([loader], [], [], within_s)[0])
 
 
 def advance_until(
-    desk: AdapterLoader, done: Callable[[list[messages.Submit]], bool]
+    loader: AdapterLoader, done: Callable[[list[messages.Submit]], bool]
 ) -> list[messages.Submit]:
-    ready = desk.advance()
+    ready = loader.advance()
     while not done(ready):
-        assert rings(desk, 5.0)
-        ready = desk.advance()
+        assert wakes(loader, 5.0)
+        ready = loader.advance()
     return ready
 
 
@@ -48,27 +50,27 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests() -> None:
         def prepare(self, ref: AdapterRef) -> str:
             raise AdapterLoadError("rank 1 cannot read it")
 
-    desk = AdapterLoader(max_loaded=1)
-    desk.open(Unreadable())
-    desk.want(submit("first", "a"))
-    assert desk.advance() == []
-    assert rings(desk, 5.0)
-    assert desk.advance() == []
-    ended, changed = desk.take_events()
+    loader = AdapterLoader(max_loaded=1)
+    loader.open(Unreadable())
+    loader.add(submit("first", "a"))
+    assert loader.advance() == []
+    assert wakes(loader, 5.0)
+    assert loader.advance() == []
+    ended, changed = loader.take_events()
     assert (ended.request_id, ended.error_code) == ("first", "adapter_load_failed")
     assert (changed.what, changed.held) == ("failed", 0)
 
 
 def test_a_place_that_falls_free_wakes_the_idle_loop() -> None:
-    desk = AdapterLoader(max_loaded=1)
-    desk.open(Store())
-    desk.want(submit("first", "a"))
-    (first,) = advance_until(desk, bool)
+    loader = AdapterLoader(max_loaded=1)
+    loader.open(Store())
+    loader.add(submit("first", "a"))
+    (first,) = advance_until(loader, bool)
     assert first.request_id == "first"
-    desk.want(submit("second", "b"))
-    assert desk.advance() == []
-    assert not rings(desk, 0.0)
-    desk.note([Ended("first")])
-    assert rings(desk, 0.0), "nothing else would wake a loop without work for a second"
-    (second,) = advance_until(desk, bool)
+    loader.add(submit("second", "b"))
+    assert loader.advance() == []
+    assert not wakes(loader, 0.0)
+    loader.note([Ended("first")])
+    assert wakes(loader, 0.0), "nothing else would wake a loop without work for a second"
+    (second,) = advance_until(loader, bool)
     assert second.request_id == "second"

@@ -4,14 +4,16 @@ import os
 import socket
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
 from engine.core import events as ev
 from engine.core.params import SamplingParams
+from engine.core.sequence import Kind, RequestSpec
 from engine.process import messages
 from engine.process.step_loop import EMULATED, EngineProcess
-from engine.sampling.grammars import GrammarCompileQueue, Grammars
+from engine.sampling.grammars import Grammars
 from engine.settings import EngineSettings
 from engine.text.grammar import Vocabulary, translate
 
@@ -25,8 +27,10 @@ def engine(monkeypatch):
     grammars = Grammars(lambda: letters, 256)
 
     def with_grammars(self):
-        self._desk = GrammarCompileQueue(grammars)
-        return build(self)
+        runner, info = build(self)
+        runner.grammars = grammars
+        runner.capabilities = msgspec.structs.replace(runner.capabilities, grammars=True)
+        return runner, info
 
     monkeypatch.setattr(EngineProcess, "_build_emulated", with_grammars)
     shell, control = socket.socketpair()
@@ -47,7 +51,8 @@ def engine(monkeypatch):
 def submit(name: str, grammar: str = "") -> messages.Submit:
     prompt = np.arange(5, dtype="<u4").tobytes()
     params = SamplingParams(max_tokens=4, ignore_eos=True, grammar=grammar)
-    return messages.Submit(name, "full", prompt, params, bytes(16), 0, 0)
+    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=bytes(16))
+    return messages.Submit(request_id=name, prompt_token_ids=prompt, spec=spec)
 
 
 def ends(shell: socket.socket, count: int) -> dict[str, str]:

@@ -107,17 +107,17 @@ def test_a_matcher_that_failed_is_replaced(grammars, tokenizer):
         assert grammars.admissible(wanted, tokenizer.encode("s")) == 1
 
 
-def test_the_desk_compiles_beside_the_step_loop(grammars):
-    desk: GrammarCompileQueue[str] = GrammarCompileQueue(grammars)
-    desk.add("good", "one", translate("regex", "[a-f]+"))
-    desk.add("bad", "two", "start: missing")
-    desk.add("gone", "three", translate("regex", "[g-k]+"))
-    assert desk.drop("gone")
-    assert not desk.drop("gone")
+def test_the_queue_compiles_beside_the_step_loop(grammars):
+    queue: GrammarCompileQueue[str] = GrammarCompileQueue(grammars)
+    queue.add("good", "one", translate("regex", "[a-f]+"))
+    queue.add("bad", "two", "start: missing")
+    queue.add("gone", "three", translate("regex", "[g-k]+"))
+    assert queue.drop("gone")
+    assert not queue.drop("gone")
     found = {}
     limit = time.monotonic() + 10
-    while len(desk) and time.monotonic() < limit:
-        found |= dict(desk.take())
+    while len(queue) and time.monotonic() < limit:
+        found |= dict(queue.take())
     assert found["one"] is None
     assert isinstance(found["two"], GrammarError)
     assert set(found) == {"one", "two"}
@@ -126,13 +126,13 @@ def test_the_desk_compiles_beside_the_step_loop(grammars):
 def test_no_step_compiles_however_many_grammars_are_live(monkeypatch):
     letters = Vocabulary([bytes([i]) for i in range(256)], [0], [0])
     grammars = Grammars(lambda: letters, 256)
-    desk: GrammarCompileQueue[str] = GrammarCompileQueue(grammars)
+    queue: GrammarCompileQueue[str] = GrammarCompileQueue(grammars)
     live = {f"request {i}": translate("regex", f"x{{{i + 1}}}y") for i in range(150)}
     for name, grammar in live.items():
-        desk.add(name, name, grammar)
+        queue.add(name, name, grammar)
     ready = {}
     while len(ready) < len(live):
-        ready |= dict(desk.take())
+        ready |= dict(queue.take())
     assert set(ready.values()) == {None}
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: pytest.fail("compiled in a step"))
     for step in (0, 1):
@@ -140,5 +140,5 @@ def test_no_step_compiles_however_many_grammars_are_live(monkeypatch):
         _, refused = grammars.masks(specs)
         assert not refused
     for name in live:
-        desk.ended(name)
+        queue.ended(name)
     assert (len(grammars._held), len(grammars._idle)) == (0, 64)

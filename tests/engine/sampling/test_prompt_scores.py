@@ -12,7 +12,7 @@ from tests.engine.conftest import BLOCK, Driver
 TOKENS = [(7919 * i + 13) % 40_000 for i in range(45)]
 
 
-def takes_prompt_outputs() -> list[PromptOutputs]:
+def wanted_outputs() -> list[PromptOutputs]:
     return [
         PromptOutputs(TOKENS, 2, "mean"),
         PromptOutputs(TOKENS, 2, "last"),
@@ -30,11 +30,22 @@ def found(gathered: list[PromptOutputs]) -> list[object]:
 @pytest.fixture(scope="module")
 def whole(make_driver):
     driver: Driver = make_driver()
-    gathered = takes_prompt_outputs()
+    gathered = wanted_outputs()
     for prompt_outputs in gathered:
         table = driver.blocks(len(TOKENS))
         driver.runner.execute(
-            StepPlan((PlanRow(1, TOKENS, 0, table, (), prompt_outputs=prompt_outputs),))
+            StepPlan(
+                (
+                    PlanRow(
+                        sequence_id=1,
+                        tokens=TOKENS,
+                        start=0,
+                        block_ids=table,
+                        samples=(),
+                        prompt_outputs=prompt_outputs,
+                    ),
+                )
+            )
         )
     return found(gathered)
 
@@ -43,13 +54,20 @@ def whole(make_driver):
 def test_chunks_blocks_and_neighbours_do_not_show(make_driver, whole, chunks):
     driver: Driver = make_driver()
     other = driver.blocks(200)
-    gathered = takes_prompt_outputs()
+    gathered = wanted_outputs()
     for prompt_outputs in gathered:
         table, start = driver.blocks(len(TOKENS), scattered=True), 0
         for size in (*chunks, len(TOKENS) - sum(chunks)):
             end = start + size
             blocks = table[: -(-end // BLOCK)]
-            row = PlanRow(1, TOKENS[start:end], start, blocks, (), prompt_outputs=prompt_outputs)
+            row = PlanRow(
+                sequence_id=1,
+                tokens=TOKENS[start:end],
+                start=start,
+                block_ids=blocks,
+                samples=(),
+                prompt_outputs=prompt_outputs,
+            )
             beside = driver.row([5] * 200, start, end, other)
             driver.runner.execute(StepPlan((row, beside)))
             start = end

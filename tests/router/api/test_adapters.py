@@ -13,7 +13,7 @@ from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNot
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry, RegistryUnavailableError
 from router.adapter_table import AdapterEntry, AdapterTable
-from router.placement.prompt_hashes import BlockHashCache
+from router.placement.prompt_hashes import HashSeedCache
 from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
 from tests.router.conftest import MODEL, events_of
@@ -78,9 +78,9 @@ async def test_models_lists_the_adapter_with_its_parent(make_fleet, served, path
     await load(fleet, "org/pirate", path)
     listed = (await fleet.http.get("/v1/models")).json()["data"]
     assert [item["id"] for item in listed] == [*served.names, "org/pirate"]
-    found = (await fleet.http.get("/v1/models/org/pirate")).json()
-    assert (found["parent"], found["root"], found["rank"]) == (MODEL, str(path), 4)
-    assert found["adapter_digest"] == served.adapters.find("org/pirate").digest
+    record = (await fleet.http.get("/v1/models/org/pirate")).json()
+    assert (record["parent"], record["root"], record["rank"]) == (MODEL, str(path), 4)
+    assert record["adapter_digest"] == served.adapters.find("org/pirate").digest
     page = (await fleet.http.get("/metrics")).text
     assert "baton_adapters_served 1.0" in page
 
@@ -148,7 +148,7 @@ async def test_where_there_are_keys_a_key_is_needed(make_fleet, served, path):
 
 
 def test_names_of_blocks_differ_by_adapter(artifact, served):
-    cache = BlockHashCache()
+    cache = HashSeedCache()
     link = SimpleNamespace(weights_digest=b"w" * 16, kv_groups=[], numerics_id="exact/x")
     seeds = {
         cache.seed(SimpleNamespace(adapter_digest=digest, cache_scope="team\0"), link)

@@ -29,17 +29,17 @@ async def test_echo_with_logprobs_speaks_of_the_prompt_too(fleet, model, ids):
     answer = (await fleet.complete(TEXT, echo=True, logprobs=2, max_tokens=3)).json()
     [choice] = answer["choices"]
     assert choice["text"].startswith(TEXT)
-    found = choice["logprobs"]
-    assert {len(values) for values in found.values()} == {len(ids) + 3}
-    assert found["tokens"][: len(ids)] == [model.tokenizer.token_text(i) for i in ids]
-    assert found["token_logprobs"][: len(ids)] == [None, *(-i / 8 for i in range(1, len(ids)))]
-    assert found["token_logprobs"][len(ids) :] == [-0.5] * 3
-    assert found["top_logprobs"][0] is None
-    assert found["top_logprobs"][1] == {
+    echoed = choice["logprobs"]
+    assert {len(values) for values in echoed.values()} == {len(ids) + 3}
+    assert echoed["tokens"][: len(ids)] == [model.tokenizer.token_text(i) for i in ids]
+    assert echoed["token_logprobs"][: len(ids)] == [None, *(-i / 8 for i in range(1, len(ids)))]
+    assert echoed["token_logprobs"][len(ids) :] == [-0.5] * 3
+    assert echoed["top_logprobs"][0] is None
+    assert echoed["top_logprobs"][1] == {
         model.tokenizer.token_text(ids[1] + k): -1 / 8 - k for k in range(2)
     }
     # The tokens lie where text_offset says, over the border between prompt and answer.
-    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+    for token, offset in zip(echoed["tokens"], echoed["text_offset"], strict=True):
         assert choice["text"][offset:].startswith(token)
 
 
@@ -75,14 +75,14 @@ async def test_a_stream_begins_with_the_scores_and_adds_up_to_the_whole(fleet, m
     whole = (await fleet.complete([TEXT, "Two"], **body)).json()["choices"]
     events = events_of((await fleet.complete([TEXT, "Two"], stream=True, **body)).text)
     assert events.pop() == "[DONE]"
-    for wanted in whole:
-        chunks = [e["choices"][0] for e in events if e["choices"][0]["index"] == wanted["index"]]
-        assert "".join(chunk["text"] for chunk in chunks) == wanted["text"]
-        assert chunks[0]["prompt_logprobs"] == wanted["prompt_logprobs"]
-        for name, values in wanted["logprobs"].items():
+    for expected in whole:
+        chunks = [e["choices"][0] for e in events if e["choices"][0]["index"] == expected["index"]]
+        assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
+        assert chunks[0]["prompt_logprobs"] == expected["prompt_logprobs"]
+        for name, values in expected["logprobs"].items():
             shown = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
             assert [value for part in shown for value in part[name]] == values
-        assert chunks[-1]["finish_reason"] == wanted["finish_reason"]
+        assert chunks[-1]["finish_reason"] == expected["finish_reason"]
 
 
 async def test_prompt_logprobs_have_vllms_shape(fleet, model, ids):
@@ -114,7 +114,7 @@ async def test_each_kind_is_cut_to_its_own_number_of_alternatives(fleet):
 
 
 async def test_more_scores_than_workers_should_hold_are_refused_with_the_limit(fleet, monkeypatch):
-    monkeypatch.setattr("router.api.prepare.MAX_SCORES_BYTES", 1000)
+    monkeypatch.setattr("router.api.prepare.MAX_PROMPT_LOGPROBS_BYTES", 1000)
     response = await fleet.complete([5] * 100, echo=True, logprobs=4, max_tokens=0)
     assert response.status_code == 400
     assert "at most 25 tokens" in response.json()["error"]["message"]

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from registry.types import EventBatch
 from router.placement.booked_load import LoadBook
-from router.placement.cost import PRIOR_ADAPTER_LOAD_S, Edge, Terms, WorkerLoad, candidates, choose
+from router.placement.cost import (
+    EDGE_OVERHEAD_S,
+    PRIOR_ADAPTER_LOAD_S,
+    Edge,
+    Terms,
+    WorkerLoad,
+    candidates,
+    choose,
+)
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_load import load_of
 
@@ -26,7 +34,6 @@ def worker(worker_id: str, **more) -> WorkerLoad:
         incarnation=worker_id.encode(),
         role=worker_id.split("-")[0],
         prefill_tokens_per_s=1000.0,
-        prefill_overhead_s=0.01,
         decode_step_s=0.02,
         block_bytes=368_640,
         total_blocks=1024,
@@ -34,7 +41,7 @@ def worker(worker_id: str, **more) -> WorkerLoad:
     return replace(base, **more)
 
 
-def found(workers, mode="auto", prompt=1000, expected=100, choices=1, **more):
+def ranked(workers, mode="auto", prompt=1000, expected=100, choices=1, **more):
     return candidates(
         workers, mode=mode, prompt_tokens=prompt, expected_tokens=expected, choices=choices, **more
     )
@@ -42,64 +49,64 @@ def found(workers, mode="auto", prompt=1000, expected=100, choices=1, **more):
 
 def test_the_candidates_are_every_pair_and_every_worker_alone():
     workers = [worker(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
-    names = {(c.prefill and c.prefill.worker_id, c.decode.worker_id) for c in found(workers)}
+    names = {(c.prefill and c.prefill.worker_id, c.decode.worker_id) for c in ranked(workers)}
     assert len(names) == 8
     assert (None, "prefill-0") in names
-    assert all(c.prefill is not None for c in found(workers, "disaggregated"))
-    assert len(found(workers, "disaggregated")) == 4
-    assert all(c.prefill is None for c in found(workers, "colocated"))
-    assert found(workers[:2], "disaggregated") == []
+    assert all(c.prefill is not None for c in ranked(workers, "disaggregated"))
+    assert len(ranked(workers, "disaggregated")) == 4
+    assert all(c.prefill is None for c in ranked(workers, "colocated"))
+    assert ranked(workers[:2], "disaggregated") == []
 
 
 def test_pairs_of_different_formats_are_not_candidates():
     workers = [worker("prefill-0", format_id="a"), worker("decode-0", format_id="b")]
-    assert found(workers, "disaggregated") == []
+    assert ranked(workers, "disaggregated") == []
 
 
 def test_an_idle_fleet_computes_where_it_decodes():
-    best = found([worker("prefill-0"), worker("decode-0")])[0]
+    best = ranked([worker("prefill-0"), worker("decode-0")])[0]
     assert best.mode == "colocated"
 
 
 def test_a_busy_decode_worker_is_spared_the_prompt():
     workers = [worker("prefill-0", decode_step_s=0.1), worker("decode-0", streams=16)]
-    best = found(workers)[0]
+    best = ranked(workers)[0]
     assert best.mode == "disaggregated"
 
 
 def test_what_prefill_says_by_itself_is_not_charged_for_a_transfer():
     workers = [worker("prefill-0"), worker("decode-0")]
-    [pair] = found(workers, "disaggregated", expected=1)
-    [alone] = found(workers, "disaggregated", expected=1, moves_kv=False)
-    assert alone.terms.transfer_s == Edge().overhead_s < pair.terms.transfer_s
+    [pair] = ranked(workers, "disaggregated", expected=1)
+    [alone] = ranked(workers, "disaggregated", expected=1, moves_kv=False)
+    assert alone.terms.transfer_s == EDGE_OVERHEAD_S < pair.terms.transfer_s
 
 
 def test_a_slow_edge_makes_the_hand_off_not_worth_it():
     fast, slow = Edge(bytes_per_s=1e10), Edge(bytes_per_s=1e5)
     prefill = worker("prefill-0", decode_step_s=0.1)
     decode = worker("decode-0", streams=8, edges={"prefill-0": fast})
-    assert found([prefill, decode])[0].mode == "disaggregated"
-    assert found([prefill, replace(decode, edges={"prefill-0": slow})])[0].mode == "colocated"
+    assert ranked([prefill, decode])[0].mode == "disaggregated"
+    assert ranked([prefill, replace(decode, edges={"prefill-0": slow})])[0].mode == "colocated"
 
 
 def test_a_cached_prefix_is_worth_its_compute_and_no_more():
     warm = worker("decode-0", cached_blocks=60)
     cold = worker("decode-1")
-    assert found([warm, cold])[0].decode.worker_id == "decode-0"
+    assert ranked([warm, cold])[0].decode.worker_id == "decode-0"
     # Longest-prefix-first would stay; the queue in front of the warm one costs more.
-    assert found([replace(warm, queued_tokens=2000), cold])[0].decode.worker_id == "decode-1"
+    assert ranked([replace(warm, queued_tokens=2000), cold])[0].decode.worker_id == "decode-1"
 
 
 def test_even_a_whole_prefix_leaves_a_token_to_compute():
-    best = found([worker("decode-0", cached_blocks=1000)], prompt=160)[0]
+    best = ranked([worker("decode-0", cached_blocks=1000)], prompt=160)[0]
     assert best.uncached_tokens == 1
 
 
 def test_blocks_that_decode_holds_do_not_travel():
     prefill = worker("prefill-0")
     edge = {"prefill-0": Edge(bytes_per_s=1e6)}
-    cold = found([prefill, worker("decode-0", edges=edge)], "disaggregated")[0]
-    warm = found(
+    cold = ranked([prefill, worker("decode-0", edges=edge)], "disaggregated")[0]
+    warm = ranked(
         [prefill, worker("decode-0", edges=edge, cached_blocks=62)], "disaggregated"
     )[0]  # fmt: skip
     assert warm.terms.transfer_s < cold.terms.transfer_s / 10
@@ -108,8 +115,8 @@ def test_blocks_that_decode_holds_do_not_travel():
 
 def test_a_full_pool_costs():
     roomy, full = worker("decode-0"), worker("decode-1", room_blocks=0)
-    assert found([full, roomy])[0].decode.worker_id == "decode-0"
-    assert found([full])[0].terms.room_s > 0
+    assert ranked([full, roomy])[0].decode.worker_id == "decode-0"
+    assert ranked([full])[0].terms.room_s > 0
 
 
 LOADS = st.builds(
@@ -127,21 +134,21 @@ LOADS = st.builds(
 @given(load=LOADS, prompt=st.integers(1, 10**5), expected=st.integers(1, 10**4))
 def test_costs_are_positive_seconds_and_more_load_never_costs_less(load, prompt, expected):
     workers = [load, worker("prefill-9")]
-    for candidate in found(workers, prompt=prompt, expected=expected):
+    for candidate in ranked(workers, prompt=prompt, expected=expected):
         parts = [getattr(candidate.terms, name) for name in Terms.__dataclass_fields__]
         assert all(part >= 0 for part in parts)
         assert candidate.terms.total_s == pytest.approx(sum(parts))
     busier = replace(load, queued_tokens=load.queued_tokens + 100, streams=load.streams + 1)
-    before = found([load], "colocated", prompt, expected)[0].terms.total_s
-    assert found([busier], "colocated", prompt, expected)[0].terms.total_s > before
+    before = ranked([load], "colocated", prompt, expected)[0].terms.total_s
+    assert ranked([busier], "colocated", prompt, expected)[0].terms.total_s > before
 
 
 def test_near_ties_are_drawn_and_clear_winners_are_not():
-    equal = found([worker(f"decode-{i}") for i in range(4)])
+    equal = ranked([worker(f"decode-{i}") for i in range(4)])
     generator = random.Random(1)
     drawn = {choose(equal, tie_s=0.002, pick=generator.choice).decode.worker_id for _ in range(99)}
     assert len(drawn) == 4
-    clear = found([worker("decode-0"), worker("decode-1", queued_tokens=500)])
+    clear = ranked([worker("decode-0"), worker("decode-1", queued_tokens=500)])
     drawn = {choose(clear, tie_s=0.002, pick=generator.choice).decode.worker_id for _ in range(99)}
     assert drawn == {"decode-0"}
 
@@ -174,7 +181,7 @@ class TestLoadBook:
             for name in counts:
                 tokens, streams = book.unreported(name)
                 loads.append(worker(name, queued_tokens=tokens, streams=streams))
-            best = choose(found(loads), tie_s=0.002, pick=generator.choice)
+            best = choose(ranked(loads), tie_s=0.002, pick=generator.choice)
             counts[best.decode.worker_id] += 1
             book.book(best.decode.worker_id, str(number), tokens=1000, streams=1, now_ns=0)
         assert max(counts.values()) <= 11
@@ -207,7 +214,7 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
             for i, name in enumerate(names)
         ]
         best = choose(
-            found(loads, prompt=row["input_length"], expected=row["output_length"]),
+            ranked(loads, prompt=row["input_length"], expected=row["output_length"]),
             tie_s=0.002,
             pick=generator.choice,
         )
@@ -231,10 +238,12 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
 def test_a_worker_that_holds_the_adapter_is_preferred_until_it_is_busy():
     lacking = {"adapter_s": PRIOR_ADAPTER_LOAD_S}
     others = [worker("prefill-0", **lacking), worker("decode-0", **lacking)]
-    best = found([*others, worker("decode-1")])[0]
+    best = ranked([*others, worker("decode-1")])[0]
     assert (best.prefill, best.decode.worker_id) == (None, "decode-1")
-    assert found([*others, worker("decode-1", queued_tokens=200)])[0].decode.worker_id != "decode-1"
-    pair, alone = found(others, "disaggregated")[0], found(others[1:], "colocated")[0]
+    assert (
+        ranked([*others, worker("decode-1", queued_tokens=200)])[0].decode.worker_id != "decode-1"
+    )
+    pair, alone = ranked(others, "disaggregated")[0], ranked(others[1:], "colocated")[0]
     assert pair.terms.adapter_s == pytest.approx(2 * alone.terms.adapter_s)
     assert alone.terms.first_token_s >= alone.terms.adapter_s == PRIOR_ADAPTER_LOAD_S
 
@@ -252,7 +261,7 @@ def test_an_adapter_is_at_hand_where_it_was_reported_or_is_on_its_way():
     assert load_of(slot, 0, book, other).adapter_s > 0
 
 
-def test_a_measured_edge_without_an_overhead_has_the_usual_one():
+def test_a_measured_edge_is_taken_as_it_is_reported():
     status = WorkerStatus(edges=[EdgeRate(prefill_worker_id="prefill-0", bytes_per_s=1e9)])
     link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"d")
     slot = SimpleNamespace(worker_id="decode-0", role="decode", link=link)

@@ -1,4 +1,4 @@
-"""The mirror follows the truth, whatever the feed loses, repeats, or delays."""
+"""The prefix index follows the truth, whatever the feed loses, repeats, or delays."""
 
 import time
 
@@ -26,17 +26,17 @@ def batch(sequence: int, stored=(), removed=(), cleared=False, incarnation=A) ->
     )
 
 
-def snapshot(sequence: int, names, incarnation=A) -> Snapshot:
-    return Snapshot(incarnation=incarnation, sequence=sequence, names=frozenset(map(name, names)))
+def snapshot(sequence: int, hashes, incarnation=A) -> Snapshot:
+    return Snapshot(incarnation=incarnation, sequence=sequence, hashes=frozenset(map(name, hashes)))
 
 
 def test_batches_in_order_are_applied():
     prefix_index = PrefixIndex()
     assert prefix_index.apply(batch(1, stored=[1, 2, 3])) is Applied.DONE
     assert prefix_index.apply(batch(2, stored=[4], removed=[2])) is Applied.DONE
-    assert prefix_index.names_of(A) == {name(1), name(3), name(4)}
+    assert prefix_index.hashes_of(A) == {name(1), name(3), name(4)}
     prefix_index.apply(batch(3, stored=[9], cleared=True))
-    assert prefix_index.names_of(A) == {name(9)}
+    assert prefix_index.hashes_of(A) == {name(9)}
     assert prefix_index.apply(batch(2, stored=[50])) is Applied.OLD
 
 
@@ -47,7 +47,7 @@ def test_a_hole_asks_for_a_snapshot_and_what_came_meanwhile_is_not_lost():
     assert prefix_index.apply(batch(4, stored=[4])) is Applied.SNAPSHOT_NEEDED
     assert prefix_index.waits_for_snapshot(A)
     assert prefix_index.apply(snapshot(3, [1, 2, 3])) is Applied.DONE
-    assert prefix_index.names_of(A) == {name(1), name(2), name(3), name(4)}
+    assert prefix_index.hashes_of(A) == {name(1), name(2), name(3), name(4)}
     assert not prefix_index.waits_for_snapshot(A)
 
 
@@ -69,39 +69,39 @@ def test_an_old_snapshot_is_not_believed():
     for sequence in range(1, 6):
         prefix_index.apply(batch(sequence, stored=[sequence]))
     assert prefix_index.apply(snapshot(2, [99])) is Applied.OLD
-    assert name(99) not in prefix_index.names_of(A)
+    assert name(99) not in prefix_index.hashes_of(A)
 
 
 def test_forgetting_is_one_step_however_much_was_held():
     prefix_index = PrefixIndex()
     prefix_index.apply(snapshot(1, range(200_000)))
     prefix_index.apply(batch(1, stored=[1], incarnation=B))
-    names = [name(1)]
-    assert prefix_index.prefix_blocks(A, names) == prefix_index.prefix_blocks(B, names) == 1
+    hashes = [name(1)]
+    assert prefix_index.prefix_blocks(A, hashes) == prefix_index.prefix_blocks(B, hashes) == 1
     began_s = time.perf_counter()
     prefix_index.apply(Forget(incarnation=A))
     assert time.perf_counter() - began_s < 0.2
-    assert prefix_index.prefix_blocks(A, names) == 0
-    assert prefix_index.prefix_blocks(B, names) == 1
-    assert prefix_index.total_names == 1
+    assert prefix_index.prefix_blocks(A, hashes) == 0
+    assert prefix_index.prefix_blocks(B, hashes) == 1
+    assert prefix_index.total_hashes == 1
 
 
 def test_it_is_bounded():
-    prefix_index = PrefixIndex(max_names=10, max_incarnations=3)
+    prefix_index = PrefixIndex(max_hashes=10, max_incarnations=3)
     prefix_index.apply(batch(1, stored=range(50)))
-    assert prefix_index.total_names == 10
+    assert prefix_index.total_hashes == 10
     for number in range(20):
         prefix_index.apply(batch(1, stored=[1], incarnation=name(number)))
-    assert prefix_index.total_names <= 12
+    assert prefix_index.total_hashes <= 12
 
 
 def test_the_prefix_counts_from_the_first_block_to_the_first_hole():
     seed = hash_seed(b"w" * 16, "bf16/30x3x64/16", "exact", "", "tenant")
-    names = block_hashes(seed, list(range(100)))
+    hashes = block_hashes(seed, list(range(100)))
     prefix_index = PrefixIndex()
-    prefix_index.apply(EventBatch(incarnation=A, sequence=1, stored=(*names[:3], names[4])))
-    assert prefix_index.prefix_blocks(A, names) == 3
-    assert prefix_index.prefix_blocks(B, names) == 0
+    prefix_index.apply(EventBatch(incarnation=A, sequence=1, stored=(*hashes[:3], hashes[4])))
+    assert prefix_index.prefix_blocks(A, hashes) == 3
+    assert prefix_index.prefix_blocks(B, hashes) == 0
 
 
 NAMES = st.lists(st.integers(0, 15), max_size=4)
@@ -133,7 +133,7 @@ def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fat
         if fate == "twice":
             prefix_index.apply(item)
         if Applied.SNAPSHOT_NEEDED in told:
-            whole = Snapshot(incarnation=A, sequence=step, names=frozenset(truth))
+            whole = Snapshot(incarnation=A, sequence=step, hashes=frozenset(truth))
             due.append((step + snapshot_delay, whole))
         for when, whole in list(due):
             if when <= step:
@@ -144,19 +144,19 @@ def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fat
     last = len(changes)
     beat = Heartbeat(incarnation=A, sequence=last, checksum=hashes_checksum(truth))
     if prefix_index.apply(beat) is Applied.SNAPSHOT_NEEDED:
-        prefix_index.apply(Snapshot(incarnation=A, sequence=last, names=frozenset(truth)))
-    assert prefix_index.names_of(A) == truth
+        prefix_index.apply(Snapshot(incarnation=A, sequence=last, hashes=frozenset(truth)))
+    assert prefix_index.hashes_of(A) == truth
     assert prefix_index.apply(beat) is Applied.DONE
 
 
 def test_what_was_just_placed_counts_until_it_should_have_come():
     prefix_index = PrefixIndex()
-    names = [b"a", b"b"]
-    prefix_index.expect(A, names, now_ns=0)
-    assert prefix_index.prefix_blocks(A, names, now_ns=1) == 2
-    assert prefix_index.prefix_blocks(B, names, now_ns=1) == 0
-    assert prefix_index.prefix_blocks(A, names) == 0  # nothing was told yet
-    assert prefix_index.prefix_blocks(A, names, now_ns=3_000_000_000) == 0
+    hashes = [b"a", b"b"]
+    prefix_index.expect(A, hashes, now_ns=0)
+    assert prefix_index.prefix_blocks(A, hashes, now_ns=1) == 2
+    assert prefix_index.prefix_blocks(B, hashes, now_ns=1) == 0
+    assert prefix_index.prefix_blocks(A, hashes) == 0  # nothing was told yet
+    assert prefix_index.prefix_blocks(A, hashes, now_ns=3_000_000_000) == 0
 
 
 def test_expectations_are_bounded_and_old_ones_leave():

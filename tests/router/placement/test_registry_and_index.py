@@ -52,14 +52,14 @@ async def announced(registry: Registry, worker: EmulatedWorker):
 async def place(router: Router, count: int) -> list[str]:
     """Send the prompt ``count`` times, through everything but HTTP; where it went."""
     body = parse(CompletionBody, msgspec.json.encode({"model": MODEL, "prompt": PROMPT}))
-    preparer = Preparer(router.model, router.settings)
+    preparer = Preparer(router.parts.model, router.parts.settings)
     went = []
     for _ in range(count):
         [request] = preparer.completions(
-            body, read_headers({}, router.settings), time.monotonic_ns()
+            body, read_headers({}, router.parts.settings), time.monotonic_ns()
         )
         wakeup = asyncio.Event()
-        active = router.gateway.submit(request, wakeup)
+        active = router.parts.gateway.submit(request, wakeup)
         while not active.record.ended:
             wakeup.clear()
             await wakeup.wait()
@@ -86,41 +86,44 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             workers.append(worker)
             publishers.append(await stack.enter_async_context(announced(registry, worker)))
         for router in routers:
-            await until(lambda router=router: len(router.gateway.workers.usable) == 3)
+            await until(lambda router=router: len(router.parts.gateway.workers.usable) == 3)
 
         await place(routers[0], 1)
         await asyncio.sleep(2.1)  # what that placement promised is forgotten: nothing came of it
         seed = next(s for w in workers for s in w.submissions).hash_seed
-        names = block_hashes(seed, model.tokenizer.encode(PROMPT))
-        publishers[2].publish(stored=names, removed=[])
+        hashes = block_hashes(seed, model.tokenizer.encode(PROMPT))
+        publishers[2].publish(stored=hashes, removed=[])
         for router in routers:
             held = workers[2].incarnation
             await until(
-                lambda r=router, h=held: r.prefix_index.prefix_blocks(h, names) == len(names)
+                lambda r=router, h=held: (
+                    r.parts.prefix_index.prefix_blocks(h, hashes) == len(hashes)
+                )
             )
             assert await place(router, 5) == ["decode-2"] * 5
 
         # A router that thought the worker dead learns again what it holds.
-        routers[0].gateway.workers.link("decode-2").die("a mistake")
-        assert routers[0].prefix_index.prefix_blocks(held, names) == 0
-        await until(lambda: routers[0].prefix_index.prefix_blocks(held, names) == len(names))
-        await until(lambda: len(routers[0].gateway.workers.usable) == 3)
+        parts = routers[0].parts
+        parts.gateway.workers.link("decode-2").die("a mistake")
+        assert parts.prefix_index.prefix_blocks(held, hashes) == 0
+        await until(lambda: parts.prefix_index.prefix_blocks(held, hashes) == len(hashes))
+        await until(lambda: len(parts.gateway.workers.usable) == 3)
 
         redis_server.kill()
         assert await place(routers[1], 3) == ["decode-2"] * 3
 
         await workers[2].stop()
         for router in routers:
-            await until(lambda router=router: router.prefix_index.total_names == 0)
+            await until(lambda router=router: router.parts.prefix_index.total_hashes == 0)
         assert "decode-2" not in await place(routers[0], 2)
 
 
-def test_a_request_names_its_blocks_once_for_all_workers(model):
+def test_a_request_hashes_its_blocks_once_for_all_workers(model):
     """Seeds depend on the scope and the format, and on nothing that differs between workers."""
-    from router.placement.prompt_hashes import BlockHashCache
+    from router.placement.prompt_hashes import HashSeedCache
     from tests.router.emulated_worker import KV_GROUP
 
-    cache = BlockHashCache()
+    cache = HashSeedCache()
     capabilities = SimpleNamespace(
         kv_groups=[KV_GROUP], numerics_id="exact/x", weights_digest=b"w" * 16
     )

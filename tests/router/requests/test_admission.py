@@ -25,10 +25,10 @@ def offer(queue: Admission, *places: Waiting) -> list[Waiting | None]:
 
 
 def popped(queue: Admission, window: int = 10**6) -> list[Waiting]:
-    found = []
+    popped = []
     while (entry := queue.pop(window)) is not None:
-        found.append(entry)
-    return found
+        popped.append(entry)
+    return popped
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,8 +72,8 @@ def test_retry_after_is_the_time_the_queue_takes_at_its_real_rate():
 
 def test_tickets_rise_and_two_routers_draw_them_from_one_clock():
     old, new = Admission(1), Admission(1)
-    assert [old.draw_ticket(now) for now in (100, 100, 90, 200)] == [100, 101, 102, 200]
-    assert new.draw_ticket(250) > 200  # a router that starts later does not overtake
+    assert [old.next_ticket(now) for now in (100, 100, 90, 200)] == [100, 101, 102, 200]
+    assert new.next_ticket(250) > 200  # a router that starts later does not overtake
 
 
 # --- turns ----------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engine.core.errors import DeadlineError, InternalError
 from engine.core.params import SamplingParams
+from router.request import GenerationRequest
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import after_prefill_failure, after_worker_death
-from router.requests.request import GenerationRequest
 from router.workers.link import Silence
 from wire.tokens import pack_tokens, unpack_tokens
 

@@ -1,8 +1,8 @@
 """The token with the largest logit, or with the largest logit / temperature + Gumbel noise.
 
-The noise is that of ``engine/sampling/sample.py``: numpy's Philox4x64-10 with the key (seed, choice) and a
-counter whose last word is the position, so that a request draws the same tokens on either device,
-up to the last bit of a logarithm.
+The noise is that of ``engine/sampling/sample.py``: numpy's Philox4x64-10 with the key (seed,
+choice) and a counter whose last word is the position, so that a request samples the same tokens on
+either device, up to the last bit of a logarithm.
 """
 
 # ruff: noqa: N803 - constexpr are upper case

@@ -1,4 +1,4 @@
-"""What is looked at before a fleet starts, and by `baton doctor`: each answer says what to do."""
+"""The checks before a fleet starts, and of `baton doctor`: each failure says what to do."""
 
 import importlib.metadata
 import os
@@ -77,29 +77,29 @@ def port_owner(port: int) -> str | None:
 
 
 def notes(config: FleetConfig) -> list[str]:
-    """What works but will disappoint on this machine."""
+    """What works, but slowly or with surprises, on this machine or with these settings."""
     cores = os.cpu_count() or 1
-    found = []
+    warnings = []
     if config.threads_total > cores:
-        found.append(
+        warnings.append(
             f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: steps "
             "will wait for each other; lower threads_per_rank or pools"
         )
     needed = config.max_context_tokens or 0
     blocks = config.kv_blocks_per_worker
     if blocks != "auto" and needed > blocks * 16:
-        found.append(
+        warnings.append(
             f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = {blocks} "
             f"({blocks * 16} tokens): longer requests are refused with 400"
         )
     if config.numerics == "fast" and (config.speculation.ngram or config.speculation.draft):
-        found.append(
+        warnings.append(
             "speculation with numerics: fast: answers may differ from those without speculation; "
             "numerics: exact promises that they are the same"
         )
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
-        found.append(f"host = {config.host} is open to the network without api_keys")
-    return found
+        warnings.append(f"host = {config.host} is open to the network without api_keys")
+    return warnings
 
 
 def doctor(config: FleetConfig) -> list[Finding]:

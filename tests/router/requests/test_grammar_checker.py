@@ -8,7 +8,7 @@ import pytest
 from engine.core.errors import GrammarError, UnavailableError
 from engine.text.grammar import MAX_SOURCE_CHARACTERS
 from engine.text.grammar_check import Question, Verdict
-from router.api.grammar_checker import GrammarChecker
+from router.requests.grammar_checker import GrammarChecker
 from telemetry.metrics import Metrics
 from tests.router.emulated_worker import Script
 
@@ -97,7 +97,7 @@ async def test_tenants_take_turns_and_a_full_line_is_the_tenants_own(make_checke
     *busy, other = await asyncio.gather(*many, one, return_exceptions=True)
     assert order.index("b") == 1
     assert other == "g"
-    assert sum(isinstance(found, UnavailableError) for found in busy) == 300 - 256
+    assert sum(isinstance(outcome, UnavailableError) for outcome in busy) == 300 - 256
     assert not checker._lines
 
 

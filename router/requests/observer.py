@@ -1,4 +1,4 @@
-"""What the router counts. Probes are in none of it.
+"""The router's metrics of requests. Probes are in none of them.
 
 All durations are on the router's clock except the parts that the worker reports of its own; what is
 left of a request's time is the phase ``unattributed``, so that the phases always add up.
@@ -36,11 +36,11 @@ class Observer:
 
     def placed(self, active: ActiveRequest) -> None:
         """A request was given to workers."""
-        if active.request.probe or active.chosen is None:
+        if active.request.probe or active.placement is None:
             return
-        mode = active.chosen.mode
+        chosen = active.placement.chosen
+        mode, predicted_s = chosen.mode, chosen.terms.first_token_s
         self.metrics.inc("baton_routes", mode=mode)
-        predicted_s = active.chosen.terms.first_token_s
         self.metrics.observe("baton_predicted_seconds", predicted_s, mode=mode)
 
     def retried(self, reason: str) -> None:
@@ -79,9 +79,10 @@ class Observer:
             return
         record = active.record
         if not before_ns:
-            if active.chosen is not None:
-                actual_s, mode = (now_ns - active.placed_ns) / 1e9, active.chosen.mode
-                error_s = abs(actual_s - active.chosen.terms.first_token_s)
+            if active.placement is not None:
+                chosen, placed_ns = active.placement.chosen, active.placement.placed_ns
+                mode, actual_s = chosen.mode, (now_ns - placed_ns) / 1e9
+                error_s = abs(actual_s - chosen.terms.first_token_s)
                 self.metrics.observe("baton_actual_seconds", actual_s, mode=mode)
                 self.metrics.observe("baton_prediction_error_seconds", error_s, mode=mode)
             return
@@ -162,7 +163,7 @@ def phases(active: ActiveRequest, exposed_s: float = 0.0) -> dict[str, float]:
     record, times = active.record, active.record.times
     arrived_ns, end_ns = record.request.arrived_ns, active.delivered_ns
     placed_ns = active.placed_ns or end_ns
-    # The worker's clock may round otherwise than ours: its parts cannot exceed what we saw.
+    # The worker rounds otherwise: its parts must not exceed the time on this router's clock.
     window_s = _between_s(active.placed_ns, record.first_token_ns)
     worker_queue_s = min(times.queue_ns / 1e9, window_s) if times is not None else 0.0
     prefill_s = min(times.prefill_ns / 1e9, window_s - worker_queue_s) if times is not None else 0.0

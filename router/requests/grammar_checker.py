@@ -1,8 +1,8 @@
 """Tries grammars before admission: off the event loop, with a time limit, one after the other.
 
-Of each tenant only one stands in the common line, so tenants take turns: many expensive grammars of
-one hold another's up by one. A caller that cannot wait leaves the line; what is being tried then is
-tried to its end, because the process has one question at a time and its verdict is worth keeping.
+Of each tenant only one grammar waits for the process, so tenants take turns: many expensive
+grammars of one delay another's by one. A caller that cannot wait any longer leaves; a grammar that
+is being tried then is tried to its end, because its verdict is kept.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ _EXPENSIVE = "too expensive: "
 
 
 @dataclass(slots=True)
-class _Line:
-    """A tenant's grammars."""
+class _TenantQueue:
+    """A tenant's grammars that wait."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
 
 
 class GrammarChecker:
-    """One process that compiles what is new; what was tried before is known.
+    """One process that compiles new grammars; verdicts on earlier ones are kept.
 
     It is started with the first grammar, and again after one that it did not survive.
 
@@ -59,7 +59,7 @@ class GrammarChecker:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._trial: asyncio.Task[Verdict] | None = None
-        self._lines: dict[str, _Line] = {}  # of tenants that have any
+        self._lines: dict[str, _TenantQueue] = {}  # of tenants that have any
 
     async def check(
         self, param: str, kind: GrammarKind, source: str, tenant: str = "default"
@@ -101,7 +101,7 @@ class GrammarChecker:
         await self._kill()
 
     async def _in_turn(self, question: Question, tenant: str) -> Verdict:
-        line = self._lines.setdefault(tenant, _Line())
+        line = self._lines.setdefault(tenant, _TenantQueue())
         if line.waiting >= _MAX_WAITING:
             raise UnavailableError(f"{line.waiting} grammars are waiting to be compiled")
         line.waiting += 1
@@ -119,18 +119,18 @@ class GrammarChecker:
     def _tried(self, trial: asyncio.Task[Verdict]) -> None:
         self._turn.release()
         if not trial.cancelled():
-            trial.exception()  # seen, also where nobody waits for it any more
+            trial.exception()  # retrieved even if no caller waits any more
 
     async def _try(self, question: Question) -> Verdict:
-        known = self._known.get(question)
-        if known is not None:  # tried while this one waited
-            return known
+        verdict = self._known.get(question)
+        if verdict is not None:  # tried while this one waited
+            return verdict
         process = self._process or await self._start()
         began_s = monotonic()
         try:
             async with asyncio.timeout(self._limit_s):
                 verdict = await self._ask(process, frame(question))
-        except TimeoutError:  # not remembered: the machine may have been busy
+        except TimeoutError:  # not kept: the machine may have been busy
             await self._kill()
             return Verdict(error=f"{_EXPENSIVE}it takes over {self._limit_s:g} s to compile")
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from engine.core.params import AdapterRef, SamplingParams
 
 Mode = Literal["auto", "disaggregated", "colocated"]
@@ -30,8 +28,9 @@ class GenerationRequest:
         arrived_ns: Monotonic clock of the router, as is ``deadline_ns``.
         pinned: Only for probes.
         traceparent: Parent of the spans at the workers.
-        pooling: Not empty: the answer is the prompt's pooled hidden state; nothing is drawn.
-        score_only: Only the prompt's scores are wanted: the one token that is drawn is not shown.
+        pooling: Not empty: the answer is the prompt's pooled hidden state; nothing is sampled.
+        prompt_logprobs_only: Only the prompt's logprobs are asked for: the one token that is
+            sampled is not shown.
         part_of: The call, where it has several prompts or inputs: each is a request.
     """
 
@@ -52,7 +51,7 @@ class GenerationRequest:
     pinned: Pinned | None = None
     traceparent: str = ""
     pooling: str = ""
-    score_only: bool = False
+    prompt_logprobs_only: bool = False
     part_of: str = ""
 
     @property
@@ -66,27 +65,16 @@ class GenerationRequest:
         return self.adapter.digest if self.adapter is not None else ""
 
     @property
-    def scored(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's tokens are to have log-probabilities."""
         return self.sampling.prompt_logprobs is not None
 
     @property
     def whole_prompt(self) -> bool:
         """Whether all of the prompt is computed, whatever is cached."""
-        return self.scored or bool(self.pooling)
+        return self.wants_prompt_logprobs or bool(self.pooling)
 
 
 def part_id(request_id: str, index: int) -> str:
     """The name of one prompt's request, of a call ``request_id`` with several prompts."""
     return f"{request_id}-{index}"
-
-
-def pack(tokens: tuple[int, ...] | list[int]) -> bytes:
-    """Token ids as little-endian uint32."""
-    return np.asarray(tokens, dtype="<u4").tobytes()
-
-
-def unpack(packed: bytes) -> list[int]:
-    """The inverse of ``pack``."""
-    ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
-    return ids

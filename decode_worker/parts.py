@@ -1,0 +1,42 @@
+"""What every request of a decode worker shares."""
+
+from batonpb import common_pb2
+
+from decode_worker.peers import Peers
+from engine.process.handle import EngineHandle
+from kvtransfer import chunk
+from telemetry.metrics import Metrics
+from telemetry.tracing import Tracing
+
+
+class WorkerParts:
+    """One engine and what stands around it.
+
+    Args:
+        engine: The engine.
+        pool: Its KV pool.
+        peers: Connections to prefill workers.
+        identity: Of this worker.
+        eos_token_ids: Of the model.
+        metrics: Of this worker.
+        tracing: Of this worker.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        pool: chunk.PoolView,
+        peers: Peers,
+        identity: common_pb2.WorkerIdentity,
+        eos_token_ids: tuple[int, ...],
+        metrics: Metrics,
+        tracing: Tracing,
+    ) -> None:
+        self.engine = engine
+        self.pool = pool
+        self.peers = peers
+        self.identity = identity
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.metrics = metrics
+        self.tracing = tracing
+        self.transfers = common_pb2.TransferTotals()

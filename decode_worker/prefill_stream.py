@@ -1,0 +1,148 @@
+"""The control stream of one hand-off to one prefill worker, from this end.
+
+    greet ──▶ start ──▶ events, while renewals go out ──▶ release or cancel ──▶ read to the end
+      └─────────┴─────────┴── broken, silent, refused ──▶ the listener is told, once
+
+After ``close`` the listener hears nothing more of this stream.
+"""
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+import grpc
+import grpc.aio
+from batonpb import prefill_pb2 as pb
+from batonpb.decode_pb2 import PrefillTarget
+
+from decode_worker.peers import ControlCall, PeerGoneError, PeerRefusedError, Peers
+
+HEARTBEAT_S = 0.5
+SILENCE_S = 3.0  # a prefill worker says something at least every HEARTBEAT_S
+
+
+class StreamListener(Protocol):
+    """Who hears what a prefill worker says."""
+
+    def on_event(self, event: pb.PrefillEvent) -> None:
+        """The prefill worker said something."""
+
+    def on_stream_lost(self, peer_gone: bool, reason: str) -> None:
+        """The stream broke; ``peer_gone``: so did the incarnation that it led to."""
+
+    def on_refused(self, reason: str) -> None:
+        """The prefill worker will not do, and is not known to be dead."""
+
+
+class PrefillStream:
+    """One stream. ``run`` it once, then ``close`` it.
+
+    Args:
+        target: The prefill worker.
+        start: The first message.
+        peers: Connections to prefill workers.
+        listener: Told what comes.
+    """
+
+    def __init__(
+        self,
+        target: PrefillTarget,
+        start: pb.PrefillStart,
+        peers: Peers,
+        listener: StreamListener,
+    ) -> None:
+        self._target = target
+        self._start = start
+        self._peers = peers
+        self._listener = listener
+        self._closed = False
+        self._call: ControlCall | None = None
+        self._write_lock = asyncio.Lock()  # several tasks write, gRPC takes one write at a time
+
+    def close(self) -> None:
+        """Tell the listener nothing more. Reading goes on until the far end closes."""
+        self._closed = True
+
+    def cancel(self) -> None:
+        """End the call without a last word."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def say_last(self, message: pb.PrefillControl) -> None:
+        """Send the last word; if it cannot be said, the lease will say it."""
+        call = self._call
+        if call is None:
+            return
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self._write(call, message)
+            async with self._write_lock:
+                await call.done_writing()
+
+    async def run(self) -> None:
+        """Greet, start, and pass events on until the stream ends."""
+        worker_id = self._target.worker_id
+        try:
+            await self._peers.greet(self._target)
+            if self._closed:
+                return
+            self._call = self._peers.prefill(self._target)
+            await self._talk(self._call)
+            await self._lost(f"{worker_id} ended the stream")
+        except PeerGoneError as gone:
+            self._tell_lost(True, str(gone))
+        except PeerRefusedError as refused:
+            self._tell_refused(str(refused))
+        except TimeoutError:
+            self._tell_refused(f"{worker_id} was silent for {SILENCE_S:.0f} s")
+        except grpc.aio.AioRpcError as error:
+            await self._lost(f"stream to {worker_id} broke: {error.details()}")
+        except (asyncio.CancelledError, asyncio.InvalidStateError):
+            # We closed the call ourselves, or its channel was closed for another hand-off's sake.
+            await self._lost(f"the connection to {worker_id} was closed")
+
+    async def _talk(self, call: ControlCall) -> None:
+        """Speak and listen until the far end closes the stream."""
+        await self._write(call, pb.PrefillControl(start=self._start))
+        renewals = asyncio.create_task(self._renew(call))
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    event = await call.read()
+                if not isinstance(event, pb.PrefillEvent):
+                    return  # gRPC's own mark for the end
+                if not self._closed:
+                    self._listener.on_event(event)
+        finally:
+            renewals.cancel()
+
+    async def _write(self, call: ControlCall, message: pb.PrefillControl) -> None:
+        async with self._write_lock:
+            await call.write(message)
+
+    async def _renew(self, call: ControlCall) -> None:
+        """Keep the hand-off's lease alive, until the stream ends."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            for sequence in range(1, 1 << 30):
+                await asyncio.sleep(HEARTBEAT_S)
+                await self._write(call, pb.PrefillControl(renew=pb.Renew(sequence=sequence)))
+
+    async def _lost(self, reason: str) -> None:
+        """The stream broke. Is it the peer, or only the stream?"""
+        if self._closed:
+            return
+        try:
+            await self._peers.greet(self._target, again=True)
+        except PeerGoneError as gone:
+            self._tell_lost(True, str(gone))
+        except PeerRefusedError as refused:
+            self._tell_refused(str(refused))
+        else:
+            self._tell_lost(False, reason)
+
+    def _tell_lost(self, peer_gone: bool, reason: str) -> None:
+        if not self._closed:
+            self._listener.on_stream_lost(peer_gone, reason)
+
+    def _tell_refused(self, reason: str) -> None:
+        if not self._closed:
+            self._listener.on_refused(reason)

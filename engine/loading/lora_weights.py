@@ -1,0 +1,125 @@
+"""Reading the weights of a LoRA adapter, checked and joined as the decoders' products are.
+
+    x_TK @ A_RK.T -> h_TR      h_TR @ B_NR.T -> delta_TN, for the T rows of one adapter
+
+The model computes q, k, v in one product and gate, up in another. Their ``A`` are stacked and their
+``B`` stand on a block diagonal, so that one such product gets one delta:
+
+    A  [ A_q ]        B  [ B_q  0    0   ]
+       [ A_k ]           [ 0    B_k  0   ]      with each scale in B, and ranks padded with zeros
+       [ A_v ]           [ 0    0    B_v ]      to a multiple of 16: few shapes, kernels like them
+"""
+
+# ruff: noqa: N806, N815 - suffixes such as a_RK give shapes
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.artifacts.lora_artifact import (
+    AdapterArtifact,
+    AdapterError,
+    LowRank,
+    read_adapter,
+    target_shapes,
+)
+from engine.artifacts.model_config import ModelConfig
+from engine.core.errors import AdapterLoadError
+from engine.core.params import AdapterRef
+from engine.models.lora import PRODUCTS
+from engine.models.rope import pair_rows
+
+_RANK_STEP = 16
+_PAIRED = ("q_proj", "k_proj")  # their rows are stored with adjacent RoPE pairs
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedWeights:
+    """What an adapter has for one product of one layer, in fp32.
+
+    Attributes:
+        layer: Number of the layer.
+        product: One of ``engine.models.lora.PRODUCTS``.
+        a_RK: Stacked.
+        b_NR: On a block diagonal.
+        outputs: Rows of each target in ``b_NR``.
+    """
+
+    layer: int
+    product: str
+    a_RK: torch.Tensor
+    b_NR: torch.Tensor
+    outputs: Sequence[int]
+
+
+def read_lora_weights(
+    ref: AdapterRef, config: ModelConfig, max_rank: int
+) -> Iterator[JoinedWeights]:
+    """The adapter's weights, product by product.
+
+    Args:
+        ref: Names the adapter, its directory and its digest.
+        config: Of the base model.
+        max_rank: The largest rank that is served.
+
+    Raises:
+        AdapterLoadError: It does not fit, holds NaN or Inf, or has changed since it was named.
+    """
+    try:
+        artifact = read_adapter(Path(ref.path), config, max_rank)
+    except AdapterError as error:
+        raise AdapterLoadError(f"adapter {ref.name}: {error}") from error
+    if artifact.digest.hex() != ref.digest:
+        raise AdapterLoadError(
+            f"adapter {ref.name}: {ref.path} has changed since it was loaded (digest "
+            f"{artifact.digest.hex()}, not {ref.digest}); unload it and load it again"
+        )
+    weights = _read_file(ref, artifact)
+    parts_by_target = {(part.layer, part.target): part for part in artifact.weights}
+    for layer in sorted({part.layer for part in artifact.weights}):
+        for product, targets in PRODUCTS.items():
+            parts = [parts_by_target.get((layer, target)) for target in targets]
+            if any(part is not None for part in parts):
+                yield _joined(layer, product, parts, weights, config)
+
+
+def _read_file(ref: AdapterRef, artifact: AdapterArtifact) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(artifact.weights_file, framework="pt") as file:
+            weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AdapterLoadError(f"adapter {ref.name}: cannot be read ({error})") from error
+    broken = [name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())]
+    if broken:
+        raise AdapterLoadError(f"adapter {ref.name}: NaN or Inf in {broken[0]}")
+    return weights
+
+
+def _joined(
+    layer: int,
+    product: str,
+    parts: Sequence[LowRank | None],
+    weights: dict[str, torch.Tensor],
+    config: ModelConfig,
+) -> JoinedWeights:
+    """Stack the ``A`` and put the ``B`` on a block diagonal; a missing part adds nothing."""
+    targets, shapes = PRODUCTS[product], target_shapes(config)
+    outputs = [shapes[target][0] for target in targets]
+    inputs = shapes[targets[0]][1]
+    rank = sum(part.rank for part in parts if part is not None)
+    a_RK = torch.zeros(-(-rank // _RANK_STEP) * _RANK_STEP, inputs)
+    b_NR = torch.zeros(sum(outputs), a_RK.shape[0])
+    row = column = 0
+    for target, part, height in zip(targets, parts, outputs, strict=True):
+        if part is not None:
+            b = weights[part.b_name] * part.scale
+            if target in _PAIRED:
+                b = pair_rows(b, config.head_dim)
+            a_RK[column : column + part.rank] = weights[part.a_name]
+            b_NR[row : row + height, column : column + part.rank] = b
+            column += part.rank
+        row += height
+    return JoinedWeights(layer, product, a_RK, b_NR, outputs)

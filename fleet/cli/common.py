@@ -1,0 +1,74 @@
+"""What commands share: the fleet file, the fleets of this machine, and how a command fails."""
+
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from config.fleet_file import ConfigError, FleetConfig, load_config
+from fleet.local import state as fleet_state
+from fleet.local.state import FleetState
+
+DEFAULT_FILE = Path("deploy/local.yaml")
+NOT_RUNNING = 3  # exit code, as systemctl's
+
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Fleet file. Default: $BATON_CONFIG, else deploy/local.yaml.", metavar="FILE"
+    ),
+]
+FleetOption = Annotated[
+    str | None, typer.Option("--fleet", help="Which fleet, when several run on this machine.")
+]
+
+
+def load_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetConfig]:
+    """The fleet file and what it says, with the port from the option or BATON_PORT."""
+    path = file or Path(os.environ.get("BATON_CONFIG") or DEFAULT_FILE)
+    overrides: dict[str, object] = {}
+    said_by = "--port"
+    if port is not None:
+        overrides["port"] = port
+    elif text := os.environ.get("BATON_PORT"):
+        said_by = "BATON_PORT"
+        overrides["port"] = int(text) if text.isdigit() else text
+    try:
+        return path, load_config(path, overrides, said_by=said_by)
+    except ConfigError as error:
+        fail(str(error))
+
+
+def known_fleet(fleet: str | None) -> FleetState | None:
+    """The fleet that is meant, running or not."""
+    states = fleet_state.load_all()
+    if fleet is not None:
+        return next((state for state in states if state.name == fleet), None)
+    running = [state for state in states if state.running]
+    if len(running) > 1:
+        names = ", ".join(state.name for state in running)
+        fail(f"several fleets are running ({names}): choose one with --fleet NAME")
+    return next(iter(running or states), None)
+
+
+def running_fleet(fleet: str | None) -> FleetState:
+    """The fleet that is meant; the command fails where it is not running."""
+    state = known_fleet(fleet)
+    if state is None or not state.running:
+        fail("no fleet is running here: `baton up` starts one", NOT_RUNNING)
+    return state
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Show an error and end with this exit code."""
+    stamp = datetime.now(UTC).astimezone().strftime("%H:%M:%S")
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        f"[bold red]error[/] [dim]{stamp}[/] {escape(message)}"
+    )
+    sys.stdout.flush()
+    raise typer.Exit(code)

@@ -1,0 +1,122 @@
+"""Commands that only look: `baton status`, `doctor`, `logs` and `config check`."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fleet.cli.common import (
+    FileArgument,
+    FleetOption,
+    fail,
+    known_fleet,
+    load_fleet_file,
+    running_fleet,
+)
+from fleet.local import preflight
+from fleet.local import state as fleet_state
+from fleet.local.state import FleetState
+
+
+def status(
+    fleet: FleetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The router's /fleet, as it is.")] = False,
+) -> None:
+    """Show the workers: state, blocks, load, and what was handed over.
+
+    Exit code 0 when every worker is ready, 1 when some are not, 3 when nothing runs.
+    """
+    state = running_fleet(fleet)
+    answer = _get(state, "/fleet")
+    workers = answer["workers"]
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        console = Console()
+        console.print(f"[bold]{escape(state.name)}[/] at {state.url}/v1")
+        console.print(_worker_table(workers))
+        moved = answer["transfers"]
+        console.print(
+            f"hand-offs: {moved['count']}, {moved['bytes'] / 2**20:.1f} MiB, "
+            f"{moved['failures']} failed"
+        )
+    raise typer.Exit(0 if all(worker["state"] == "ready" for worker in workers) else 1)
+
+
+def _worker_table(workers: list[dict[str, Any]]) -> Table:
+    table = Table("worker", "state", "life", "pid", "address", "running", "waiting", "KV blocks")
+    colours = {"ready": "green", "dead": "red"}
+    for worker in workers:
+        blocks = worker["kv_blocks"]
+        colour = colours.get(worker["state"], "yellow")
+        table.add_row(
+            escape(worker["id"]),
+            f"[{colour}]{escape(worker['state'])}[/]",
+            *(str(worker[key]) for key in ("epoch", "pid", "address", "running", "waiting")),
+            f"{blocks['leased']} leased, {blocks['cached']} cached, {blocks['free']} free",
+        )
+    return table
+
+
+def _get(state: FleetState, path: str) -> Any:
+    try:
+        answer = httpx.get(f"{state.url}{path}", timeout=10.0, trust_env=False)
+        return answer.raise_for_status().json()
+    except httpx.HTTPError as error:
+        fail(f"{state.url}{path}: {error}; see `baton logs router`")
+
+
+def doctor(file: FileArgument = None) -> None:
+    """Check this machine: packages, model, Redis, port, memory, limits. Starts nothing."""
+    _, config = load_fleet_file(file, None)
+    findings = preflight.doctor(config)
+    table = Table(show_header=False, box=None)
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.ok else "[red]!![/]"
+        table.add_row(mark, finding.name, escape(finding.text))
+    for state in fleet_state.load_all():
+        what = "runs" if state.running else "was killed; `baton down` cleans up"
+        table.add_row("[blue]--[/]", "fleet", escape(f"{state.name} at {state.url} {what}"))
+    Console(soft_wrap=True).print(table)
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def logs(
+    worker: Annotated[
+        str | None, typer.Argument(help="prefill-0, decode-0, router, controller, redis; or all.")
+    ] = None,
+    fleet: FleetOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they grow.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many of each, at most.")] = 50,
+) -> None:
+    """Show what the processes of a fleet wrote, also of one that has ended."""
+    state = known_fleet(fleet)
+    if state is not None:
+        folder = Path(state.log_dir)
+    else:
+        _, config = load_fleet_file(None, None)
+        folder = fleet_state.log_folder(config, fleet or config.fleet)
+    files = sorted(folder.glob(f"{worker}*.log" if worker else "*.log"))
+    if not files:
+        names = ", ".join(sorted(path.stem for path in folder.glob("*.log"))) or "none yet"
+        fail(f"no log of {worker or 'anything'} in {folder} (there are: {names})")
+    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def config_check(file: FileArgument = None) -> None:
+    """Check a fleet file, its model included. Each problem comes with its line."""
+    config_file, config = load_fleet_file(file, None)
+    try:
+        model = preflight.describe_model(config)
+    except ValueError as error:
+        fail(f"{config_file}: model = {config.model}: {error}")
+    typer.echo(f"{config_file}: ok ({model.text})")
+    for note in preflight.notes(config):
+        typer.echo(f"note: {note}")

@@ -1,0 +1,101 @@
+"""`baton up` and `baton down`: a fleet on this machine, from start to end."""
+
+import json
+import os
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from config.fleet_file import FleetConfig
+from fleet.cli.common import FileArgument, fail, load_fleet_file
+from fleet.local import state as fleet_state
+from fleet.local.preflight import PortTakenError
+from fleet.local.redis_server import RedisError
+from fleet.local.state import FleetState
+from fleet.local.supervisor import FleetError, Supervisor
+from fleet.pools.resources import CapacityError
+
+_DOWN_LIMIT_S = 16.0
+
+
+def up(
+    file: FileArgument = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="An existing Ray cluster (`auto` or HOST:PORT) instead of a local Ray."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the router, instead of the file's. Also BATON_PORT.")
+    ] = None,
+) -> None:
+    """Start a fleet and stay in the foreground; Ctrl-C stops all of it.
+
+    Starts Redis, Ray, the workers and a router on this machine, shows what it waits for, and
+    prints one line with the URL when a request can be sent.
+
+    Examples: `baton up`, `baton up deploy/local-2x2.yaml`, `BATON_PORT=9000 baton up`.
+    """
+    config_file, config = load_fleet_file(file, port)
+    console = Console(highlight=False, soft_wrap=True)
+    began_s = time.monotonic()
+
+    def say(line: str) -> None:
+        console.print(f"[dim]{time.monotonic() - began_s:6.1f} s[/]  {escape(line)}")
+
+    supervisor = Supervisor(config, config_file, say, address)
+    try:
+        supervisor.run(lambda: _announce(console, supervisor, config))
+    except (FleetError, CapacityError, RedisError, PortTakenError, ValueError) as error:
+        fail(str(error))
+
+
+def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> None:
+    name, url = config.model_names[0], supervisor.url
+    pools = f"{config.pools.prefill} prefill + {config.pools.decode} decode"
+    asked: dict[str, Any] = {"prompt": "The capital of France is"}
+    path = "completions"
+    if supervisor.chats:
+        asked = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        path = "chat/completions"
+    body = {"model": name, **asked, "temperature": 0}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
+    console.print(f"[bold green]Baton is ready[/] at [bold]{url}/v1[/] ({name}, {pools})")
+    console.print(
+        f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        markup=False,
+    )
+
+
+def down(file: FileArgument = None) -> None:
+    """Stop a fleet that runs elsewhere, and clean up what a killed one left behind.
+
+    Without a file and without BATON_CONFIG: every fleet of this user on this machine.
+    """
+    if file is None and not os.environ.get("BATON_CONFIG"):
+        states = fleet_state.load_all()
+    else:
+        fleet = load_fleet_file(file, None)[1].fleet
+        states = [state for state in fleet_state.load_all() if state.fleet == fleet]
+    if not states:
+        typer.echo("nothing is running")
+    results = [_bring_down(state) for state in states]
+    raise typer.Exit(0 if all(results) else 1)
+
+
+def _bring_down(state: FleetState) -> bool:
+    supervisor = state.supervisor.find()
+    if supervisor is not None:
+        supervisor.terminate()
+        deadline = time.monotonic() + _DOWN_LIMIT_S
+        while state.running and time.monotonic() < deadline:
+            time.sleep(0.1)
+    ended = not state.running
+    if not ended and supervisor is not None:
+        supervisor.kill()
+    left = fleet_state.sweep(state.run_folder)
+    fleet_state.forget(state.name)
+    typer.echo(f"{state.name}: stopped" + (f" ({left} leftover processes ended)" if left else ""))
+    return ended

@@ -1,0 +1,76 @@
+"""What an engine's events say, as a worker's metrics."""
+
+import time
+
+from engine.core import events as ev
+from engine.process.handle import EngineHandle
+from telemetry.metrics import Metrics
+
+
+class EngineMetrics:
+    """Follows an engine from now on.
+
+    Args:
+        engine: The engine.
+        metrics: Of the worker.
+        max_adapters: Of the engine; 0: it serves none, and nothing is said of them.
+    """
+
+    def __init__(self, engine: EngineHandle, metrics: Metrics, max_adapters: int) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._max_adapters = max_adapters
+        engine.on_adapter_changed = self._note_adapter
+        engine.after_step.append(self._note_step)
+        if max_adapters:
+            metrics.before_page.append(self._show_adapters)
+
+    def note_cache(self, change: ev.CacheChanged) -> None:
+        """Blocks came into the cache or left it."""
+        self._metrics.inc("baton_kv_events", len(change.stored), kind="stored")
+        self._metrics.inc("baton_kv_events", len(change.removed), kind="removed")
+
+    def _note_adapter(self, change: ev.AdapterChanged) -> None:
+        metrics = self._metrics
+        metrics.set("baton_adapters_held", change.held)
+        if change.what == "evicted":
+            metrics.inc("baton_adapter_evictions", adapter=change.name)
+            return
+        metrics.inc("baton_adapter_loads", adapter=change.name, outcome=change.what)
+        metrics.observe("baton_adapter_load_seconds", change.load_s)
+
+    def _show_adapters(self) -> None:
+        running, waiting = self._engine.adapters_in_use()
+        self._metrics.set_info(
+            "baton_adapter_requests_info",
+            time.time(),
+            max_lora=str(self._max_adapters),
+            running_lora_adapters=",".join(running),
+            waiting_lora_adapters=",".join(waiting),
+        )
+
+    def _note_step(self, step: ev.StepDone) -> None:
+        metrics = self._metrics
+        metrics.set("baton_kv_blocks", step.blocks.total, state="total")
+        metrics.set("baton_kv_blocks", step.blocks.free, state="free")
+        metrics.set("baton_kv_blocks", step.blocks.cached, state="cached")
+        metrics.set("baton_kv_blocks", step.blocks.in_use, state="leased")
+        metrics.set("baton_kv_blocks", step.blocks.quarantined, state="quarantined")
+        metrics.set("baton_kv_usage_ratio", step.blocks.in_use / max(step.blocks.total, 1))
+        metrics.set("baton_running_requests", step.running)
+        metrics.set("baton_waiting_requests", step.waiting)
+        metrics.count_up("baton_kv_evictions", step.evictions)
+        metrics.count_up("baton_preemptions", step.preemptions)
+        metrics.count_up("baton_spec_drafts", step.drafts)
+        metrics.count_up("baton_spec_draft_tokens", step.draft_tokens)
+        metrics.count_up("baton_spec_accepted_tokens", step.accepted_tokens)
+        if not step.duration_ns:
+            return
+        kinds = {(True, True): "mixed", (True, False): "prefill", (False, True): "decode"}
+        kind = kinds.get((step.prompt_tokens > 0, step.decode_rows > 0), "decode")
+        metrics.observe("baton_step_seconds", step.duration_ns / 1e9, kind=kind)
+        if step.mask_ns:
+            metrics.observe("baton_grammar_mask_seconds", step.mask_ns / 1e9)
+        metrics.observe("baton_batch_requests", step.running)
+        metrics.observe("baton_batch_tokens", step.prompt_tokens, kind="prefill")
+        metrics.observe("baton_batch_tokens", step.decode_rows, kind="decode")

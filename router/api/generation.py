@@ -1,0 +1,182 @@
+"""The calls that run the model: chat completions, completions, embeddings."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from opentelemetry.trace import Span
+
+from engine.core.errors import BatonError, DeadlineError, InternalError
+from router.api.answer import Answer, AnswerContext
+from router.api.embeddings import EmbeddingAnswer
+from router.api.parts import Endpoints, RouterParts, read_body
+from router.api.prepare import Caller, off_loop, read_headers
+from router.api.responses import ChatFormat, CompletionFormat
+from router.api.schema import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, parse
+from router.api.structured_output import requested_grammar
+from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+
+_Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody)
+
+
+def routes(router: RouterParts) -> Endpoints:
+    """``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``."""
+    api, calls = Endpoints(), _Calls(router)
+
+    @api.post_body("/v1/chat/completions", ChatBody)
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await calls.answer(request, "chat", ChatBody, calls.chat)
+
+    @api.post_body("/v1/completions", CompletionBody)
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        return await calls.answer(request, "completions", CompletionBody, calls.completions)
+
+    @api.post_body("/v1/embeddings", EmbeddingBody)
+    async def embeddings(request: Request) -> Response:
+        """One vector for each input."""
+        return await calls.answer(request, "embeddings", EmbeddingBody, calls.embeddings)
+
+    return api
+
+
+class _Calls:
+    """From an HTTP request to the response that runs it.
+
+    Args:
+        router: The parts.
+    """
+
+    def __init__(self, router: RouterParts) -> None:
+        self._router = router
+
+    async def answer(
+        self,
+        request: Request,
+        endpoint: str,
+        kind: type[_Body],
+        respond: Callable[[_Body, int, Caller, int], Awaitable[Response]],
+    ) -> Response:
+        """Check who calls and what is asked, then ``respond(body, its bytes, caller, now_ns)``."""
+        now_ns, router = time.monotonic_ns(), self._router
+        with self._counted(endpoint):
+            caller = read_headers(request.headers, router.settings)
+            raw = await read_body(request, router.settings)
+            body = await off_loop(len(raw), lambda: parse(kind, raw))
+            router.model.check_name(body.model)
+            return await respond(body, len(raw), caller, now_ns)
+
+    @contextlib.contextmanager
+    def _counted(self, endpoint: str) -> Iterator[None]:
+        """Count what is refused before there is an answer to count."""
+        try:
+            yield
+        except Exception as error:
+            refusal = error if isinstance(error, BatonError) else InternalError(str(error))
+            self._router.observer.rejected(refusal.code, "all")
+            self._router.observer.answered(endpoint, refusal.status, "all")
+            raise
+
+    async def embeddings(
+        self, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
+        """The response to an embeddings call."""
+        router = self._router
+        span = embedding_span(router.tracing, body, caller)
+        caller = traceparent_of(span, caller)
+        with ended_on_error(span):
+            requests = await off_loop(
+                size, lambda: router.preparer.embeddings(body, caller, now_ns)
+            )
+        context = self._context("embeddings", requests[0].answer_id, span)
+        return EmbeddingAnswer(context, requests, body, at_once=router.settings.window_requests)
+
+    async def chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
+        """The response to a chat."""
+        router = self._router
+        span = gateway_span(router.tracing, "chat", body, caller)
+        caller = traceparent_of(span, caller)
+        with ended_on_error(span):
+            grammar = await self._grammar(body, size, caller, now_ns)
+            prepared = await off_loop(
+                size, lambda: router.preparer.chat(body, caller, now_ns, grammar)
+            )
+        layout = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
+        return Answer(
+            self._context("chat", prepared.request_id, span),
+            [prepared],
+            layout,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+        )
+
+    async def completions(
+        self, body: CompletionBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
+        """The response to a completion of one prompt or of several."""
+        router = self._router
+        span = gateway_span(router.tracing, "text_completion", body, caller)
+        caller = traceparent_of(span, caller)
+        with ended_on_error(span):
+            grammar = await self._grammar(body, size, caller, now_ns)
+            requests = await off_loop(
+                size, lambda: router.preparer.completions(body, caller, now_ns, grammar)
+            )
+        answer_id = requests[0].answer_id
+        echoes = await off_loop(size, lambda: self._echoes(body)) if body.echo else None
+        layout = CompletionFormat(
+            n=requests[0].sampling.n,
+            echoes=echoes,
+            echo_logprobs=body.logprobs,
+            **self._format_parts(answer_id, body),
+        )
+        return Answer(
+            self._context("completions", answer_id, span),
+            requests,
+            layout,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+        )
+
+    async def _grammar(self, body: GenerationBody, size: int, caller: Caller, now_ns: int) -> str:
+        """What the answer must follow, tried and accepted; empty = free."""
+        requested = await off_loop(size, lambda: requested_grammar(body))
+        if requested is None:
+            return ""
+        try:
+            async with asyncio.timeout(caller.timeout_s - (time.monotonic_ns() - now_ns) / 1e9):
+                return await self._router.grammars.check(*requested, caller.tenant)
+        except TimeoutError as error:
+            self._router.metrics.inc("baton_timeouts", phase="grammar")
+            message = f"the grammar could not be checked within {caller.timeout_s:g} s"
+            raise DeadlineError(message, param="x-baton-timeout-ms") from error
+
+    def _echoes(self, body: CompletionBody) -> list[str]:
+        decode = self._router.model.tokenizer.decode
+        return [item if isinstance(item, str) else decode(item) for item in body.prompts()]
+
+    def _format_parts(self, answer_id: str, body: GenerationBody) -> dict[str, Any]:
+        model = self._router.model
+        return {
+            "answer_id": answer_id,
+            "created": int(time.time()),
+            "model": body.model,
+            "fingerprint": f"baton-{model.artifact.weights_digest.hex()[:12]}",
+            "tokenizer": model.tokenizer,
+            "include_usage": body.include_usage,
+            "prompt_logprobs": body.prompt_logprobs,
+        }
+
+    def _context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
+        return AnswerContext(
+            gateway=self._router.gateway,
+            observer=self._router.observer,
+            span=span,
+            endpoint=endpoint,
+            request_id=request_id,
+            keep_alive_s=self._router.settings.keep_alive_s,
+        )

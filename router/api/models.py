@@ -1,0 +1,128 @@
+"""The model as clients see it: its record, its LoRA adapters, its tokens.
+
+Adapters are loaded and unloaded by the names that vLLM gave to these calls.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from fastapi import Request, Response
+
+from engine.core.errors import InvalidRequestError
+from router.api.parts import Endpoints, RouterParts, read_body
+from router.api.prepare import off_loop, tenant_of
+from router.api.schema import (
+    DetokenizeBody,
+    LoadAdapterBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+    parse,
+)
+from router.api.tools import messages_of, offered
+from router.served_model import ServedModel
+
+
+def routes(router: RouterParts) -> Endpoints:
+    """``/v1/models``, LoRA adapters, ``/tokenize`` and ``/detokenize``."""
+    api = Endpoints()
+    settings, served = router.settings, router.model
+
+    @api.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """The model that this fleet serves, under each of its names, and its adapters."""
+        tenant_of(request.headers, settings)
+        names = [*served.names, *(entry.name for entry in served.adapters.served())]
+        return {"object": "list", "data": [_record(router, name) for name in names]}
+
+    @api.get("/v1/models/{model_id:path}")
+    async def model(request: Request, model_id: str) -> dict[str, Any]:
+        """The artifact record: what exactly is served."""
+        tenant_of(request.headers, settings)
+        return _record(router, served.check_name(model_id))
+
+    @api.post_body("/v1/load_lora_adapter", LoadAdapterBody)
+    async def load_lora_adapter(request: Request) -> Response:
+        """Serve the adapter in the directory ``lora_path`` as the model ``lora_name``."""
+        tenant_of(request.headers, settings)
+        body = parse(LoadAdapterBody, await read_body(request, settings))
+        entry = await served.adapters.load(body.lora_name, body.lora_path)
+        message = f"Success: LoRA adapter '{entry.name}' added successfully."
+        return Response(message, media_type="text/plain")
+
+    @api.post_body("/v1/unload_lora_adapter", UnloadAdapterBody)
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Take the model ``lora_name`` away; requests that run with it finish."""
+        tenant_of(request.headers, settings)
+        body = parse(UnloadAdapterBody, await read_body(request, settings))
+        await served.adapters.unload(body.lora_name)
+        message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        return Response(message, media_type="text/plain")
+
+    @api.post_body("/tokenize", TokenizeBody)
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt, or of the prompt that a conversation makes."""
+        return await _answer_off_loop(router, request, _tokenized)
+
+    @api.post_body("/detokenize", DetokenizeBody)
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special ones included."""
+        return await _answer_off_loop(router, request, _detokenized)
+
+    return api
+
+
+def _record(router: RouterParts, name: str) -> dict[str, Any]:
+    dtypes = {
+        group.dtype
+        for slot in router.gateway.workers.usable
+        if slot.link is not None
+        for group in slot.link.capabilities.kv_groups
+    }
+    return router.model.record(name, router.created, ",".join(sorted(dtypes)))
+
+
+async def _answer_off_loop(
+    router: RouterParts, request: Request, answer: Callable[[ServedModel, bytes], dict[str, Any]]
+) -> Response:
+    tenant_of(request.headers, router.settings)
+    raw = await read_body(request, router.settings)
+    content = await off_loop(len(raw), lambda: orjson.dumps(answer(router.model, raw)))
+    return Response(content, media_type="application/json")
+
+
+def _tokenized(model: ServedModel, raw: bytes) -> dict[str, Any]:
+    body = parse(TokenizeBody, raw)
+    tokens = _tokens_of(model, body)
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": model.max_context_tokens,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in tokens]
+    return answer
+
+
+def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
+    if body.model is not None:
+        model.check_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return model.encode_chat(
+            messages_of(body.messages),
+            offered(body.tools),
+            add_generation_prompt=body.add_generation_prompt,
+        )
+    if body.tools is not None:
+        raise InvalidRequestError("tools: only with messages", param="tools")
+    return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+
+def _detokenized(model: ServedModel, raw: bytes) -> dict[str, Any]:
+    body = parse(DetokenizeBody, raw)
+    if body.model is not None:
+        model.check_name(body.model)
+    model.check_ids(body.tokens, "tokens")
+    return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}

@@ -1,0 +1,109 @@
+"""What every endpoint is given: the parts of one router, and how bodies are read and documented.
+
+An endpoint stands in one file of this folder, whose ``routes(router)`` adds it to an `Endpoints`;
+``router/app.py`` lists these files.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from engine.core.errors import PayloadTooLargeError
+from router.api.prepare import Preparer
+from router.placement.prefix_index import PrefixIndex
+from router.requests.gateway import Gateway
+from router.requests.grammar_checker import GrammarChecker
+from router.requests.observer import Observer
+from router.requests.readiness import Prober
+from router.served_model import ServedModel
+from router.settings import RouterSettings
+from router.workers.directory import WorkerDirectory
+from telemetry.metrics import Metrics
+from telemetry.tracing import Tracing
+
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterParts:
+    """Everything that one router process holds.
+
+    Attributes:
+        created: When the router started, as Unix time.
+    """
+
+    settings: RouterSettings
+    model: ServedModel
+    metrics: Metrics
+    tracing: Tracing
+    observer: Observer
+    prefix_index: PrefixIndex
+    gateway: Gateway
+    preparer: Preparer
+    grammars: GrammarChecker
+    prober: Prober
+    created: int
+
+    @classmethod
+    def build(
+        cls, settings: RouterSettings, model: ServedModel, directory: WorkerDirectory
+    ) -> Self:
+        """The parts for one model and the workers that ``directory`` names."""
+        metrics, prefix_index = Metrics("router", model=model.names[0]), PrefixIndex()
+        observer = Observer(metrics)
+        gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
+        return cls(
+            settings=settings,
+            model=model,
+            metrics=metrics,
+            tracing=Tracing("router"),
+            observer=observer,
+            prefix_index=prefix_index,
+            gateway=gateway,
+            preparer=Preparer(model, settings),
+            grammars=GrammarChecker(model.vocabulary, metrics),
+            prober=Prober(gateway, settings),
+            created=int(time.time()),
+        )
+
+
+class Endpoints(APIRouter):
+    """The endpoints of one file, and the bodies that they parse themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[type[BaseModel]] = []
+
+    def post_body(self, path: str, kind: type[BaseModel]) -> Callable[[_Handler], _Handler]:
+        """``post`` for an endpoint that reads a body of this ``kind`` with `read_body`."""
+        self.bodies.append(kind)
+        reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        content = {"application/json": {"schema": reference}}
+        extra = {"requestBody": {"required": True, "content": content}}
+        return self.post(path, openapi_extra=extra)
+
+
+async def read_body(request: Request, settings: RouterSettings) -> bytes:
+    """The request's body, read no further than the limit.
+
+    Raises:
+        PayloadTooLargeError: It is longer.
+    """
+    limit_bytes = settings.max_body_bytes
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit_bytes:
+        raise _too_large(limit_bytes)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit_bytes:
+            raise _too_large(limit_bytes)
+    return bytes(body)
+
+
+def _too_large(limit_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"the body is larger than {limit_bytes} bytes")

@@ -1,0 +1,94 @@
+"""Begins an attempt: has the request placed, and sends it to the worker that is to hold it."""
+
+from batonpb.decode_pb2 import PrefillTarget, Submission
+
+from engine.core.errors import UnavailableError
+from router.placement.placer import Placer
+from router.requests.active_request import ActiveRequest
+from router.requests.observer import Observer
+from router.settings import RouterSettings
+from router.workers.link import WorkerLink
+from router.workers.table import WorkerTable
+from wire.codecs import adapter_to_wire, sampling_to_wire
+from wire.tokens import pack_tokens
+
+
+def prefill_target(link: WorkerLink) -> PrefillTarget:
+    """A prefill worker, as the decode worker needs to know it."""
+    return PrefillTarget(
+        worker_id=link.worker_id, incarnation=link.incarnation, address=link.address
+    )
+
+
+class Dispatcher:
+    """Turns requests into submissions.
+
+    Args:
+        settings: Leases, and when a prompt is sent on a call of its own.
+        workers: The links to them.
+        placer: Chooses workers and books their load.
+        observer: Metrics.
+        router_id: Stands on every submission.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: WorkerTable,
+        placer: Placer,
+        observer: Observer,
+        router_id: str,
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._placer = placer
+        self._observer = observer
+        self._router_id = router_id
+
+    def begin_attempt(self, active: ActiveRequest, avoid: bytes = b"") -> None:
+        """Place the request and send it.
+
+        Args:
+            active: Not placed, or to be placed again.
+            avoid: An incarnation that just failed it.
+
+        Raises:
+            UnavailableError: No worker that is ready can serve it.
+        """
+        placement = self._placer.place(active.request, avoid)
+        active.take_placement(placement)
+        active.record.next_attempt()
+        computes_id = placement.chosen.computes.worker_id
+        event = f"placed on {computes_id} → {placement.decode_id}"
+        active.record.note(event, placement.placed_ns)
+        self._observer.placed(active)
+        link = self._workers.link(placement.decode_id)
+        if link is None:
+            raise UnavailableError("the worker that was chosen is gone")
+        prefill = self._workers.link(placement.prefill_id)
+        submission = self._submission(active, link, prefill, placement.placed_ns)
+        alone = len(submission.prompt_tokens) > self._settings.unary_prompt_bytes
+        link.submit(submission, alone=alone)
+
+    def _submission(
+        self, active: ActiveRequest, link: WorkerLink, prefill: WorkerLink | None, now_ns: int
+    ) -> Submission:
+        request, record = active.request, active.record
+        return Submission(
+            request_id=active.id,
+            attempt=record.attempt,
+            ticket=record.ticket,
+            priority=request.priority,
+            prompt_tokens=pack_tokens(request.prompt),
+            sampling=sampling_to_wire(request.sampling),
+            tenant=request.tenant,
+            hash_seed=self._placer.hash_seed(request, link.capabilities),
+            deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
+            prefill=prefill_target(prefill) if prefill is not None else None,
+            traceparent=request.traceparent,
+            router_id=self._router_id,
+            lease_ms=self._settings.lease_ms,
+            probe=request.probe,
+            adapter=adapter_to_wire(request.adapter),
+            pooling=request.pooling,
+        )

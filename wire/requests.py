@@ -1,0 +1,79 @@
+"""One request on its way: router to decode worker, decode to prefill worker, worker to engine.
+
+``Submission`` and ``PrefillStart`` name what both have alike; a new field of a request is added to
+both messages, and here.
+"""
+
+from batonpb.common_pb2 import WorkerIdentity
+from batonpb.decode_pb2 import PrefillTarget, Submission
+from batonpb.prefill_pb2 import PrefillStart
+
+from engine.core.sequence import Kind, RequestSpec
+from engine.process.messages import Submit
+from wire.codecs import adapter_from_wire, sampling_from_wire
+
+
+def prefill_start(
+    submission: Submission,
+    target: PrefillTarget,
+    sender: WorkerIdentity,
+    *,
+    generation: int,
+    skip_blocks: int,
+) -> PrefillStart:
+    """What a decode worker asks of a prefill worker.
+
+    Args:
+        submission: The request.
+        target: The prefill worker.
+        sender: The decode worker.
+        generation: Of the reservation that the KV is for.
+        skip_blocks: Leading blocks that decode holds already.
+    """
+    return PrefillStart(
+        request_id=submission.request_id,
+        attempt=submission.attempt,
+        ticket=submission.ticket,
+        priority=submission.priority,
+        prompt_tokens=submission.prompt_tokens,
+        sampling=submission.sampling,
+        tenant=submission.tenant,
+        hash_seed=submission.hash_seed,
+        deadline_remaining_ns=submission.deadline_remaining_ns,
+        traceparent=submission.traceparent,
+        lease_ms=submission.lease_ms,
+        skip_blocks=skip_blocks,
+        expected_incarnation=target.incarnation,
+        decode_incarnation=sender.incarnation,
+        decode_worker_id=sender.worker_id,
+        generation=generation,
+        probe=submission.probe,
+        adapter=submission.adapter if submission.HasField("adapter") else None,
+        router_id=submission.router_id,
+        pooling=submission.pooling,
+    )
+
+
+def submit_from_wire(
+    message: Submission | PrefillStart, engine_id: str, kind: Kind, skip_blocks: int = 0
+) -> Submit:
+    """The request as the engine takes it.
+
+    Args:
+        message: As it came.
+        engine_id: Its name at the engine.
+        kind: What the engine is to do with it.
+        skip_blocks: Leading blocks whose KV nobody asks for.
+    """
+    spec = RequestSpec(
+        kind=kind,
+        params=sampling_from_wire(message.sampling),
+        hash_seed=message.hash_seed,
+        priority=message.priority,
+        ticket=message.ticket,
+        skip_blocks=skip_blocks,
+        cacheable=not message.probe,
+        adapter=adapter_from_wire(message.adapter),
+        pooling=message.pooling,
+    )
+    return Submit(request_id=engine_id, prompt_token_ids=message.prompt_tokens, spec=spec)
