@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from engine.process.handle import EngineHandle
 from engine.settings import EngineSettings
 from fleet.capacity import Capacity, plan_capacity
 from fleet.cli.main import app
-from fleet.pools.resources import worker_settings
+from fleet.pools.resources import engine_settings
 from wire.tokens import pack_tokens
 
 GIB = 1 << 30
@@ -108,15 +107,7 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kv_blocks(fleet: FleetConfig) -> int:
-        names = ("worker_id", "role", "redis_url", "fleet_token", "host", "log_dir")
-        fields: Mapping[str, object] = worker_settings(fleet, epoch=1, **dict.fromkeys(names, "x"))
-        settings = EngineSettings(
-            model=DEFAULT_MODEL,
-            kv_blocks=fields["kv_blocks"],
-            workers_on_host=fields["workers_on_host"],
-            max_context_tokens=fields["max_context_tokens"],
-        )
-        return pool_geometry(settings, config).num_blocks
+        return pool_geometry(engine_settings(fleet, "decode"), config).num_blocks
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("engine.loading.memory.free_memory_bytes", lambda: 6 * GIB)

@@ -40,6 +40,8 @@ class Served:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # Whoever runs the tests in the background has SIGINT ignored, and so would make.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def wait_ready(self, limit_s: float = 120.0) -> str:
