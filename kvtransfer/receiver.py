@@ -139,6 +139,7 @@ class HandoffReceiver:
     _broken_pulls: int = 0  # in a row; one whose frame was stored ends the row
     _ask: AskForPeer | None = None  # the last one
     _ask_ns: int = 0  # when it was said; 0: not known before the next tick
+    _broken_reason: str = ""
     _paused: bool = False  # since a pull broke: the control stream says whether the peer lives
 
     def __post_init__(self) -> None:
@@ -176,6 +177,8 @@ class HandoffReceiver:
         if not self._asked:
             self.progress_ns = now_ns
         self._paused = False
+        if self._broken_pulls > MAX_BROKEN_PULLS:
+            return self._give_up(self._broken_reason, died=False)
         return self._pulls()
 
     def published(self, kv_slice: KvSlice, now_ns: int) -> list[Action]:
@@ -250,15 +253,13 @@ class HandoffReceiver:
         """A pull ended without these frames: call broken, too slow, or too few frames.
 
         That is no evidence of the peer's death, nor of its life. Pulling pauses until the control
-        stream knows: a heartbeat goes on with it, a broken stream ends it. Pulls that fail together
-        count once.
+        stream knows: a heartbeat goes on with it (or gives up a peer that lives and serves no
+        pull), a broken stream ends it. Pulls that fail together count once.
         """
-        if not self._lost(kv_slices, epoch) or self._paused:
-            return []
-        self._paused = True
-        self._broken_pulls += 1
-        if self._broken_pulls > MAX_BROKEN_PULLS:
-            return self._give_up(reason, died=False)
+        if self._lost(kv_slices, epoch) and not self._paused:
+            self._paused = True
+            self._broken_pulls += 1
+            self._broken_reason = reason
         return []
 
     def _lost(self, kv_slices: Sequence[KvSlice], epoch: int) -> bool:

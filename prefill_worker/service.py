@@ -114,12 +114,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         accepted = pb.PrefillAccepted(identity=self._identity, resumed=resumed)
         yield pb.PrefillEvent(accepted=accepted)
         async with self._tasks.beside(self._control(request_iterator, handoff), "control"):
+            loop = asyncio.get_running_loop()
+            beat_s = loop.time() + HEARTBEAT_S  # also between publications: pulls wait for it
             while not (handoff.ended and events.empty()):
                 try:
-                    async with asyncio.timeout(HEARTBEAT_S):
+                    async with asyncio.timeout_at(beat_s):
                         event = await events.get()
                 except TimeoutError:
                     event = pb.PrefillEvent(heartbeat=pb.Renew())
+                    beat_s = loop.time() + HEARTBEAT_S
                 yield event
                 if event.HasField("failed"):
                     return

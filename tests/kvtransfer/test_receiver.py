@@ -109,8 +109,20 @@ def test_a_peer_that_lives_and_serves_no_pull_is_given_up_alive() -> None:
     for _ in range(3):
         assert machine.pull_failed(asked, "too slow", machine.epoch) == []
         asked = asked_of(machine.peer_lives(1))
-    (_, ask) = machine.pull_failed(asked, "too slow", machine.epoch)
+    assert machine.pull_failed(asked, "too slow", machine.epoch) == []
+    (_, ask) = machine.peer_lives(1)
     assert ask == AskForPeer("too slow", peer_died=False)
+
+
+def test_the_last_pull_that_breaks_waits_for_the_judge_too() -> None:
+    """Defect 1: a peer that served no pull while it lived, and then died, has died."""
+    machine, asked = pulling()
+    for _ in range(3):
+        machine.pull_failed(asked, "too slow", machine.epoch)
+        asked = asked_of(machine.peer_lives(1))
+    assert machine.pull_failed(asked, "UNAVAILABLE", machine.epoch) == []
+    (_, ask) = machine.stream_lost(peer_gone=True, reason="refused")
+    assert ask == AskForPeer("refused", peer_died=True)
 
 
 @pytest.mark.parametrize(
