@@ -280,7 +280,9 @@ async def worker_here(worker_id: str, **changes: object) -> AsyncIterator[Worker
 
 
 @contextlib.asynccontextmanager
-async def routed(worker: WorkerProcess | Worker, router_id: str = "router") -> AsyncIterator[MiniRouter]:
+async def routed(
+    worker: WorkerProcess | Worker, router_id: str = "router"
+) -> AsyncIterator[MiniRouter]:
     router = MiniRouter(worker, router_id)
     await router.connect()
     try:

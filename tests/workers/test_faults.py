@@ -3,11 +3,12 @@
 import asyncio
 import os
 import signal
+from functools import partial
 
 import pytest
 from batonpb import decode_pb2 as pb
 
-from kvtransfer import kv_slice as slices
+from kvtransfer import receiver
 from kvtransfer.chunk import PoolView
 from tests.workers.harness import WorkerProcess, routed, worker_here, workers
 
@@ -50,7 +51,7 @@ async def test_prefill_shells_that_are_killed_with_pulls_in_flight_are_told_as_d
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Defect 1: two of five were told as alive, and did not count for the query of death."""
-    monkeypatch.setattr(slices, "FRAME_BYTES", 1 << 12)
+    monkeypatch.setattr(receiver, "cut", partial(receiver.cut, frame_bytes=1 << 12))
     names = [f"prefill-{number}" for number in range(5)]
     slow = "tests.workers.slow_prefill"
     prefills = await asyncio.gather(*(WorkerProcess.start(name, slow) for name in names))
