@@ -18,7 +18,7 @@ class Answering(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, incarnation: bytes) -> None:
         self.incarnation = incarnation
 
-    async def Handshake(self, request, context):  # noqa: N802
+    async def Handshake(self, request, context):
         identity = common_pb2.WorkerIdentity(incarnation=self.incarnation)
         return pb.HandshakeReply(identity=identity)
 

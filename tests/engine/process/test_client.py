@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from engine.core.errors import InternalError
-from engine.process import messages
 from engine.core.geometry import KvGeometry
 from engine.process import client as module
+from engine.process import messages
 from engine.process.client import EngineClient, ReportInbox
 from engine.process.handle import EngineHandle
 from engine.settings import EngineSettings
