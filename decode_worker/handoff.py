@@ -5,11 +5,10 @@ DecodeRequest ──verbs──▶ Handoff ──▶ HandoffReceiver (decides)
       └─HandoffListener───┘  └─────▶ FramePuller   (bytes, into the pool)
 """
 
-import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from batonpb import decode_pb2
 from batonpb import prefill_pb2 as pb
@@ -24,6 +23,7 @@ from engine.process import messages
 from kvtransfer import receiver
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
+from telemetry.tasks import BackgroundTasks
 from wire.codecs import first_tokens_from_wire, prompt_logprobs_from_wire
 from wire.requests import prefill_start
 from wire.tokens import count_tokens
@@ -65,6 +65,9 @@ class HandoffListener(Protocol):
     ) -> None:
         """Another prefill worker is needed; ``peer_died``: the incarnation is gone."""
 
+    def on_peer_still_needed(self) -> None:
+        """Nobody has answered: say it again."""
+
     def on_committed(self, payload_bytes: int) -> None:
         """All KV has arrived, and the engine decodes."""
 
@@ -98,7 +101,7 @@ class Handoff:
         self._machine = HandoffReceiver(parts.pool.geometry, prompt_tokens)
         self._puller = FramePuller(submission, self._machine, parts, self._perform)
         self._stream: PrefillStream | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("hand-off", parts.count_task_failure)
         self._first: tuple[SampledToken, ...] | None = None
         self._ended_choices: set[int] = set()
         self._taken_over = False
@@ -127,11 +130,20 @@ class Handoff:
                 self._figures = None  # the engine had not seen the commit
                 self._perform(self._machine.revoked(report.generation))
 
+    @property
+    def needs_peer(self) -> bool:
+        """Whether the router is to say who goes on."""
+        return self._machine.state is ReceiverState.NO_PEER
+
     def replace_peer(self, target: decode_pb2.PrefillTarget) -> None:
         """The router named another prefill worker."""
-        if self._machine.state is ReceiverState.NO_PEER:
+        if self.needs_peer:
             self._target = target
             self._perform(self._machine.replaced(time.monotonic_ns()))
+
+    def ask_again(self) -> None:
+        """The router's stream was lost, and perhaps the ask or its answer with it."""
+        self._perform(self._machine.ask_again())
 
     def compute_locally(self) -> None:
         """The router gave disaggregation up."""
@@ -175,13 +187,15 @@ class Handoff:
             case receiver.Bind():
                 send(messages.Bind(self._engine_id, action.generation))
             case receiver.Pull():
-                self._spawn(self._puller.pull(action, self._target, self._machine.generation))
+                self._pull(action)
             case receiver.Commit():
                 self._commit(action.generation)
             case receiver.CloseStream(release=True):
                 self._close_stream(pb.PrefillControl(release=pb.Release()))
             case receiver.CloseStream():
                 self._close_stream(pb.PrefillControl(cancel=pb.PrefillCancel()))
+            case receiver.AskForPeer(again=True):
+                self._listener.on_peer_still_needed()
             case receiver.AskForPeer():
                 self._parts.metrics.inc("baton_transfers", outcome="failed")
                 self._listener.on_peer_needed(self._target, action.reason, action.peer_died)
@@ -226,8 +240,9 @@ class Handoff:
             generation=opened.generation,
             skip_blocks=opened.skip_blocks,
         )
-        self._stream = PrefillStream(self._target, start, self._parts.peers, self)
-        self._spawn(self._stream.run())
+        stream = PrefillStream(self._target, start, self._parts.peers, self, self._tasks)
+        self._stream = stream
+        self._tasks.vital(stream.run(), "prefill stream", stream.broke)
 
     def _close_stream(self, last_word: pb.PrefillControl | None) -> None:
         stream, self._stream = self._stream, None
@@ -237,12 +252,15 @@ class Handoff:
         if last_word is None:
             stream.cancel()
         else:
-            self._spawn(stream.say_last(last_word))
+            self._tasks.spawn(stream.say_last(last_word), "last word")
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _pull(self, pull: receiver.Pull) -> None:
+        def broke(error: Exception) -> None:
+            reason = f"a pull broke: {type(error).__name__}: {error}"
+            self._perform(self._machine.pull_failed(pull.kv_slices, reason, pull.epoch))
+
+        work = self._puller.pull(pull, self._target, self._machine.generation)
+        self._tasks.vital(work, "pull", broke)
 
     # ---------------------------------------------------------------- the stream speaks
 

@@ -40,3 +40,7 @@ class WorkerParts:
         self.metrics = metrics
         self.tracing = tracing
         self.transfers = common_pb2.TransferTotals()
+
+    def count_task_failure(self, task: str) -> None:
+        """For ``BackgroundTasks``."""
+        self.metrics.inc("baton_task_failures", task=task)

@@ -1,5 +1,7 @@
 """Connections to prefill workers, and what has been measured on each edge."""
 
+import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -15,6 +17,7 @@ from wire.grpc_channels import Channels
 from wire.grpc_options import token_metadata
 
 HANDSHAKE_S = 1.0
+_AGAIN_S = 0.05  # between handshakes with an address where somebody listens and nobody answers
 ControlCall = grpc.aio.StreamStreamCall[Any, Any]
 _ASSUMED_BYTES_PER_S = 200e6  # of an edge that was not measured yet, for a pull's budget
 _SAMPLE_WEIGHT = 0.3
@@ -68,6 +71,7 @@ class Peers:
             kind.connect(self._channels, fleet_token) for kind in TRANSPORTS.values()
         ]
         self._greeted: dict[str, bytes] = {}
+        self._addresses: dict[str, str] = {}  # of the latest life of each worker
 
     def edge(self, worker_id: str) -> EdgeRate:
         """The edge from a prefill worker to here."""
@@ -81,28 +85,50 @@ class Peers:
             again: Ask even if it was asked before (is it still alive?).
 
         Raises:
-            PeerGoneError: Nobody answers, or another incarnation does.
-            PeerRefusedError: The two cannot work together.
+            PeerGoneError: Its address refuses connections, or another incarnation answers there.
+            PeerRefusedError: The two cannot work together, or no answer can be had.
         """
         if not again and self._greeted.get(target.address) == target.incarnation:
             return
-        stub = prefill_pb2_grpc.PrefillStub(self._channels.to(target.address))
-        try:
-            reply: pb.HandshakeReply = await stub.Handshake(
-                self._capabilities, metadata=self._metadata, timeout=HANDSHAKE_S
-            )
-        except grpc.aio.AioRpcError as error:
-            reason = f"{target.worker_id} does not answer: {error.details()}"
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise PeerRefusedError(reason) from error  # slow, or cut off: not known to be dead
-            self._greeted.pop(target.address, None)
-            await self._channels.forget(target.address)
-            raise PeerGoneError(reason) from error
+        reply = await self._handshake(target)
         if reply.identity.incarnation != target.incarnation:
             raise PeerGoneError(f"{target.worker_id} was restarted")
         if reply.HasField("refusal"):
             raise PeerRefusedError(f"{target.worker_id}: {reply.refusal.message}")
         self._greeted[target.address] = target.incarnation
+        before = self._addresses.get(target.worker_id, target.address)
+        self._addresses[target.worker_id] = target.address
+        if before != target.address:
+            await self._forget(before)
+
+    async def _handshake(self, target: PrefillTarget) -> pb.HandshakeReply:
+        """Ask until there is an answer, or evidence that there will be none, or no more time."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + HANDSHAKE_S
+        while True:
+            stub = prefill_pb2_grpc.PrefillStub(self._channels.to(target.address))
+            try:
+                left_s = max(until_s - loop.time(), _AGAIN_S)
+                reply: pb.HandshakeReply = await stub.Handshake(
+                    self._capabilities, metadata=self._metadata, timeout=left_s
+                )
+            except grpc.aio.AioRpcError as error:
+                reason = f"{target.worker_id} does not answer: {error.details()}"
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise PeerRefusedError(reason) from error  # slow, cut off: not known to be dead
+                if await _refuses_connections(target.address):
+                    await self._forget(target.address)
+                    raise PeerGoneError(reason) from error
+                if loop.time() + _AGAIN_S > until_s:
+                    raise PeerRefusedError(reason) from error
+                await asyncio.sleep(_AGAIN_S)  # a connection that broke, or a server that closes
+            else:
+                return reply
+
+    async def _forget(self, address: str) -> None:
+        """Nobody is behind that address any more."""
+        self._greeted.pop(address, None)
+        await self._channels.forget(address)
 
     def prefill(self, target: PrefillTarget) -> "ControlCall":
         """Open the control stream of one hand-off."""
@@ -123,3 +149,16 @@ class Peers:
         for transport in self._transports:
             await transport.close()
         await self._channels.close()
+
+
+async def _refuses_connections(address: str) -> bool:
+    """Whether the host says that nobody listens there: the one proof of a process's end."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, TimeoutError, ValueError):
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except ConnectionRefusedError:
+            return True
+        writer.close()
+    return False

@@ -16,6 +16,7 @@ from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
 from decode_worker.peers import ControlCall, PeerGoneError, PeerRefusedError, Peers
+from telemetry.tasks import BackgroundTasks
 
 HEARTBEAT_S = 0.5
 SILENCE_S = 3.0  # a prefill worker says something at least every HEARTBEAT_S
@@ -42,6 +43,7 @@ class PrefillStream:
         start: The first message.
         peers: Connections to prefill workers.
         listener: Told what comes.
+        tasks: Of the hand-off.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class PrefillStream:
         start: pb.PrefillStart,
         peers: Peers,
         listener: StreamListener,
+        tasks: BackgroundTasks,
     ) -> None:
         self._target = target
         self._start = start
         self._peers = peers
         self._listener = listener
+        self._tasks = tasks
         self._closed = False
         self._call: ControlCall | None = None
         self._write_lock = asyncio.Lock()  # several tasks write, gRPC takes one write at a time
@@ -77,6 +81,11 @@ class PrefillStream:
             await self._write(call, message)
             async with self._write_lock:
                 await call.done_writing()
+
+    def broke(self, error: Exception) -> None:
+        """``run`` raised: what the prefill worker said could not be handled."""
+        self.cancel()
+        self._tell_refused(f"{self._target.worker_id}: {type(error).__name__}: {error}")
 
     async def run(self) -> None:
         """Greet, start, and pass events on until the stream ends."""
@@ -103,8 +112,7 @@ class PrefillStream:
     async def _talk(self, call: ControlCall) -> None:
         """Speak and listen until the far end closes the stream."""
         await self._write(call, pb.PrefillControl(start=self._start))
-        renewals = asyncio.create_task(self._renew(call))
-        try:
+        async with self._tasks.beside(self._renew(call), "renew"):
             while True:
                 async with asyncio.timeout(SILENCE_S):
                     event = await call.read()
@@ -112,8 +120,6 @@ class PrefillStream:
                     return  # gRPC's own mark for the end
                 if not self._closed:
                     self._listener.on_event(event)
-        finally:
-            renewals.cancel()
 
     async def _write(self, call: ControlCall, message: pb.PrefillControl) -> None:
         async with self._write_lock:

@@ -57,6 +57,7 @@ class DecodeRequest:
         self._span.set_attribute("baton.worker_id", parts.identity.worker_id)
         submission.traceparent = inject(self._span) or submission.traceparent
         self._handoff: Handoff | None = None
+        self._needed: pb.PrefillNeeded | None = None  # what was last asked
         if submission.HasField("prefill"):
             self._handoff = Handoff(submission, self._engine_id, parts, self)
         self._deadline: asyncio.TimerHandle | None = None
@@ -95,8 +96,8 @@ class DecodeRequest:
 
     def replace_prefill(self, message: pb.PrefillReplacement) -> None:
         """The router's answer to ``PrefillNeeded``."""
-        if self._handoff is None or self.ended:
-            return
+        if self._handoff is None or self.ended or not self._handoff.needs_peer:
+            return  # an answer to an ask that was repeated, and has been answered
         if message.HasField("refuse"):
             self.stop(error_from_wire(message.refuse))
         elif message.compute_locally:
@@ -116,9 +117,11 @@ class DecodeRequest:
             begin = next_index[choice] if choice < len(next_index) else 0
             reason, stop = self._finish[choice]
             if begin < len(tokens) or reason:
-                self.session.tokens(self.submission, choice, begin, tokens[begin:], reason, stop)
+                self.session.repeat(self.submission, choice, begin, tokens[begin:], reason, stop)
         if self._end is not None:
             self.session.end(self._end)
+        elif self._handoff is not None:
+            self._handoff.ask_again()
 
     def tick(self, now_ns: int) -> None:
         """Watch the hand-off's progress."""
@@ -163,15 +166,19 @@ class DecodeRequest:
         if self._error is not None:
             return
         self._parts.transfers.failures += 1
-        self.session.ask(
-            pb.PrefillNeeded(
-                request_id=self.submission.request_id,
-                attempt=self.submission.attempt,
-                failed=failed,
-                reason=error_to_wire(TransferError(reason)),
-                peer_died=peer_died,
-            )
+        self._needed = pb.PrefillNeeded(
+            request_id=self.submission.request_id,
+            attempt=self.submission.attempt,
+            failed=failed,
+            reason=error_to_wire(TransferError(reason)),
+            peer_died=peer_died,
         )
+        self.session.ask(self._needed)
+
+    def on_peer_still_needed(self) -> None:
+        """See ``HandoffListener``."""
+        if self._needed is not None and self._error is None:
+            self.session.ask(self._needed)
 
     # ---------------------------------------------------------------- the engine speaks
 

@@ -5,6 +5,7 @@ on; the router reconnects and resumes each request by name. What it does not res
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +17,7 @@ from batonpb import decode_pb2 as pb
 from decode_worker.parts import WorkerParts
 from decode_worker.request import DecodeRequest
 from decode_worker.session import RouterSession, StepCounter
+from decode_worker.tombstones import Tombstones
 from engine.core.errors import (
     BatonError,
     CancelledError_,
@@ -23,6 +25,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.events import StepDone
+from telemetry.tasks import BackgroundTasks
 from wire.codecs import error_to_wire
 from wire.compatibility import WIRE_MAX, WIRE_MIN
 
@@ -49,7 +52,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._threads = threads
         self._sessions: dict[str, RouterSession] = {}
         self._requests: dict[str, DecodeRequest] = {}
+        self._tombstones = Tombstones()
         self._step = StepCounter()
+        self._tasks = BackgroundTasks("decode service", parts.count_task_failure)
         self.event_sequence = 0
         parts.engine.after_step.append(self._after_step)
 
@@ -73,13 +78,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         for request in self._requests.values():
             if request.session is session:
                 request.resumed = False
-        listener = asyncio.create_task(self._listen(request_iterator, session))
         session.status(self.status(with_capabilities=True))
-        try:
+        listening = self._listen(request_iterator, session, stream)
+        async with self._tasks.beside(listening, "listen"):
             async for frame in session.frames(stream, self._step):
                 yield frame
-        finally:
-            listener.cancel()
 
     async def Submit(self, request: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
         """A submission too long for the stream."""
@@ -91,24 +94,24 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def _session(self, router_id: str) -> RouterSession:
         return self._sessions.setdefault(router_id, RouterSession(router_id))
 
-    async def _listen(self, frames: AsyncIterator[pb.RouterFrame], session: RouterSession) -> None:
+    async def _listen(
+        self, frames: AsyncIterator[pb.RouterFrame], session: RouterSession, stream: int
+    ) -> None:
+        """Hear the router. However that ends, a deaf stream must not go on speaking."""
         try:
-            async for frame in frames:
-                session.renew()
-                self._handle(frame, session)
-        except (grpc.RpcError, asyncio.CancelledError):
-            return  # the stream is gone; the lease runs
+            with contextlib.suppress(grpc.RpcError):  # the stream is gone; the lease runs
+                async for frame in frames:
+                    session.renew()
+                    self._handle(frame, session)
+        finally:
+            session.end_stream(stream)
 
     def _handle(self, frame: pb.RouterFrame, session: RouterSession) -> None:
         match frame.WhichOneof("frame"):
             case "submit":
                 self._submit(frame.submit, session)
             case "cancel":
-                request = self._find(frame.cancel.request_id, frame.cancel.attempt)
-                if request is not None and frame.cancel.choices:
-                    request.end_choices(list(frame.cancel.choices))
-                elif request is not None:
-                    request.stop(CancelledError_("cancelled by the router"))
+                self._cancel(frame.cancel)
             case "resume":
                 self._resume(frame.resume, session)
             case "replacement":
@@ -125,41 +128,54 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             return None
         return request
 
+    def _cancel(self, message: pb.Cancel) -> None:
+        request = self._find(message.request_id, message.attempt)
+        error = CancelledError_("cancelled by the router")
+        if request is not None and message.choices:
+            request.end_choices(list(message.choices))
+        elif request is not None:
+            request.stop(error)
+        elif not message.choices:  # it may have overtaken its Submit
+            key = message.request_id, message.attempt
+            self._tombstones.add(key, error, time.monotonic_ns())
+
     def _submit(self, submission: pb.Submission, session: RouterSession) -> None:
         existing = self._requests.get(submission.request_id)
         if existing is not None and existing.submission.attempt >= submission.attempt:
             if existing.submission.attempt > submission.attempt:
-                self._refuse(submission, session, InvalidRequestError("an older attempt"))
+                error = InvalidRequestError("an older attempt")
+                self._refuse(submission.request_id, submission.attempt, session, error)
             return  # the same submission again: it is being served
         if existing is not None:
             existing.stop(CancelledError_("a newer attempt replaces this one"))
-        if self.state == "draining" and not submission.probe:
-            self._refuse(submission, session, UnavailableError("this worker is draining"))
+        refusal = self._refusal(submission)
+        if refusal is not None:
+            self._refuse(submission.request_id, submission.attempt, session, refusal)
             return
         request = DecodeRequest(submission, session, self._parts)
         self._requests[submission.request_id] = request
         request.start()
 
-    def _refuse(self, submission: pb.Submission, session: RouterSession, error: BatonError) -> None:
-        session.end(
-            pb.RequestEnd(
-                request_id=submission.request_id,
-                attempt=submission.attempt,
-                error=error_to_wire(error),
-            )
-        )
+    def _refusal(self, submission: pb.Submission) -> BatonError | None:
+        if self._parts.engine.silent:
+            return UnavailableError("this worker's engine does not answer at present")
+        if self.state == "draining" and not submission.probe:
+            return UnavailableError("this worker is draining")
+        return self._tombstones.find((submission.request_id, submission.attempt))
+
+    def _refuse(
+        self, request_id: str, attempt: int, session: RouterSession, error: BatonError
+    ) -> None:
+        wire = error_to_wire(error)
+        session.end(pb.RequestEnd(request_id=request_id, attempt=attempt, error=wire))
 
     def _resume(self, message: pb.Resume, session: RouterSession) -> None:
         request = self._find(message.request_id, message.attempt)
         if request is None:
             error = UnavailableError("this worker does not hold the request any more")
-            session.end(
-                pb.RequestEnd(
-                    request_id=message.request_id,
-                    attempt=message.attempt,
-                    error=error_to_wire(error),
-                )
-            )
+            key = message.request_id, message.attempt
+            self._tombstones.add(key, error, time.monotonic_ns())
+            self._refuse(*key, session, error)
             return
         request.session = session
         request.resume(list(message.next_index))
@@ -171,6 +187,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         while True:
             await asyncio.sleep(STATUS_S)
             now_ns = time.monotonic_ns()
+            self._parts.engine.watch(now_ns)
+            self._tombstones.tick(now_ns)
             status = self.status()
             for session in list(self._sessions.values()):
                 session.status(status)
@@ -178,6 +196,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 self._watch(request_id, request, now_ns)
             for router_id, session in list(self._sessions.items()):
                 if now_ns - session.renewed_ns > 60e9:
+                    session.end_stream()
                     del self._sessions[router_id]
 
     def _watch(self, request_id: str, request: DecodeRequest, now_ns: int) -> None:
@@ -191,7 +210,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         not_resumed = not request.resumed and now_ns - session.connected_ns > lease_ns
         if not_resumed or now_ns - session.renewed_ns > lease_ns:
             self._parts.metrics.inc("baton_orphans")
-            request.stop(CancelledError_("the router's lease lapsed"))
+            request.stop(UnavailableError("the router's lease lapsed"))
 
     def _after_step(self, step: StepDone) -> None:
         self._step.value = step.step
@@ -208,7 +227,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         ]
         return common_pb2.WorkerStatus(
             identity=self._parts.identity,
-            state=self.state,
+            state="draining" if engine.silent else self.state,
             kv_blocks=common_pb2.BlockCounts(
                 total=load.blocks.total,
                 free=load.blocks.free,

@@ -14,8 +14,9 @@ from engine.core.params import SampledToken
 from wire import codecs
 from wire.tokens import pack_tokens
 
-MAX_PENDING_BYTES = 8 << 20
-MAX_FRAME_BYTES = 1 << 20  # where log-probabilities of prompts or vectors are in it
+MAX_PENDING_BYTES = 8 << 20  # of new tokens
+MAX_FRAME_BYTES = 1 << 20  # a frame is cut before it grows larger; gRPC refuses 16 MiB
+_RUN_TOKENS = 256  # of one choice in one run: with log-probabilities some 100 KiB
 
 
 class RouterSession:
@@ -29,12 +30,12 @@ class RouterSession:
         self.router_id = router_id
         self.renewed_ns = self.connected_ns = time.monotonic_ns()
         self._frame = pb.WorkerFrame()
-        self._full: deque[pb.WorkerFrame] = (
-            deque()
-        )  # ahead of it; a long prompt's log-probabilities fill many
+        self._frame_bytes = 0
+        self._full: deque[pb.WorkerFrame] = deque()  # ahead of it: a resume can fill many
         self._dirty = asyncio.Event()
         self._stream = 0
-        self._pending_bytes = 0
+        self._ended_stream = 0
+        self._unread_bytes = 0  # of new tokens, since a frame was last taken
 
     def connected(self) -> int:
         """Begin a stream and return its number.
@@ -42,10 +43,15 @@ class RouterSession:
         What the last one did not take is dropped: the router asks for it by ``Resume``.
         """
         self.renewed_ns = self.connected_ns = time.monotonic_ns()
-        self._frame = pb.WorkerFrame()
+        self._frame, self._frame_bytes, self._unread_bytes = pb.WorkerFrame(), 0, 0
         self._full.clear()
         self._stream += 1
         return self._stream
+
+    def end_stream(self, stream: int | None = None) -> None:
+        """End the stream of that number, or the present one: the router opens another."""
+        self._ended_stream = max(self._ended_stream, self._stream if stream is None else stream)
+        self._dirty.set()
 
     def renew(self) -> None:
         """The router is alive: all its requests live on."""
@@ -58,15 +64,18 @@ class RouterSession:
             if self._stream != stream:
                 self._dirty.set()  # that was meant for the newer stream
                 return
+            if self._ended_stream >= stream:
+                return
             self._dirty.clear()
             if self._full:
                 frame = self._full.popleft()
                 self._dirty.set()
             else:
-                frame, self._frame, self._pending_bytes = self._frame, pb.WorkerFrame(), 0
+                frame, self._frame, self._frame_bytes = self._frame, pb.WorkerFrame(), 0
             frame.step = step.value
+            self._unread_bytes = 0
             yield frame
-            if self._pending_bytes > MAX_PENDING_BYTES:
+            if self._unread_bytes > MAX_PENDING_BYTES:
                 return  # the router does not read: it will reconnect and resume
 
     def tokens(
@@ -79,55 +88,85 @@ class RouterSession:
         stop_token: int | None = None,
     ) -> None:
         """Add tokens of one choice, ``index`` being the first one's place in the answer."""
-        run = self._frame.tokens.add(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            choice=choice,
-            index=index,
-            token_ids=pack_tokens([token.token for token in tokens]),
-            finish_reason=finish_reason,
+        self._unread_bytes += self._add_runs(
+            request, choice, index, tokens, finish_reason, stop_token
         )
-        if tokens and tokens[0].logprob is not None:
-            run.logprobs.extend(codecs.logprob_to_wire(token) for token in tokens)
-        if stop_token is not None:
-            run.has_stop_token, run.stop_token_id = True, stop_token
-        self._touch(64 + 16 * len(tokens))
+
+    def repeat(
+        self,
+        request: pb.Submission,
+        choice: int,
+        index: int,
+        tokens: Sequence[SampledToken],
+        finish_reason: str,
+        stop_token: int | None,
+    ) -> None:
+        """``tokens`` for a resume: the router asked for them, however many they are."""
+        self._add_runs(request, choice, index, tokens, finish_reason, stop_token)
+
+    def _add_runs(
+        self,
+        request: pb.Submission,
+        choice: int,
+        index: int,
+        tokens: Sequence[SampledToken],
+        finish_reason: str,
+        stop_token: int | None,
+    ) -> int:
+        """The bytes that were added."""
+        size_bytes = 0
+        for begin in range(0, max(len(tokens), 1), _RUN_TOKENS):
+            part = tokens[begin : begin + _RUN_TOKENS]
+            run = pb.TokenRun(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                choice=choice,
+                index=index + begin,
+                token_ids=pack_tokens([token.token for token in part]),
+            )
+            if part and part[0].logprob is not None:
+                run.logprobs.extend(codecs.logprob_to_wire(token) for token in part)
+            if begin + _RUN_TOKENS >= len(tokens):
+                run.finish_reason = finish_reason
+                if stop_token is not None:
+                    run.has_stop_token, run.stop_token_id = True, stop_token
+            size_bytes += self._add(run)
+        return size_bytes
 
     def prompt_outputs(self, request: pb.Submission, prompt_outputs: ev.PromptOutputsReady) -> None:
         """Add the log-probabilities of a prompt, slice by slice, or its vector."""
         scores = prompt_outputs.scores
         for part in codecs.prompt_logprobs_to_wire(scores) if scores is not None else ():
-            self._add_bulk(request, part.ByteSize(), prompt_logprobs=part)
+            self._add_bulk(request, prompt_logprobs=part)
         if prompt_outputs.vector:
-            size = len(prompt_outputs.vector)
-            self._add_bulk(request, size, embedding=prompt_outputs.vector, finish_reason="stop")
+            self._add_bulk(request, embedding=prompt_outputs.vector, finish_reason="stop")
 
-    def _add_bulk(self, request: pb.Submission, size_bytes: int, **fields: Any) -> None:
-        """Add to the frame in the making, or to the next one if it would become too large.
+    def _add_bulk(self, request: pb.Submission, **fields: Any) -> None:
+        """No sign of a router that does not read: its requests hold the same bytes anyway."""
+        run = pb.TokenRun(request_id=request.request_id, attempt=request.attempt, **fields)
+        self._add(run)
 
-        Full frames are no sign of a router that does not read: they are bounded by the requests
-        that it has sent, which hold the same bytes for a resume.
-        """
-        if self._pending_bytes + size_bytes > MAX_FRAME_BYTES:
-            self._full.append(self._frame)
-            self._frame, self._pending_bytes = pb.WorkerFrame(), 0
-        self._frame.tokens.add(request_id=request.request_id, attempt=request.attempt, **fields)
-        self._touch(size_bytes)
+    def _add(self, run: pb.TokenRun) -> int:
+        """Add to the frame in the making, or to the next one if it would become too large."""
+        size_bytes = run.ByteSize()
+        self._make_room(size_bytes)
+        self._frame.tokens.append(run)
+        return size_bytes
 
     def route(self, route: pb.RequestRoute) -> None:
         """Say where a request runs."""
+        self._make_room(route.ByteSize())
         self._frame.routes.append(route)
-        self._touch(128)
 
     def end(self, end: pb.RequestEnd) -> None:
         """Say that a request has ended here."""
+        self._make_room(end.ByteSize())
         self._frame.ends.append(end)
-        self._touch(128)
 
     def ask(self, needed: pb.PrefillNeeded) -> None:
         """Ask for another prefill worker."""
+        self._make_room(needed.ByteSize())
         self._frame.prefill_needed.append(needed)
-        self._touch(128)
 
     def status(self, status: common_pb2.WorkerStatus) -> None:
         """Add the worker's load; only the newest counts."""
@@ -135,15 +174,19 @@ class RouterSession:
         self._frame.status.CopyFrom(status)
         if keep is not None and keep.numerics_id and not status.HasField("capabilities"):
             self._frame.status.capabilities.CopyFrom(keep)
-        self._touch(0)
+        self._dirty.set()
 
     def transfers(self, totals: common_pb2.TransferTotals) -> None:
         """A hand-off was counted: whoever has its answer shall find it in the sums."""
         self._frame.transfers.CopyFrom(totals)
-        self._touch(0)
+        self._dirty.set()
 
-    def _touch(self, size_bytes: int) -> None:
-        self._pending_bytes += size_bytes
+    def _make_room(self, size_bytes: int) -> None:
+        """Begin another frame if this one would become too large."""
+        if self._frame_bytes and self._frame_bytes + size_bytes > MAX_FRAME_BYTES:
+            self._full.append(self._frame)
+            self._frame, self._frame_bytes = pb.WorkerFrame(), 0
+        self._frame_bytes += size_bytes
         self._dirty.set()
 
 

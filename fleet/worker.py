@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from registry.redis_store import Registry
 from registry.types import Role, WorkerRecord
 from registry.workers import Presence
 from telemetry.metrics import Metrics, serve_metrics
+from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing
 from wire.compatibility import kv_group, own_wire
 from wire.grpc_options import WORKER_OPTIONS, TokenInterceptor
@@ -103,14 +104,13 @@ class Worker:
         )
         parts.engine.on_cache_changed = self._on_cache_changed
         parts.metrics.before_page.append(self._show_registry)
-        self._tasks = [
-            self._keep(parts.decode.tick_forever()),
-            self._keep(parts.prefill.watch_leases()),
-            self._keep(self._watch_engine()),
-            self._keep(self._watch_quarantine()),
-        ]
+        self._tasks = BackgroundTasks("worker", _failure_counter(parts.metrics))
+        self._vital(parts.decode.tick_forever(), "decode tick")
+        self._vital(parts.prefill.watch_leases(), "prefill leases")
+        self._vital(self._watch_engine(), "engine")
+        self._vital(self._watch_quarantine(), "quarantine")
         if settings.canary_s:
-            self._tasks.append(self._keep(self._watch_canary()))
+            self._vital(self._watch_canary(), "canary")
 
     @classmethod
     async def start(cls, settings: WorkerSettings) -> "Worker":
@@ -130,7 +130,9 @@ class Worker:
             metrics = Metrics("worker", model=settings.served_model_name)
             registry = Registry(settings.redis_url, settings.fleet)
             undo.push_async_callback(registry.close)
-            engine = await EngineHandle.start(settings.engine, _LOG.info, stderr)
+            engine = await EngineHandle.start(
+                settings.engine, _LOG.info, stderr, _failure_counter(metrics)
+            )
             undo.push_async_callback(engine.client.stop)
             metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
             metrics_server = await serve_metrics(metrics, settings.host)
@@ -179,17 +181,13 @@ class Worker:
         """What routers see of it."""
         return self._parts.presence.record
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _vital(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run a task for as long as the worker lives; if it breaks, the worker fails."""
 
-        async def watched() -> None:
-            try:
-                await work
-            except Exception as error:  # noqa: BLE001 - never go on unwatched
-                _LOG.exception("%s: a task broke", self._settings.worker_id)
-                await self._fail(f"{type(error).__name__}: {error}", 1)
+        def broke(error: Exception) -> None:
+            self._tasks.spawn(self._fail(f"{type(error).__name__}: {error}", 1), "fail")
 
-        return asyncio.create_task(watched())
+        self._tasks.vital(work, name, broke)
 
     def _on_cache_changed(self, change: ev.CacheChanged) -> None:
         publisher = self._parts.publisher
@@ -227,10 +225,7 @@ class Worker:
         if self._done.done():
             return
         self._done.set_result(code)
-        this = asyncio.current_task()
-        for task in self._tasks:
-            if task is not this:
-                task.cancel()
+        await self._tasks.close()
         await self._parts.server.stop(0.2 if code == 0 else None)
         await self._undo.aclose()
 
@@ -274,6 +269,11 @@ class Worker:
                 self._parts.metrics.inc("baton_quarantines")
                 await self._fail(f"{load.blocks.quarantined} KV blocks are stuck in quarantine", 1)
                 return
+
+
+def _failure_counter(metrics: Metrics) -> Callable[[str], None]:
+    """For ``BackgroundTasks``."""
+    return lambda task: metrics.inc("baton_task_failures", task=task)
 
 
 def _open_log(settings: WorkerSettings) -> IO[bytes] | None:
@@ -355,24 +355,28 @@ async def serve(settings: WorkerSettings) -> int:
     The record of the worker goes to standard output as one line of JSON when it is ready.
     """
     loop = asyncio.get_running_loop()
-    stop_asked = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop_asked.set)
-    stopping = asyncio.create_task(stop_asked.wait())
-    starting = asyncio.create_task(Worker.start(settings))
-    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
-        await asyncio.wait((starting,))
+    worker = None
+    asked_to_stop = asyncio.timeout(None)
+
+    def stop() -> None:
+        if not asked_to_stop.expired():
+            asked_to_stop.reschedule(loop.time())
+
+    try:
+        async with asked_to_stop:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop)
+            worker = await Worker.start(settings)
+            sys.stdout.write(msgspec.json.encode(worker.record).decode() + "\n")
+            sys.stdout.flush()
+            return await worker.wait()
+    except TimeoutError:
+        if not asked_to_stop.expired():
+            raise
+    if worker is None:
         return 0
-    worker = await starting
-    sys.stdout.write(msgspec.json.encode(worker.record).decode() + "\n")
-    sys.stdout.flush()
-    ended = asyncio.create_task(worker.wait())
-    await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if stopping.done():
-        await worker.stop()
-    return await ended
+    await worker.stop()
+    return await worker.wait()
 
 
 def main() -> None:

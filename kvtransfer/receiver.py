@@ -15,7 +15,7 @@ by nobody else; whoever ends the machine first waits for ``writing`` to reach ze
 import enum
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
@@ -25,6 +25,7 @@ from kvtransfer.kv_slice import KvSlice, cut
 MAX_TRIES = 4  # of one frame
 MAX_REOPENS = 2
 MAX_BROKEN_PULLS = 3  # in a row, each with a sign of life behind it
+ASK_AGAIN_NS = 5_000_000_000
 
 
 class ReceiverState(enum.Enum):
@@ -77,10 +78,14 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class AskForPeer:
-    """This prefill worker will not do; ``peer_died`` counts towards the query of death."""
+    """This prefill worker will not do; ``peer_died`` counts towards the query of death.
+
+    ``again``: it was said before, and the words, or their answer, may have been lost.
+    """
 
     reason: str
     peer_died: bool
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,9 @@ class HandoffReceiver:
     _drains: int | None = None
     _take_over: bool = False
     _broken_pulls: int = 0  # in a row; one whose frame was stored ends the row
+    _ask: AskForPeer | None = None  # the last one
+    _ask_ns: int = 0  # when it was said; 0: not known before the next tick
+    _broken_reason: str = ""
     _paused: bool = False  # since a pull broke: the control stream says whether the peer lives
 
     def __post_init__(self) -> None:
@@ -169,6 +177,8 @@ class HandoffReceiver:
         if not self._asked:
             self.progress_ns = now_ns
         self._paused = False
+        if self._broken_pulls > MAX_BROKEN_PULLS:
+            return self._give_up(self._broken_reason, died=False)
         return self._pulls()
 
     def published(self, kv_slice: KvSlice, now_ns: int) -> list[Action]:
@@ -243,15 +253,13 @@ class HandoffReceiver:
         """A pull ended without these frames: call broken, too slow, or too few frames.
 
         That is no evidence of the peer's death, nor of its life. Pulling pauses until the control
-        stream knows: a heartbeat goes on with it, a broken stream ends it. Pulls that fail together
-        count once.
+        stream knows: a heartbeat goes on with it (or gives up a peer that lives and serves no
+        pull), a broken stream ends it. Pulls that fail together count once.
         """
-        if not self._lost(kv_slices, epoch) or self._paused:
-            return []
-        self._paused = True
-        self._broken_pulls += 1
-        if self._broken_pulls > MAX_BROKEN_PULLS:
-            return self._give_up(reason, died=False)
+        if self._lost(kv_slices, epoch) and not self._paused:
+            self._paused = True
+            self._broken_pulls += 1
+            self._broken_reason = reason
         return []
 
     def _lost(self, kv_slices: Sequence[KvSlice], epoch: int) -> bool:
@@ -309,9 +317,15 @@ class HandoffReceiver:
         self.state = ReceiverState.OPENING
         return [Open(self.generation, self.skip_blocks)]
 
+    def ask_again(self) -> list[Action]:
+        """The router may not have heard that another peer is needed."""
+        if self.state is not ReceiverState.NO_PEER or self._ask is None:
+            return []
+        return [replace(self._ask, again=True)]
+
     def compute_locally(self) -> list[Action]:
-        """The router gave disaggregation up."""
-        if self.state is ReceiverState.DONE:
+        """The router gave disaggregation up; a second answer to an ask said twice is ignored."""
+        if self.state is not ReceiverState.NO_PEER:
             return []
         closing = self._close(release=False)
         self._take_over = True
@@ -334,7 +348,13 @@ class HandoffReceiver:
         return self._close(release=False)
 
     def tick(self, now_ns: int) -> list[Action]:
-        """Give up a peer that makes no progress."""
+        """Give up a peer that makes no progress; ask again when nobody answers."""
+        if self.state is ReceiverState.NO_PEER:
+            self._ask_ns = self._ask_ns or now_ns
+            if now_ns - self._ask_ns < ASK_AGAIN_NS:
+                return []
+            self._ask_ns = now_ns
+            return self.ask_again()
         waiting = self.state in (ReceiverState.OPENING, ReceiverState.PULLING)
         if waiting and now_ns - self.progress_ns > self.stall_ns:
             return self._give_up(f"no progress for {self.stall_ns / 1e9:.1f} s", died=False)
@@ -371,7 +391,8 @@ class HandoffReceiver:
         self.state = ReceiverState.NO_PEER
         self._todo.clear()
         self._asked.clear()
-        return [CloseStream(release=False), AskForPeer(reason, died)]
+        self._ask, self._ask_ns = AskForPeer(reason, died), 0
+        return [CloseStream(release=False), self._ask]
 
     def _close(self, release: bool) -> list[Action]:
         was_open = self.state in (ReceiverState.OPENING, ReceiverState.PULLING)

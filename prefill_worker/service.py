@@ -24,6 +24,7 @@ from kvtransfer import chunk, sender
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice
 from telemetry.metrics import Metrics
+from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing, extract
 from wire.codecs import error_to_wire, first_tokens_to_wire
 from wire.compatibility import disagreement
@@ -80,6 +81,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._tamperer = tamperer
         self._handoffs: dict[Key, Handoff] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._tasks = BackgroundTasks(
+            "prefill service", lambda name: metrics.inc("baton_task_failures", task=name)
+        )
         self._serial = 0  # a hand-off that comes back after its lease is new to the engine
         self.draining = False
 
@@ -109,19 +113,19 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         events = handoff.events
         accepted = pb.PrefillAccepted(identity=self._identity, resumed=resumed)
         yield pb.PrefillEvent(accepted=accepted)
-        control = asyncio.create_task(self._control(request_iterator, handoff))
-        try:
+        async with self._tasks.beside(self._control(request_iterator, handoff), "control"):
+            loop = asyncio.get_running_loop()
+            beat_s = loop.time() + HEARTBEAT_S  # also between publications: pulls wait for it
             while not (handoff.ended and events.empty()):
                 try:
-                    async with asyncio.timeout(HEARTBEAT_S):
+                    async with asyncio.timeout_at(beat_s):
                         event = await events.get()
                 except TimeoutError:
                     event = pb.PrefillEvent(heartbeat=pb.Renew())
+                    beat_s = loop.time() + HEARTBEAT_S
                 yield event
                 if event.HasField("failed"):
                     return
-        finally:
-            control.cancel()
 
     async def pull(self, request: pb.PullRequest) -> AsyncIterator[bytes]:
         """Frames of the slices asked for, in that order, while the hand-off is open."""
@@ -174,6 +178,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def _check(self, start: pb.PrefillStart) -> None:
         if self.draining:
             raise UnavailableError("this worker is draining")
+        if self._engine.silent:
+            raise UnavailableError("this worker's engine does not answer at present")
         if start.expected_incarnation != self._identity.incarnation:
             raise UnavailableError("this worker was restarted: another incarnation was expected")
         if start.attempt < self._attempts.get(start.request_id, 0):

@@ -16,9 +16,11 @@ import msgspec
 from engine.core.errors import InternalError
 from engine.process import messages
 from engine.settings import EngineSettings
+from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 
+_LAST_WORDS_S = 2.0  # to read what a process said before it ended; all of it is in the socket
 
 OnReport = Callable[[messages.Report], None]
 
@@ -94,7 +96,8 @@ class EngineClient:
         process: The engine.
         writer: To it.
         inbox: From it.
-        listening: Feeds the inbox.
+        listening: Feeds the inbox, until the process says no more.
+        tasks: What runs in the background; ended with the process.
         ready: What the engine said when it was loaded.
         pool: Its KV pool.
     """
@@ -105,6 +108,7 @@ class EngineClient:
         writer: asyncio.StreamWriter,
         inbox: ReportInbox,
         listening: asyncio.Task[None],
+        tasks: BackgroundTasks,
         ready: messages.Ready,
         pool: memoryview,
     ) -> None:
@@ -114,7 +118,8 @@ class EngineClient:
         self._process = process
         self._writer = writer
         self._inbox = inbox
-        self._tasks = [listening, asyncio.create_task(self._watch())]
+        self._tasks = tasks
+        tasks.spawn(self._watch(listening), "watch")
 
     @classmethod
     async def start(
@@ -123,6 +128,7 @@ class EngineClient:
         on_progress: Callable[[str], None] = lambda _: None,
         stderr: IO[bytes] | None = None,
         timeout_s: float = 120.0,
+        count_task_failure: Callable[[str], None] = lambda _: None,
     ) -> "EngineClient":
         """Start a process and wait until it takes requests.
 
@@ -133,28 +139,28 @@ class EngineClient:
             on_progress: Called with a line of text while the engine loads.
             stderr: Where the process writes its errors.
             timeout_s: How long it may say nothing; to load a large model takes longer.
+            count_task_failure: See ``BackgroundTasks``.
 
         Raises:
             InternalError: It died or hangs while loading; the message says why.
         """
         inbox = ReportInbox(on_progress)
         async with AsyncExitStack() as undo:
+            tasks = BackgroundTasks("engine client", count_task_failure)
+            undo.push_async_callback(tasks.close)
             pool_fd = os.memfd_create("baton-kv")  # the kernel frees it with its last user
             try:
                 process, control = await _spawn(settings, pool_fd, stderr)
                 undo.push_async_callback(_kill, process)
                 reader, writer = await asyncio.open_connection(sock=control)
                 undo.callback(writer.close)
-                listening = asyncio.create_task(_listen(reader, inbox, process))
-                undo.callback(listening.cancel)
-                dying = asyncio.create_task(_tell_exit(process, inbox))
-                undo.callback(dying.cancel)
-                ready = await inbox.until_ready(timeout_s)
-                dying.cancel()
+                listening = tasks.spawn(_listen(reader, inbox, process), "listen")
+                async with tasks.beside(_tell_exit(process, listening, inbox), "loading"):
+                    ready = await inbox.until_ready(timeout_s)
                 pool = memoryview(mmap.mmap(pool_fd, ready.geometry.pool_bytes))
             finally:
                 os.close(pool_fd)
-            client = cls(process, writer, inbox, listening, ready, pool)
+            client = cls(process, writer, inbox, listening, tasks, ready, pool)
             undo.pop_all()
         return client
 
@@ -185,16 +191,17 @@ class EngineClient:
                 async with asyncio.timeout(grace_s):
                     await self._process.wait()
             except TimeoutError:
-                self._process.kill()
+                await _kill(self._process)
         code = await self._process.wait()
-        for task in self._tasks:
-            task.cancel()
+        await self._tasks.close()
+        if not self.exited.done():
+            self.exited.set_result(code)
         self._writer.close()
         return code
 
-    async def _watch(self) -> None:
+    async def _watch(self, listening: asyncio.Task[None]) -> None:
         code = await self._process.wait()
-        await asyncio.sleep(0)  # let a last report be read
+        await asyncio.wait([listening], timeout=_LAST_WORDS_S)
         if not self.exited.done():
             self.exited.set_result(code)
 
@@ -253,10 +260,12 @@ async def _listen(
     except Exception as error:  # noqa: BLE001 - better dead than deaf
         _LOG.exception("a report could not be handled")
         inbox.fatal = f"{type(error).__name__}: {error}"
-        process.kill()
+        await _kill(process)
 
 
-async def _tell_exit(process: asyncio.subprocess.Process, inbox: ReportInbox) -> None:
+async def _tell_exit(
+    process: asyncio.subprocess.Process, listening: asyncio.Task[None], inbox: ReportInbox
+) -> None:
     code = await process.wait()
-    await asyncio.sleep(0)  # let a last report be read
+    await asyncio.wait([listening], timeout=_LAST_WORDS_S)
     inbox.exited(code)

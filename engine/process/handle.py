@@ -1,6 +1,8 @@
 """Routes an engine's reports to the requests they are about, and keeps its latest load."""
 
+import logging
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import IO
@@ -13,7 +15,12 @@ from engine.process.client import EngineClient
 from engine.settings import EngineSettings
 from telemetry.running_mean import RunningMean
 
+_LOG = logging.getLogger(__name__)
+
 Handler = Callable[[messages.RequestReport | ev.Ended], None]
+
+SILENCE_NS = 3_000_000_000  # a step takes less, and a loop without steps says that it runs
+_OWN_STALL_NS = 1_000_000_000
 
 _SAMPLE_WEIGHT = 0.3  # of one step in the rate at which prompts are computed
 _LEAST_SAMPLE_TOKENS = 32  # smaller ones say more about overhead than about the rate
@@ -31,6 +38,8 @@ class EngineHandle:
         self.client = client
         self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))
         self.sick = ""
+        self.silent = False  # the step loop hangs, or is stopped
+        self._heard_ns = self._watched_ns = time.monotonic_ns()
         self.adapters: set[bytes] = set()  # digests of those that the engine holds
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
@@ -47,9 +56,13 @@ class EngineHandle:
         settings: EngineSettings,
         on_progress: Callable[[str], None] = lambda _: None,
         stderr: IO[bytes] | None = None,
+        count_task_failure: Callable[[str], None] = lambda _: None,
     ) -> "EngineHandle":
         """Start an engine; see ``EngineClient.start``."""
-        return cls(await EngineClient.start(settings, on_progress, stderr))
+        client = await EngineClient.start(
+            settings, on_progress, stderr, count_task_failure=count_task_failure
+        )
+        return cls(client)
 
     def submit(self, command: messages.Submit, handler: Handler) -> None:
         """Queue a request; ``handler`` gets all its reports, ``Ended`` last."""
@@ -77,7 +90,26 @@ class EngineHandle:
         steps = self._decode_steps_s
         return statistics.median(steps) if steps else 0.0
 
+    def watch(self, now_ns: int) -> None:
+        """Notice a step loop that says nothing; to be called several times a second.
+
+        Where the calls themselves come late, it is this process that stood still.
+        """
+        if now_ns - self._watched_ns > _OWN_STALL_NS:
+            self._heard_ns = now_ns
+        self._watched_ns = now_ns
+        if not self.silent and now_ns - self._heard_ns > SILENCE_NS:
+            self.silent = True
+            _LOG.warning("the engine has said nothing for %.0f s", SILENCE_NS / 1e9)
+
+    def _note_heard(self) -> None:
+        self._heard_ns = time.monotonic_ns()
+        if self.silent:
+            self.silent = False
+            _LOG.warning("the engine answers again")
+
     def _on_report(self, report: messages.Report) -> None:
+        self._note_heard()
         match report:
             case ev.StepDone():
                 self._note_step(report)
@@ -92,7 +124,7 @@ class EngineHandle:
                 handler = self._handlers.pop(report.request_id, None)
                 if handler is not None:
                     handler(report)
-            case messages.Progress() | messages.Ready() | messages.Fatal():
+            case messages.Progress() | messages.Ready() | messages.Fatal() | messages.Alive():
                 pass
             case _:
                 handler = self._handlers.get(report.request_id)

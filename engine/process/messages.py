@@ -102,6 +102,10 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The step loop runs; said when it has said nothing else for a while."""
+
+
 class Sick(msgspec.Struct, frozen=True, tag=True):
     """The model produced NaN or Inf."""
 
@@ -125,6 +129,7 @@ Report = (
     Progress
     | Ready
     | Fatal
+    | Alive
     | Sick
     | RequestReport
     | ev.Ended

@@ -40,6 +40,7 @@ from engine.settings import EngineSettings
 
 EMULATED = "emulated"
 _IDLE_S = 1.0
+_ALIVE_S = 0.5  # without another report for so long, the loop says that it runs
 _COMPILING_S = 0.002  # while a grammar is being compiled and nothing else is to be computed
 
 
@@ -59,6 +60,7 @@ class EngineProcess:
         self._reader = messages.command_reader()
         self._ranks: RankProcesses | None = None
         self._stopping = False
+        self._sent_s = 0.0
         self._adapters = AdapterLoader(settings.max_adapters)
         self._grammar_queue: GrammarCompileQueue[messages.Submit] | None = None
         # Requests that wait for a grammar or an adapter, and the commands for them since.
@@ -93,6 +95,8 @@ class EngineProcess:
         self._send([ready])
         while not self._stopping:
             had_commands = self._receive()
+            if time.monotonic() - self._sent_s > _ALIVE_S:
+                self._send([messages.Alive()])
             self._submit_prepared()
             began_ns = time.monotonic_ns()
             plan = self._core.plan(began_ns)
@@ -273,6 +277,7 @@ class EngineProcess:
                     if self._grammar_queue is not None:
                         self._grammar_queue.ended(report.request_id)
             self._control.sendall(messages.frame(reports))
+            self._sent_s = time.monotonic()
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ SEED = b"s" * 16
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
 LEASE_NS = 3_000_000_000
 LAYERS = 3
+DEEDS = ("damaged", "gone at the peer")  # what a peer does while it lives
 
 
 def spec_of(kind: Kind, ticket: int = 0, skip_blocks: int = 0) -> RequestSpec:
@@ -83,7 +84,8 @@ class Handover:
     ticket: int
     intake: HandoffReceiver
     out: HandoffSender | None = None
-    life: int = 0  # of the prefill worker that it was sent to
+    life: int = 0  # of the prefill worker that has it
+    target_life: int = 1  # of the one that the router named
     out_generation: int = 0
     out_id: str = ""
     opened: int = 0  # number of the stream, so that an old one's words are not heard
@@ -124,6 +126,7 @@ class Duo:
         intake = HandoffReceiver(self.decode.view.geometry, len(prompt), window_frames=3)
         handover = Handover(name, prompt, ticket, intake)
         self.requests[name] = handover
+        handover.target_life = self.life
         spec = spec_of(Kind.REMOTE, ticket=ticket)
         request = EngineRequest(request_id=name, prompt=prompt, spec=spec)
         self.commands.append(lambda: self.decode.core.scheduler.submit(request, self.now_ns))
@@ -184,8 +187,9 @@ class Duo:
             case "accepted" | "resumed":
                 resumed = action == "resumed"
                 self.act(handover, handover.intake.accepted(resumed, self.now_ns))
-            case "ended":
-                self.act(handover, handover.intake.stream_lost(peer_gone=False, reason="ended"))
+            case "ended" | "died":
+                gone = handover.target_life != self.life
+                self.act(handover, handover.intake.stream_lost(peer_gone=gone, reason="ended"))
             case sender.Announce():
                 self.act(handover, handover.intake.published(action.kv_slice, self.now_ns))
             case sender.AnnounceFirst():
@@ -244,25 +248,34 @@ class Duo:
 
     def heartbeat(self, handover: Handover) -> None:
         """The prefill worker says that it lives."""
-        if handover.out is not None and handover.life == self.life:
+        if handover.out is not None and handover.target_life == self.life:
             self.act(handover, handover.intake.peer_lives(self.now_ns))
 
     def lose_stream(self, handover: Handover) -> None:
+        """Whoever loses it asks whether the incarnation still answers."""
         handover.heard.clear()
-        self.act(handover, handover.intake.stream_lost(peer_gone=False, reason="cut"))
+        gone = handover.target_life != self.life
+        self.act(handover, handover.intake.stream_lost(peer_gone=gone, reason="cut"))
 
     def kill_prefill(self) -> None:
+        """Pulls and control streams break, each when its turn comes.
+
+        What had been said is still heard, what had been sent still arrives.
+        """
         self.prefill, self.life = Engine(self.prefill_blocks), self.life + 1
         for handover in self.requests.values():
             handover.out = None
-            handover.heard.clear()
-            handover.asked.clear()
-            self.act(handover, handover.intake.stream_lost(peer_gone=True, reason="died"))
+            handover.heard.append((handover.opened, "died"))
 
     def replace(self, handover: Handover) -> None:
         if handover.needs_peer:
             handover.needs_peer = False
+            handover.target_life = self.life
             self.act(handover, handover.intake.replaced(self.now_ns))
+
+    def lose_ask(self, handover: Handover) -> None:
+        """The ask for another prefill worker, or its answer, is lost."""
+        handover.needs_peer = False
 
     def compute_locally(self, handover: Handover) -> None:
         if handover.needs_peer:
@@ -311,6 +324,10 @@ class Duo:
                         end = handover.out.release if action.release else handover.out.cancel
                         self.give(handover, end())
                 case receiver.AskForPeer():
+                    assert handover.intake.state is ReceiverState.NO_PEER
+                    own_deed = any(word in action.reason for word in DEEDS)
+                    if handover.target_life != self.life and not own_deed:
+                        assert action.peer_died, f"a death told as: {action.reason}"
                     handover.needs_peer = True
                 case receiver.Drained():
                     self.tell(scheduler.drained, handover.name, action.generation)
@@ -325,6 +342,9 @@ class Duo:
     def open(self, handover: Handover, action: receiver.Open) -> None:
         handover.opened += 1  # pulls go on: they do not hang on the control stream
         stream = handover.opened
+        if handover.target_life != self.life:  # the address of a dead incarnation
+            handover.heard.append((stream, "died"))
+            return
         known = (
             handover.out is not None
             and handover.life == self.life
@@ -381,13 +401,15 @@ class Duo:
     def settle(self) -> None:
         """No more trouble: everything runs to its end."""
         for _ in range(400):
-            self.now_ns += 1_000
+            self.now_ns += 250_000_000
             self.step_prefill()
             self.step_decode()
             self.hear_engine()
             for handover in self.requests.values():
                 if handover.out is not None:
                     handover.out.renew(self.now_ns)
+                if handover.intake.state is ReceiverState.NO_PEER:
+                    self.act(handover, handover.intake.tick(self.now_ns))
                 self.replace(handover)
                 self.hear(handover)
                 self.heartbeat(handover)

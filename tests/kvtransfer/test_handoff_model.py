@@ -77,6 +77,41 @@ def test_the_decode_side_may_speculate():
     assert speculation.accepted_tokens == 3, "5 tokens: the first from prefill, then 3 + 1"
 
 
+def test_a_lost_ask_does_not_hang_the_request():
+    """Defect 4: nobody else asks again."""
+    duo = Duo()
+    handover = duo.submit(list(range(90)))
+    duo.step_decode()
+    duo.hear_engine()
+    duo.kill_prefill()
+    while not handover.needs_peer:
+        duo.hear(handover)
+    duo.lose_ask(handover)
+    duo.settle()
+    assert handover.ends == [""]
+    assert handover.tokens == GOLDEN[90]
+
+
+def test_a_death_after_pulls_that_broke_is_still_told_as_a_death():
+    """Defect 1: the pull that breaks once too often may be the one that the peer died of."""
+    duo = Duo()
+    handover = duo.submit(list(range(90)))
+    for _ in range(3):
+        while not handover.asked:
+            duo.step_prefill()
+            duo.step_decode()
+            duo.hear_engine()
+            duo.hear(handover)
+        while handover.asked:
+            duo.fetch(handover, "lost")
+        duo.heartbeat(handover)
+    duo.kill_prefill()
+    while handover.asked:
+        duo.fetch(handover)  # asserts that nobody is blamed before the control stream knows
+    duo.settle()
+    assert handover.tokens == GOLDEN[90]
+
+
 class Handovers(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
@@ -142,6 +177,11 @@ class Handovers(RuleBasedStateMachine):
     def replace(self, index, locally):
         handover = self.pick(index)
         (self.duo.compute_locally if locally else self.duo.replace)(handover)
+
+    @rule(index=st.integers(0, 5))
+    @precondition(lambda self: self.duo.requests)
+    def lose_ask(self, index):
+        self.duo.lose_ask(self.pick(index))
 
     @rule()
     def kill_prefill(self):

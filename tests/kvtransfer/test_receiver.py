@@ -63,6 +63,40 @@ def test_a_death_is_a_death_in_whatever_order_its_signs_come(order: tuple[str, .
     assert AskForPeer("refused", peer_died=True) in actions
 
 
+def test_an_ask_that_nobody_answers_is_repeated() -> None:
+    """Defect 4: the ask, or its answer, may be lost with a stream."""
+    machine, _ = pulling()
+    machine.stream_lost(peer_gone=True, reason="refused")
+    second = 10**9
+    again = AskForPeer("refused", peer_died=True, again=True)
+    asked_at_s = [at_s for at_s in range(100, 120) if machine.tick(at_s * second) == [again]]
+    assert asked_at_s == [105, 110, 115]
+    machine.replaced(120 * second)
+    assert machine.tick(126 * second) == []
+    machine.stream_lost(peer_gone=False, reason="broke")
+    machine.prefill_failed("refused again")
+    assert machine.tick(127 * second) == [], "the time runs from the ask"
+    machine.cancel()
+    assert machine.tick(200 * second) == []
+
+
+def test_a_resumed_stream_is_asked_again_at_once() -> None:
+    """Defect 4."""
+    machine, _ = pulling()
+    assert machine.ask_again() == []
+    machine.prefill_failed("full")
+    assert machine.ask_again() == [AskForPeer("full", peer_died=False, again=True)]
+
+
+def test_an_answer_that_comes_twice_changes_nothing() -> None:
+    """Defect 4: an ask that is repeated may be answered as often."""
+    machine, _ = pulling()
+    machine.prefill_failed("full")
+    machine.replaced(0)
+    assert machine.compute_locally() == []
+    assert machine.state is ReceiverState.OPENING
+
+
 def test_a_heartbeat_goes_on_with_what_was_lost() -> None:
     machine, pieces = pulling()
     machine.pull_failed(pieces, "too slow", machine.epoch)
@@ -75,8 +109,20 @@ def test_a_peer_that_lives_and_serves_no_pull_is_given_up_alive() -> None:
     for _ in range(3):
         assert machine.pull_failed(asked, "too slow", machine.epoch) == []
         asked = asked_of(machine.peer_lives(1))
-    (_, ask) = machine.pull_failed(asked, "too slow", machine.epoch)
+    assert machine.pull_failed(asked, "too slow", machine.epoch) == []
+    (_, ask) = machine.peer_lives(1)
     assert ask == AskForPeer("too slow", peer_died=False)
+
+
+def test_the_last_pull_that_breaks_waits_for_the_judge_too() -> None:
+    """Defect 1: a peer that served no pull while it lived, and then died, has died."""
+    machine, asked = pulling()
+    for _ in range(3):
+        machine.pull_failed(asked, "too slow", machine.epoch)
+        asked = asked_of(machine.peer_lives(1))
+    assert machine.pull_failed(asked, "UNAVAILABLE", machine.epoch) == []
+    (_, ask) = machine.stream_lost(peer_gone=True, reason="refused")
+    assert ask == AskForPeer("refused", peer_died=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import gc
 import logging
 
 import pytest
@@ -93,6 +94,13 @@ async def test_close_ends_all_but_the_task_that_calls_it(tasks, failures) -> Non
     async with asyncio.timeout(5):
         await done.wait()
     assert other.cancelled()
+
+
+async def test_a_task_that_is_cancelled_before_it_ran_leaves_no_warning(tasks, recwarn) -> None:
+    tasks.spawn(broken(), "never run")
+    await tasks.close()
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_product_code_begins_tasks_in_no_other_way() -> None:

@@ -13,7 +13,7 @@ from batonpb import decode_pb2 as pb
 
 from engine.core.prompt_outputs import PromptLogprobsIntake
 from engine.settings import EngineSettings
-from fleet.worker import WorkerSettings
+from fleet.worker import Worker, WorkerSettings
 from registry.types import WorkerRecord
 from wire import codecs
 from wire.grpc_options import open_channel, token_metadata
@@ -29,6 +29,25 @@ def worker_settings(**fields: object) -> WorkerSettings:
     return WorkerSettings(engine=EngineSettings(**{"max_adapters": 8, **engine}), **fields)
 
 
+def emulated_settings(worker_id: str, **changes: object) -> WorkerSettings:
+    """Settings of a worker with an emulated engine."""
+    fields = {
+        "worker_id": worker_id,
+        "role": worker_id.split("-", maxsplit=1)[0],
+        "epoch": 1,
+        "fleet": "test",
+        "model": "emulated",
+        "served_model_name": "emulated",
+        "redis_url": NO_REDIS,
+        "fleet_token": TOKEN,
+        "kv_blocks": 128,
+        "canary_s": 0.0,
+        "check_every_step": True,
+        **changes,
+    }
+    return worker_settings(**fields)
+
+
 class WorkerProcess:
     """One worker in a process of its own."""
 
@@ -37,26 +56,14 @@ class WorkerProcess:
         self.record = record
 
     @classmethod
-    async def start(cls, worker_id: str, **changes: object) -> "WorkerProcess":
-        fields = {
-            "worker_id": worker_id,
-            "role": worker_id.split("-", maxsplit=1)[0],
-            "epoch": 1,
-            "fleet": "test",
-            "model": "emulated",
-            "served_model_name": "emulated",
-            "redis_url": NO_REDIS,
-            "fleet_token": TOKEN,
-            "kv_blocks": 128,
-            "canary_s": 0.0,
-            "check_every_step": True,
-            **changes,
-        }
-        settings = msgspec.json.encode(worker_settings(**fields)).decode()
+    async def start(
+        cls, worker_id: str, program: str = "fleet.worker", **changes: object
+    ) -> "WorkerProcess":
+        settings = msgspec.json.encode(emulated_settings(worker_id, **changes)).decode()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "fleet.worker",
+            program,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -96,7 +103,7 @@ class WorkerProcess:
 class MiniRouter:
     """One Serve stream; collects what each request gets."""
 
-    def __init__(self, worker: WorkerProcess, router_id: str = "router") -> None:
+    def __init__(self, worker: WorkerProcess | Worker, router_id: str = "router") -> None:
         self.worker = worker
         self.router_id = router_id
         self.tokens: dict[str, dict[int, list[int]]] = {}
@@ -159,6 +166,11 @@ class MiniRouter:
         self.tokens[name] = {}
         self.scores[name] = PromptLogprobsIntake(len(prompt) - 1)
         await self.send(submit=submission)
+
+    async def submit_alone(self, submission: pb.Submission) -> None:
+        """The unary call for long prompts."""
+        stub = decode_pb2_grpc.DecodeStub(self._channel)
+        await stub.Submit(submission, metadata=token_metadata(TOKEN))
 
     async def ended(self, name: str, timeout_s: float = 20.0) -> pb.RequestEnd:
         await self.until(lambda: name in self.ends, timeout_s)
@@ -258,7 +270,19 @@ async def workers(*names: str, **changes: object) -> AsyncIterator[list[WorkerPr
 
 
 @contextlib.asynccontextmanager
-async def routed(worker: WorkerProcess, router_id: str = "router") -> AsyncIterator[MiniRouter]:
+async def worker_here(worker_id: str, **changes: object) -> AsyncIterator[Worker]:
+    """A worker whose shell is this process, so that a test can reach into it."""
+    worker = await Worker.start(emulated_settings(worker_id, **changes))
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    worker: WorkerProcess | Worker, router_id: str = "router"
+) -> AsyncIterator[MiniRouter]:
     router = MiniRouter(worker, router_id)
     await router.connect()
     try:

@@ -78,7 +78,12 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     submission.sampling.max_tokens = 1
     pool, peers = SimpleNamespace(geometry=geometry), AsyncMock()
     parts = SimpleNamespace(
-        engine=Mock(), pool=pool, peers=peers, identity=WorkerIdentity(), metrics=Mock()
+        engine=Mock(),
+        pool=pool,
+        peers=peers,
+        identity=WorkerIdentity(),
+        metrics=Mock(),
+        count_task_failure=Mock(),
     )
     listener = Mock()
     handoff = Handoff(submission, "d/a/1", parts, listener)
@@ -95,8 +100,8 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     listener.on_peer_needed.assert_called_once_with(
         submission.prefill, "no progress for 10.0 s", False
     )
-    for task in handoff._tasks:
-        task.cancel()
+    await handoff._tasks.close()
+    parts.count_task_failure.assert_not_called()
 
 
 @pytest.mark.parametrize("when", ["queued", "computing", "decoding"])

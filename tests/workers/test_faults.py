@@ -1,0 +1,115 @@
+"""Faults of a decode worker's own, a step loop that stands still, and prefill workers that die."""
+
+import asyncio
+import os
+import signal
+from functools import partial
+
+import pytest
+from batonpb import decode_pb2 as pb
+
+from kvtransfer import receiver
+from kvtransfer.chunk import PoolView
+from tests.workers.harness import WorkerProcess, routed, worker_here, workers
+
+PROMPT = list(range(3, 203))
+
+
+@pytest.mark.parametrize("faults", [1, 1000])
+async def test_a_fault_while_a_frame_is_stored_leaves_no_page_behind(
+    monkeypatch: pytest.MonkeyPatch, faults: int
+) -> None:
+    """Defect 7: repaired, or given up with a typed reason; in both cases all pages come free."""
+    write, left = PoolView.write, faults
+
+    def faulty(self, blocks, kv_slice, payload) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise IndexError("by design")
+        write(self, blocks, kv_slice, payload)
+
+    monkeypatch.setattr(PoolView, "write", faulty)
+    async with workers("prefill-0") as (prefill,), worker_here("decode-0") as decode:
+        async with routed(decode) as router:
+            await router.submit("a", PROMPT, prefill)
+            await router.until(lambda: router.asks or "a" in router.ends)
+            if faults > 1:
+                assert not router.asks[0].peer_died
+                assert "damaged" in router.asks[0].reason.message
+                local = pb.PrefillReplacement(request_id="a", attempt=1, compute_locally=True)
+                await router.send(replacement=local)
+            end = await router.ended("a")
+            assert not end.HasField("error")
+            if faults == 1:
+                assert end.times.repaired_chunks == 1
+            await router.baseline()
+            assert router.status.kv_blocks.free + router.status.kv_blocks.cached == 128
+
+
+async def test_prefill_shells_that_are_killed_with_pulls_in_flight_are_told_as_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Defect 1: two of five were told as alive, and did not count for the query of death."""
+    monkeypatch.setattr(receiver, "cut", partial(receiver.cut, frame_bytes=1 << 12))
+    names = [f"prefill-{number}" for number in range(5)]
+    slow = "tests.workers.slow_prefill"
+    prefills = await asyncio.gather(*(WorkerProcess.start(name, slow) for name in names))
+    try:
+        async with worker_here("decode-0") as decode, routed(decode) as router:
+            await router.submit("a", PROMPT, prefills[0])
+            for number, prefill in enumerate(prefills):
+                await asyncio.sleep(0.15 + 0.06 * number)
+                assert "a" not in router.ends, "too fast: nothing was in flight"
+                prefill.process.kill()
+                await router.until(lambda: router.asks, 5.0)
+                ask = router.asks.pop()
+                assert ask.failed.worker_id == prefill.record.worker_id
+                assert ask.peer_died, ask.reason.message
+                answer = pb.PrefillReplacement(request_id="a", attempt=1)
+                if number + 1 < len(prefills):
+                    answer.prefill.CopyFrom(prefills[number + 1].target)
+                else:
+                    answer.compute_locally = True
+                await router.send(replacement=answer)
+            assert not (await router.ended("a")).HasField("error")
+            await router.baseline()
+    finally:
+        await asyncio.gather(*(prefill.stop() for prefill in prefills))
+
+
+async def test_a_step_loop_that_stands_still_is_not_ready() -> None:
+    """Defect 23: it was placed on for as long as a canary may take."""
+    async with workers("prefill-0", "decode-0", canary_s=60.0) as (prefill, decode):
+        async with routed(decode) as router:
+            await asyncio.sleep(1.2)  # idle for longer than between two signs of life
+            assert router.status.state == "ready"
+            for worker in (prefill, decode):
+                os.kill(worker.record.pid, signal.SIGSTOP)
+            await router.until(lambda: router.status.state == "draining", 4.0)
+            await router.submit("a", [1, 2, 3])
+            assert (await router.ended("a", 1.0)).error.code == "unavailable"
+            os.kill(decode.record.pid, signal.SIGCONT)
+            await router.until(lambda: router.status.state == "ready", 1.0)
+            await router.submit("b", [1, 2, 3], prefill)
+            await router.until(lambda: router.asks, 2.0)
+            assert "does not answer" in router.asks[0].reason.message
+            assert not router.asks[0].peer_died
+            local = pb.PrefillReplacement(request_id="b", attempt=1, compute_locally=True)
+            await router.send(replacement=local)
+            assert not (await router.ended("b")).HasField("error")
+
+
+async def test_a_busy_step_loop_is_ready() -> None:
+    """Defect 23: steps are signs of life too, and a step is shorter than the limit."""
+    async with workers("decode-0", emulated_token_s=0.05) as (decode,), routed(decode) as router:
+        await router.submit("a", [1, 2, 3], sampling={"max_tokens": 100})
+        await router.until(lambda: router.tokens["a"])
+        states = set()
+
+        def ended() -> bool:
+            states.add(router.status.state)
+            return "a" in router.ends
+
+        await router.until(ended, 15.0)
+        assert states == {"ready"}

@@ -1,0 +1,69 @@
+"""What a router's stream carries after a resume."""
+
+import asyncio
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+from batonpb import decode_pb2 as pb
+from batonpb.common_pb2 import SamplingParams, WorkerIdentity
+
+from decode_worker.request import DecodeRequest
+from decode_worker.session import MAX_FRAME_BYTES, RouterSession, StepCounter
+from engine.core import events as ev
+from engine.core.params import SampledToken
+from telemetry.tracing import Tracing
+from wire.tokens import pack_tokens, unpack_tokens
+
+TOKENS = 100_000
+
+
+def answered(session: RouterSession) -> DecodeRequest:
+    """A request that has a long answer, with 20 log-probabilities for each token."""
+    sampling = SamplingParams(max_tokens=TOKENS, n=1, top_p=1, repetition_penalty=1, logprobs=20)
+    submission = pb.Submission(
+        request_id="a", attempt=1, prompt_tokens=pack_tokens([1, 2, 3]), sampling=sampling
+    )
+    parts = SimpleNamespace(
+        tracing=Tracing("worker"), identity=WorkerIdentity(), engine=Mock(), metrics=Mock()
+    )
+    request = DecodeRequest(submission, session, parts)
+    top = tuple((other, -1.5) for other in range(100_000, 100_020))
+    tokens = tuple(SampledToken(number, -0.5, top) for number in range(TOKENS))
+    request._on_report(
+        ev.Tokens(
+            request_id="a",
+            choice=0,
+            index=0,
+            tokens=tokens,
+            finish_reason="length",
+            stop_token=None,
+        )
+    )
+    return request
+
+
+async def test_a_long_answer_is_resumed_in_frames_that_grpc_takes() -> None:
+    """Suspicion c: a frame above 16 MiB broke the stream, again and again."""
+    session = RouterSession("router")
+    session.connected()
+    request = answered(session)
+    stream = session.connected()
+    request.resume([0])
+    request._on_report(ev.Ended("a", "", ""))
+    got, finish, sizes = [], "", []
+    async with asyncio.timeout(20):
+        async for frame in session.frames(stream, StepCounter()):
+            sizes.append(frame.ByteSize())
+            for run in frame.tokens:
+                assert run.index == len(got)
+                assert not finish, "the last run says how the answer ended"
+                fresh = unpack_tokens(run.token_ids)
+                assert len(run.logprobs) == len(fresh)
+                got += fresh
+                finish = run.finish_reason
+            if frame.ends:
+                break
+    assert got == list(range(TOKENS))
+    assert finish == "length"
+    assert sum(sizes) > 16 << 20
+    assert max(sizes) <= MAX_FRAME_BYTES + 100
