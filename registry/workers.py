@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -120,13 +121,15 @@ class RegistryWatcher:
         self._registry = registry
         self._file = last_known
         self._missing_since_s: dict[str, float] = {}
+        self._untold: deque[WorkerChange] = deque()
         self.workers: dict[str, WorkerRecord] = {}
         self.connected = False
 
     async def __aiter__(self) -> AsyncIterator[WorkerChange]:
         while True:
-            for change in await self.poll():
-                yield change
+            self._untold += await self.poll()
+            while self._untold:  # kept for a reader that comes back after a fault of its own
+                yield self._untold.popleft()
             await asyncio.sleep(POLL_S)
 
     async def poll(self) -> list[WorkerChange]:

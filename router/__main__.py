@@ -86,6 +86,7 @@ async def serve(settings: RouterSettings, model: ServedModel) -> None:
     events: EventSource = EventFeed(registry)
     router = Router(settings, model, directory, events, shared_adapters=registry)
     metrics = router.parts.metrics
+    registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
     metrics.before_page.append(lambda: _show_registry(metrics, registry))
     server = _Server(
         uvicorn.Config(

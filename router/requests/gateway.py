@@ -84,7 +84,7 @@ class Gateway:
         hello = Hello(
             router_id=self.router_id, router_incarnation=secrets.token_bytes(16), wire=own_wire()
         )
-        self.workers = WorkerTable(directory, settings, hello, self)
+        self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
         self.admission = Admission(settings.max_queued_requests)
         self._tokenizer = tokenizer
         self._observer = observer
@@ -292,7 +292,7 @@ class Gateway:
         """A stream broke and is being opened again."""
         self._observer.stream_error(kind)
 
-    def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str) -> None:
+    def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str, *, died: bool) -> None:
         """A worker died: its requests are placed again, or end."""
         _LOG.warning("%s is dead to this router: %s", link.worker_id, reason)
         self._observer.stream_error("dead")
@@ -303,14 +303,14 @@ class Gateway:
             if active.record.ended:
                 self._linger_over(active)
             else:
-                self._move(active, incarnation, f"{link.worker_id}: {reason}")
+                self._move(active, incarnation, f"{link.worker_id}: {reason}", died=died)
 
     def _held_by(self, worker_id: str) -> list[ActiveRequest]:
         return [active for active in self._active.values() if active.decode_id == worker_id]
 
-    def _move(self, active: ActiveRequest, dead: bytes, reason: str) -> None:
+    def _move(self, active: ActiveRequest, dead: bytes, reason: str, *, died: bool) -> None:
         active.record.note(f"worker lost: {reason}", monotonic_ns())
-        error = after_worker_death(active.record, dead=dead, reason=reason)
+        error = after_worker_death(active.record, dead=dead, reason=reason, died=died)
         if error is not None:
             if error.code == "poison_request":
                 self._observer.poison()
@@ -422,7 +422,7 @@ class Gateway:
             return
         error = error_from_wire(end.error)
         if isinstance(error, WorkerLostError):  # its engine died, its gRPC server still answers
-            self._move(active, link.incarnation, f"{link.worker_id}: {error.message}")
+            self._move(active, link.incarnation, f"{link.worker_id}: {error.message}", died=True)
             return
         movable = end.error.retryable and not record.sent and record.attempt < MAX_ATTEMPTS
         if movable and not isinstance(error, DeadlineError):
