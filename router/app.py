@@ -49,6 +49,7 @@ class Router:
         parts = self.parts
         state_dir = parts.settings.state_dir
         file = Path(state_dir) / "adapters.json" if state_dir else None
+        parts.model.adapters.count_failure = parts.observer.task_failed
         parts.model.adapters.start(self._shared_adapters, file)
         parts.gateway.start()
         self._feeder.start()

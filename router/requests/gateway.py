@@ -18,7 +18,6 @@ from batonpb.decode_pb2 import (
     Cancel,
     Hello,
     RequestEnd,
-    Resume,
     RouterFrame,
     Submission,
     TokenRun,
@@ -47,6 +46,7 @@ from router.requests.observer import Observer
 from router.requests.prefill_recovery import PrefillRecovery
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
+from router.requests.stream_repair import StreamRepair
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from router.workers.link import WorkerLink
@@ -96,6 +96,7 @@ class Gateway:
         self._prefill_recovery = PrefillRecovery(
             settings, self.workers, self._book, observer, self._fail_at
         )
+        self._stream_repair = StreamRepair()
         self._active: dict[str, ActiveRequest] = {}
         self._kept = KeptRecords(settings.kept_records)
         self._pumping = False
@@ -273,20 +274,15 @@ class Gateway:
     def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
         """A worker answers: resume the requests that it holds, or place waiting ones on it."""
         self.workers.note_live(link)
+        self._stream_repair.on_live(link)
         if same_life:
             for active in self._held_by(link.worker_id):
                 if not active.record.ended:
-                    self._resume(link, active)
+                    self._stream_repair.resume(link, active)
+                elif active.record.error is not None:
+                    self._send_cancel(active)  # the first one may have been lost
         self._prefill_recovery.on_live(list(self._active.values()))
         self._pump()
-
-    def _resume(self, link: WorkerLink, active: ActiveRequest) -> None:
-        record = active.record
-        resume = Resume(
-            request_id=active.id, attempt=record.attempt, next_index=record.next_indices
-        )
-        record.note("resumed", monotonic_ns())
-        link.send(RouterFrame(resume=resume))
 
     def on_broken(self, link: WorkerLink, kind: str) -> None:
         """A stream broke and is being opened again."""
@@ -359,26 +355,33 @@ class Gateway:
             self._book.reported(link.worker_id, now_ns)
         if frame.HasField("transfers"):
             self.workers.note_transfers(link, frame.transfers)
-        active_requests = self._active
         for route in frame.routes:
-            active = active_requests.get(route.request_id)
+            active = self._active.get(route.request_id)
             if active is not None:
                 active.record.on_route(route, now_ns)
         for run in frame.tokens:
-            active = active_requests.get(run.request_id)
+            active = self._runs_for(link, run.request_id, run.attempt)
             if active is not None:
                 try:
                     self._on_run(link, active, run, now_ns)
                 except Exception as fault:  # noqa: BLE001 - logged there
                     self._finish(active, _fault(active, fault))
         for needed in frame.prefill_needed:
-            active = active_requests.get(needed.request_id)
+            active = self._runs_for(link, needed.request_id, needed.attempt)
             if active is not None:
                 self._prefill_recovery.on_needed(active, needed)
         for end in frame.ends:
-            active = active_requests.get(end.request_id)
+            active = self._active.get(end.request_id)
             if active is not None:
                 self._on_end(link, active, end, now_ns)
+
+    def _runs_for(self, link: WorkerLink, request_id: str, attempt: int) -> ActiveRequest | None:
+        """The request that a worker works for; None, and the worker is told, if it is over."""
+        active = self._active.get(request_id)
+        if active is not None and attempt >= active.record.attempt:
+            return active
+        self._stream_repair.call_off(link, request_id, attempt)
+        return None
 
     def _on_run(self, link: WorkerLink, active: ActiveRequest, run: TokenRun, now_ns: int) -> None:
         record = active.record
@@ -387,7 +390,7 @@ class Gateway:
         before_ns = record.last_token_ns
         result = record.on_run(run, now_ns)
         if result.gap:
-            self._resume(link, active)
+            self._stream_repair.hole(link, active, run.choice)
             return
         if result.fresh_tokens:
             if not before_ns:
@@ -417,6 +420,8 @@ class Gateway:
                 self._observer.over(active)
             return
         if not end.HasField("error"):
+            if self._stream_repair.may_end_early(link, active):
+                return
             error: BatonError = InternalError("the worker ended the request before its answer")
             self._fail_placed(active, error)
             return
