@@ -51,6 +51,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._requests: dict[str, DecodeRequest] = {}
         self._step = StepCounter()
         self.event_sequence = 0
+        self._highest_ticket = 0
         parts.engine.after_step.append(self._after_step)
 
     # ---------------------------------------------------------------- gRPC
@@ -126,6 +127,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return request
 
     def _submit(self, submission: pb.Submission, session: RouterSession) -> None:
+        self._highest_ticket = max(self._highest_ticket, submission.ticket)
         existing = self._requests.get(submission.request_id)
         if existing is not None and existing.submission.attempt >= submission.attempt:
             if existing.submission.attempt > submission.attempt:
@@ -229,6 +231,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             capabilities=self._capabilities if with_capabilities else None,
             last_error=engine.sick,
             adapters=engine.adapters,
+            highest_ticket=self._highest_ticket,
         )
 
     @property

@@ -15,9 +15,8 @@ from registry.redis_store import (
     BATCH_HASHES,
     Registry,
     RegistryUnavailableError,
-    StreamEntry,
-    StreamMark,
 )
+from registry.stream_entries import StreamEntry, StreamMark
 from registry.types import (
     EventBatch,
     FeedItem,

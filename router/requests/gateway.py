@@ -11,7 +11,7 @@ handled, and the HTTP handlers that it concerns are woken.
 import asyncio
 import logging
 import secrets
-from time import monotonic_ns, time_ns
+from time import monotonic_ns
 from typing import Any
 
 from batonpb.decode_pb2 import (
@@ -47,6 +47,7 @@ from router.requests.prefill_recovery import PrefillRecovery
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
 from router.requests.stream_repair import StreamRepair
+from router.requests.tickets import Tickets
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from router.workers.link import WorkerLink
@@ -86,6 +87,7 @@ class Gateway:
         )
         self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
         self.admission = Admission(settings.max_queued_requests)
+        self.tickets = Tickets()
         self._tokenizer = tokenizer
         self._observer = observer
         self._book = LoadBook()
@@ -147,7 +149,7 @@ class Gateway:
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
         active.timer = loop.call_later(delay_s, self._expire, active)
         if request.probe:
-            self._give_ticket(active)
+            active.record.ticket = self.tickets.draw()
             self._place(active)
         else:
             if loser is not None:
@@ -160,9 +162,6 @@ class Gateway:
         request, now_ns = active.request, monotonic_ns()
         error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
         self._finish(active, error)
-
-    def _give_ticket(self, active: ActiveRequest) -> None:
-        active.record.ticket = self.admission.next_ticket(time_ns() // 1000)
 
     def cancel(self, active: ActiveRequest) -> None:
         """The client went away."""
@@ -191,7 +190,7 @@ class Gateway:
             while (entry := self.admission.pop(self._window())) is not None:
                 active = self._active[entry.request_id]  # a request that ends has left the queue
                 active.admitted = True
-                self._give_ticket(active)
+                active.record.ticket = self.tickets.draw()
                 self._place(active)
                 if active.placement is not None:  # by now it is known what is cached
                     uncached_tokens = active.placement.chosen.uncached_tokens
@@ -353,6 +352,7 @@ class Gateway:
         if frame.HasField("status"):
             self.workers.note_transfers(link, frame.status.transfers)
             self._book.reported(link.worker_id, now_ns)
+            self.tickets.seen(frame.status.highest_ticket)
         if frame.HasField("transfers"):
             self.workers.note_transfers(link, frame.transfers)
         for route in frame.routes:
