@@ -56,6 +56,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._step = StepCounter()
         self._tasks = BackgroundTasks("decode service", parts.count_task_failure)
         self.event_sequence = 0
+        self._highest_ticket = 0
         parts.engine.after_step.append(self._after_step)
 
     # ---------------------------------------------------------------- gRPC
@@ -140,6 +141,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._tombstones.add(key, error, time.monotonic_ns())
 
     def _submit(self, submission: pb.Submission, session: RouterSession) -> None:
+        self._highest_ticket = max(self._highest_ticket, submission.ticket)
         existing = self._requests.get(submission.request_id)
         if existing is not None and existing.submission.attempt >= submission.attempt:
             if existing.submission.attempt > submission.attempt:
@@ -248,6 +250,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             capabilities=self._capabilities if with_capabilities else None,
             last_error=engine.sick,
             adapters=engine.adapters,
+            highest_ticket=self._highest_ticket,
         )
 
     @property

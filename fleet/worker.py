@@ -155,10 +155,16 @@ class Worker:
             for transport in TRANSPORTS.values():
                 transport.serve(server, prefill.pull)
 
-            publisher = KvEventPublisher(registry, identity.incarnation)
+            publisher = KvEventPublisher(
+                registry,
+                identity.incarnation,
+                lambda name: metrics.inc("baton_task_failures", task=name),
+            )
             undo.push_async_callback(publisher.stop)
             record = _record(settings, identity, engine.client.ready, metrics_server.address)
-            presence = Presence(registry, record)
+            presence = Presence(
+                registry, record, lambda name: metrics.inc("baton_task_failures", task=name)
+            )
             undo.push_async_callback(presence.stop)
             undo.push_async_callback(server.stop, None)
             await server.start()

@@ -8,16 +8,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from registry.redis_store import (
     BATCH_HASHES,
     Registry,
     RegistryUnavailableError,
-    StreamEntry,
-    StreamMark,
 )
+from registry.stream_entries import StreamEntry, StreamMark
 from registry.types import (
     EventBatch,
     FeedItem,
@@ -26,6 +25,7 @@ from registry.types import (
     Snapshot,
     hashes_checksum,
 )
+from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 
@@ -137,10 +137,21 @@ class KvEventPublisher:
     ``publish`` never blocks and never fails. While Redis is away changes are folded together
     (bounded by the pool's own size); when it is back, or came back empty or old, the whole set is
     published again.
+
+    Args:
+        registry: Of the fleet.
+        incarnation: The worker's.
+        count_failure: Told of the background task's name when it raised.
     """
 
-    def __init__(self, registry: Registry, incarnation: bytes) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        incarnation: bytes,
+        count_failure: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._registry = registry
+        self._tasks = BackgroundTasks("kv events", count_failure)
         self._ledger = HashLedger(incarnation)
         self._ledger.needs_snapshot = True  # announces the incarnation, even when it is empty
         self._wake = asyncio.Event()
@@ -161,7 +172,7 @@ class KvEventPublisher:
     def start(self) -> None:
         """Start publishing. Needs a running event loop."""
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="kv-event-publisher")
+            self._task = self._tasks.keep(self._run, "kv events")
 
     def publish(
         self, stored: Sequence[bytes] = (), removed: Sequence[bytes] = (), cleared: bool = False

@@ -11,6 +11,7 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     kv:events             stream of batches                                MAXLEN ~
     orders, answer:<id>   what operators ask of the controller             10 s
     adapters              hash: name -> entry of a LoRA adapter            1 day
+    tickets               the last ticket that a router took               1 day
     birth                 random; another value means another Redis life
 
 Only commands of Redis 6.2 are used. Redis is never on a request's path, so every call may fail:
@@ -21,7 +22,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,36 +31,24 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from registry.stream_entries import StreamEntry, parse_entry
 from registry.types import EventBatch, Snapshot, WorkerRecord
 
 SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
 KV_TTL_S = 60.0
-ADAPTERS_TTL_S = 24 * 3600
+ADAPTERS_TTL_S = TICKETS_TTL_S = 24 * 3600
 STREAM_BATCHES = 4096
 BATCH_HASHES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
-_HASH_BYTES = 16
 _TIMEOUT_S = 2.0
 
 Command = tuple[Any, ...]
-
 
 _LOG = logging.getLogger(__name__)
 
 
 class RegistryUnavailableError(ConnectionError):
     """Redis did not answer, or refused; nothing is known about whether the call took effect."""
-
-
-class StreamMark(msgspec.Struct, frozen=True):
-    """An entry of the stream that carries no hashes: ``snapshot`` or ``forget``."""
-
-    incarnation: bytes
-    sequence: int
-    kind: str
-
-
-StreamEntry = EventBatch | StreamMark
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -262,6 +251,25 @@ class Registry:
         fields = [part for name, raw in entries.items() for part in (name, raw)]
         await self._send(("HSET", self._key("adapters"), *fields))
 
+    # --- tickets: the order of requests, over all routers -----------------------------------------
+
+    async def take_tickets(self, count: int, above: int) -> int:
+        """Take the next ``count`` tickets; no router gets one of them again.
+
+        Args:
+            count: How many.
+            above: The highest one that the caller knows of: an emptied Redis goes on from there.
+
+        Returns:
+            The first one.
+        """
+        key = self._key("tickets")
+        (last,) = await self._send(("INCRBY", key, count))
+        if last - count < above:
+            (last,) = await self._send(("INCRBY", key, above - last + 2 * count))
+        await self._send(("PEXPIRE", key, TICKETS_TTL_S * 1000))
+        return int(last) - count + 1
+
     # --- KV events: the publishing side ----------------------------------------------------------
 
     async def publish(self, batch: EventBatch, checksum: int) -> None:
@@ -378,7 +386,7 @@ class Registry:
         if not answer:
             return after, []
         entries = answer[0][1]
-        parsed = [_parse_entry(fields) for _, fields in entries]
+        parsed = [parse_entry(fields) for _, fields in entries]
         return bytes(entries[-1][0]), [entry for entry in parsed if entry is not None]
 
     # --- plumbing --------------------------------------------------------------------------------
@@ -415,33 +423,6 @@ class Registry:
             raise RegistryUnavailableError(f"Redis: {error}") from error
         self.connected = True
         return answers
-
-
-def _parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
-    kind = fields.get(b"k")
-    try:
-        incarnation, sequence = fields[b"i"], int(fields[b"n"])
-        if kind == b"b":
-            return EventBatch(
-                incarnation=incarnation,
-                sequence=sequence,
-                stored=_split(fields[b"s"]),
-                removed=_split(fields[b"r"]),
-                cleared=fields[b"c"] == b"1",
-            )
-    except (KeyError, ValueError):
-        return None  # from another version: the sequence will show a hole
-    kinds = {b"s": "snapshot", b"f": "forget"}
-    return StreamMark(incarnation, sequence, kinds[kind]) if kind in kinds else None
-
-
-def _split(packed: bytes) -> tuple[bytes, ...]:
-    return tuple(_chunks(packed))
-
-
-def _chunks(packed: bytes) -> Iterable[bytes]:
-    for begin in range(0, len(packed), _HASH_BYTES):
-        yield packed[begin : begin + _HASH_BYTES]
 
 
 def _now_ms() -> int:

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from registry.json_file import keep
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import WorkerRecord, WorkerState
+from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 _LAST_HEARTBEAT_S = 1.0
@@ -22,10 +24,22 @@ FORGET_AFTER_S = 10.0  # of absence while Redis answers; a death is reported as 
 
 
 class Presence:
-    """Keeps a worker's record in Redis fresh, in the background; never raises because of Redis."""
+    """Keeps a worker's record in Redis fresh, in the background; never raises because of Redis.
 
-    def __init__(self, registry: Registry, record: WorkerRecord) -> None:
+    Args:
+        registry: Of the fleet.
+        record: What the worker says about itself.
+        count_failure: Told of the background task's name when it raised.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        record: WorkerRecord,
+        count_failure: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._registry = registry
+        self._tasks = BackgroundTasks("presence", count_failure)
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -35,7 +49,7 @@ class Presence:
     def start(self) -> None:
         """Start refreshing. Needs a running event loop."""
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="presence")
+            self._task = self._tasks.keep(self._run, "presence")
 
     def update(self, state: WorkerState, reason: str = "") -> None:
         """Change the state; written at once, or when Redis is back."""
@@ -120,13 +134,15 @@ class RegistryWatcher:
         self._registry = registry
         self._file = last_known
         self._missing_since_s: dict[str, float] = {}
+        self._untold: deque[WorkerChange] = deque()
         self.workers: dict[str, WorkerRecord] = {}
         self.connected = False
 
     async def __aiter__(self) -> AsyncIterator[WorkerChange]:
         while True:
-            for change in await self.poll():
-                yield change
+            self._untold += await self.poll()
+            while self._untold:  # kept for a reader that comes back after a fault of its own
+                yield self._untold.popleft()
             await asyncio.sleep(POLL_S)
 
     async def poll(self) -> list[WorkerChange]:

@@ -84,8 +84,11 @@ async def serve(settings: RouterSettings, model: ServedModel) -> None:
     last_known = state_dir / "workers.json" if state_dir is not None else None
     directory: WorkerDirectory = RegistryWatcher(registry, last_known)
     events: EventSource = EventFeed(registry)
-    router = Router(settings, model, directory, events, shared_adapters=registry)
+    router = Router(
+        settings, model, directory, events, shared_adapters=registry, shared_tickets=registry
+    )
     metrics = router.parts.metrics
+    registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
     metrics.before_page.append(lambda: _show_registry(metrics, registry))
     server = _Server(
         uvicorn.Config(

@@ -9,7 +9,7 @@ restart while Redis is away.
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNot
 from engine.core.params import AdapterRef
 from registry.json_file import keep
 from registry.redis_store import RegistryUnavailableError
+from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class AdapterTable:
         self._shared: dict[str, AdapterEntry] = {}
         self._shared_table: AdapterSharedTable | None = None
         self._file: Path | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks("adapters", lambda name: self.count_failure(name))
+        self.count_failure: Callable[[str], None] = lambda _: None
 
     def find(self, name: str) -> AdapterEntry | None:
         """The adapter of that name; a name of the model itself is never one."""
@@ -146,13 +148,11 @@ class AdapterTable:
         if file is not None and file.exists():
             self._adopt(_decode_file(file))
         if shared is not None:
-            self._task = asyncio.create_task(self._follow(shared), name="adapters")
+            self._tasks.keep(lambda: self._follow(shared), "adapters")
 
     async def close(self) -> None:
         """Stop sharing."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
 
     async def exchange(self, shared: AdapterSharedTable) -> None:
         """Take over what is newer in the shared table, and write what is newer in this one.

@@ -12,6 +12,7 @@ from router.adapter_table import AdapterSharedTable
 from router.api import errors, generation, models, operations
 from router.api.parts import RouterParts
 from router.placement.index_feed import EventSource, IndexFeeder
+from router.requests.tickets import TicketFeed, TicketSource
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
@@ -29,6 +30,7 @@ class Router:
         directory: Which workers there are.
         events: KV events for the prefix index, or None to route without an index.
         shared_adapters: Where routers share the adapters loaded at run time; None: nowhere.
+        shared_tickets: Where routers share the order of requests; None: reports tell of others.
     """
 
     def __init__(
@@ -38,9 +40,13 @@ class Router:
         directory: WorkerDirectory,
         events: EventSource | None = None,
         shared_adapters: AdapterSharedTable | None = None,
+        shared_tickets: TicketSource | None = None,
     ) -> None:
         self.parts = RouterParts.build(settings, model, directory)
         self._shared_adapters = shared_adapters
+        self._ticket_feed = TicketFeed(
+            self.parts.gateway.tickets, shared_tickets, self.parts.observer.task_failed
+        )
         self._feeder = IndexFeeder(self.parts.prefix_index, events, self.parts.metrics)
 
     @contextlib.asynccontextmanager
@@ -49,12 +55,15 @@ class Router:
         parts = self.parts
         state_dir = parts.settings.state_dir
         file = Path(state_dir) / "adapters.json" if state_dir else None
+        parts.model.adapters.count_failure = parts.observer.task_failed
         parts.model.adapters.start(self._shared_adapters, file)
         parts.gateway.start()
         self._feeder.start()
+        self._ticket_feed.start()
         try:
             yield
         finally:
+            await self._ticket_feed.close()
             await self._feeder.close()
             await parts.model.adapters.close()
             await parts.grammars.close()

@@ -111,6 +111,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
     "baton_mirror_names": _gauge("Block hashes in the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
+    "baton_registry_records_skipped": _count("Registry records that could not be read."),
     "baton_mirror_snapshots": _count("Snapshots read to heal the prefix index."),
 }
 
@@ -167,6 +168,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
 COMMON_METRICS: dict[str, MetricSpec] = {
     "baton_registry_connected": _gauge("1 while Redis answers."),
     "baton_registry_errors": _count("Calls to Redis that failed."),
+    "baton_task_failures": _count("Background tasks that raised.", "task"),
     "baton_label_overflows": _count("Label values folded into `other`.", "metric"),
 }
 

@@ -27,6 +27,8 @@ Mask = npt.NDArray[np.bool_]
 _MASK64 = (1 << 64) - 1
 _TOP_P_FIRST = 1024
 """``top_p`` sorts this many candidates first, and the whole vocabulary only if they fall short."""
+_LARGEST_PENALTY = 1e30
+"""And its inverse the smallest: with those a logit stays a number, whatever the wire made of it."""
 
 
 def finite_rows(x_TN: torch.Tensor) -> list[bool]:
@@ -205,11 +207,10 @@ def _penalise(scores: Floats, spec: SampleSpec) -> None:
     p = spec.params
     if p.repetition_penalty != 1.0:
         seen = np.unique(np.asarray(spec.history, dtype=np.int64))
+        seen = seen[np.isfinite(scores[seen])]  # what is forbidden stays so: -inf · 0 is no number
+        penalty = min(max(p.repetition_penalty, 1 / _LARGEST_PENALTY), _LARGEST_PENALTY)
         values = scores[seen]
-        positive = values > 0
-        scores[seen] = np.where(
-            positive, values / p.repetition_penalty, values * p.repetition_penalty
-        )
+        scores[seen] = np.where(values > 0, values / penalty, values * penalty)
     answer = np.asarray(spec.history[spec.prompt_tokens :], dtype=np.int64)
     if answer.size and (p.frequency_penalty or p.presence_penalty):
         seen, counts = np.unique(answer, return_counts=True)

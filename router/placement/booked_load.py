@@ -53,6 +53,11 @@ class LoadBook:
             if booking is not None:
                 booking.tokens = 0
 
+    def take_back(self, worker_id: str | None, request_id: str) -> None:
+        """Another worker does the request's part of this one."""
+        if worker_id is not None:
+            self._booked.get(worker_id, {}).pop(request_id, None)
+
     def release(self, request_id: str) -> None:
         """The request ended."""
         for worker in self._booked.values():

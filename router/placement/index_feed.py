@@ -7,6 +7,7 @@ from typing import Protocol
 from registry.types import FeedItem, Snapshot
 from router.placement.prefix_index import Applied, PrefixIndex
 from telemetry.metrics import Metrics
+from telemetry.tasks import BackgroundTasks
 
 
 class EventSource(Protocol):
@@ -34,18 +35,19 @@ class IndexFeeder:
         self._prefix_index = prefix_index
         self._events = events
         self._metrics = metrics
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks(
+            "prefix index", lambda name: metrics.inc("baton_task_failures", task=name)
+        )
 
     def start(self) -> None:
         """Begin to read. Needs a running event loop."""
-        if self._events is not None:
-            self._task = asyncio.create_task(self._run(self._events), name="prefix index")
+        events = self._events
+        if events is not None:
+            self._tasks.keep(lambda: self._run(events), "prefix index")
 
     async def close(self) -> None:
         """Stop reading."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
 
     async def _run(self, events: EventSource) -> None:
         applied = 0

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+from batonpb.decode_pb2 import PrefillReplacement
+
 from router.placement.placer import Placement
 from router.request import GenerationRequest
 from router.requests.record import RequestRecord
@@ -31,6 +33,12 @@ class ActiveRequest:
         self.gaps_s: list[float] = []  # between tokens that came one by one, with a hand-off
         self.timer: asyncio.TimerHandle | None = None
         self.repair_timer: asyncio.TimerHandle | None = None
+        # Attempt, next index of each choice, and when: of the last resume. No attempt is 0.
+        self.resume_asked: tuple[int, list[int], int] = (0, [], 0)
+        self.early_end = False  # the worker has ended it, and a resume is to fill a hole
+        self.prefill_asked = b""  # the incarnation that failed this attempt last
+        # Answers to ``PrefillNeeded`` of this attempt, by the incarnation that failed.
+        self.repairs: dict[bytes, PrefillReplacement] = {}
 
     @property
     def request(self) -> GenerationRequest:
@@ -47,6 +55,8 @@ class ActiveRequest:
         self.placement = placement
         self.decode_id, self.prefill_id = placement.decode_id, placement.prefill_id
         self.wants_prefill = False
+        self.early_end = False
+        self.prefill_asked, self.repairs = b"", {}
 
     @property
     def placed_ns(self) -> int:

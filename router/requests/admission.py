@@ -28,24 +28,12 @@ class Admission:
         self._levels: dict[int, FairQueue] = {}  # by priority; none is empty
         self._places: dict[str, Waiting] = {}  # by request
         self._of_tenant: Counter[str] = Counter()
-        self._last_ticket = 0
         self._ends_ns: deque[int] = deque(maxlen=256)
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._places)
-
-    def next_ticket(self, now_us: int) -> int:
-        """The next ticket number: rises always, and fairly beside the tickets of other routers.
-
-        It is given when a request leaves the queue, so that the workers keep the queue's order.
-
-        Args:
-            now_us: Wall clock in microseconds; all that routers have in common.
-        """
-        self._last_ticket = max(self._last_ticket + 1, now_us)
-        return self._last_ticket
 
     def offer(self, entry: Waiting, now_ns: int, *, expected_s: float) -> Waiting | None:
         """Queue up.

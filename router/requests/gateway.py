@@ -11,14 +11,13 @@ handled, and the HTTP handlers that it concerns are woken.
 import asyncio
 import logging
 import secrets
-from time import monotonic_ns, time_ns
+from time import monotonic_ns
 from typing import Any
 
 from batonpb.decode_pb2 import (
     Cancel,
     Hello,
     RequestEnd,
-    Resume,
     RouterFrame,
     Submission,
     TokenRun,
@@ -47,6 +46,8 @@ from router.requests.observer import Observer
 from router.requests.prefill_recovery import PrefillRecovery
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
+from router.requests.stream_repair import StreamRepair
+from router.requests.tickets import Tickets
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from router.workers.link import WorkerLink
@@ -84,8 +85,9 @@ class Gateway:
         hello = Hello(
             router_id=self.router_id, router_incarnation=secrets.token_bytes(16), wire=own_wire()
         )
-        self.workers = WorkerTable(directory, settings, hello, self)
+        self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
         self.admission = Admission(settings.max_queued_requests)
+        self.tickets = Tickets()
         self._tokenizer = tokenizer
         self._observer = observer
         self._book = LoadBook()
@@ -96,6 +98,7 @@ class Gateway:
         self._prefill_recovery = PrefillRecovery(
             settings, self.workers, self._book, observer, self._fail_at
         )
+        self._stream_repair = StreamRepair()
         self._active: dict[str, ActiveRequest] = {}
         self._kept = KeptRecords(settings.kept_records)
         self._pumping = False
@@ -146,7 +149,7 @@ class Gateway:
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
         active.timer = loop.call_later(delay_s, self._expire, active)
         if request.probe:
-            self._give_ticket(active)
+            active.record.ticket = self.tickets.draw()
             self._place(active)
         else:
             if loser is not None:
@@ -159,9 +162,6 @@ class Gateway:
         request, now_ns = active.request, monotonic_ns()
         error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
         self._finish(active, error)
-
-    def _give_ticket(self, active: ActiveRequest) -> None:
-        active.record.ticket = self.admission.next_ticket(time_ns() // 1000)
 
     def cancel(self, active: ActiveRequest) -> None:
         """The client went away."""
@@ -190,7 +190,7 @@ class Gateway:
             while (entry := self.admission.pop(self._window())) is not None:
                 active = self._active[entry.request_id]  # a request that ends has left the queue
                 active.admitted = True
-                self._give_ticket(active)
+                active.record.ticket = self.tickets.draw()
                 self._place(active)
                 if active.placement is not None:  # by now it is known what is cached
                     uncached_tokens = active.placement.chosen.uncached_tokens
@@ -273,26 +273,21 @@ class Gateway:
     def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
         """A worker answers: resume the requests that it holds, or place waiting ones on it."""
         self.workers.note_live(link)
+        self._stream_repair.on_live(link)
         if same_life:
             for active in self._held_by(link.worker_id):
                 if not active.record.ended:
-                    self._resume(link, active)
+                    self._stream_repair.resume(link, active)
+                elif active.record.error is not None:
+                    self._send_cancel(active)  # the first one may have been lost
         self._prefill_recovery.on_live(list(self._active.values()))
         self._pump()
-
-    def _resume(self, link: WorkerLink, active: ActiveRequest) -> None:
-        record = active.record
-        resume = Resume(
-            request_id=active.id, attempt=record.attempt, next_index=record.next_indices
-        )
-        record.note("resumed", monotonic_ns())
-        link.send(RouterFrame(resume=resume))
 
     def on_broken(self, link: WorkerLink, kind: str) -> None:
         """A stream broke and is being opened again."""
         self._observer.stream_error(kind)
 
-    def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str) -> None:
+    def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str, *, died: bool) -> None:
         """A worker died: its requests are placed again, or end."""
         _LOG.warning("%s is dead to this router: %s", link.worker_id, reason)
         self._observer.stream_error("dead")
@@ -303,14 +298,14 @@ class Gateway:
             if active.record.ended:
                 self._linger_over(active)
             else:
-                self._move(active, incarnation, f"{link.worker_id}: {reason}")
+                self._move(active, incarnation, f"{link.worker_id}: {reason}", died=died)
 
     def _held_by(self, worker_id: str) -> list[ActiveRequest]:
         return [active for active in self._active.values() if active.decode_id == worker_id]
 
-    def _move(self, active: ActiveRequest, dead: bytes, reason: str) -> None:
+    def _move(self, active: ActiveRequest, dead: bytes, reason: str, *, died: bool) -> None:
         active.record.note(f"worker lost: {reason}", monotonic_ns())
-        error = after_worker_death(active.record, dead=dead, reason=reason)
+        error = after_worker_death(active.record, dead=dead, reason=reason, died=died)
         if error is not None:
             if error.code == "poison_request":
                 self._observer.poison()
@@ -357,28 +352,36 @@ class Gateway:
         if frame.HasField("status"):
             self.workers.note_transfers(link, frame.status.transfers)
             self._book.reported(link.worker_id, now_ns)
+            self.tickets.seen(frame.status.highest_ticket)
         if frame.HasField("transfers"):
             self.workers.note_transfers(link, frame.transfers)
-        active_requests = self._active
         for route in frame.routes:
-            active = active_requests.get(route.request_id)
+            active = self._active.get(route.request_id)
             if active is not None:
                 active.record.on_route(route, now_ns)
         for run in frame.tokens:
-            active = active_requests.get(run.request_id)
+            active = self._runs_for(link, run.request_id, run.attempt)
             if active is not None:
                 try:
                     self._on_run(link, active, run, now_ns)
                 except Exception as fault:  # noqa: BLE001 - logged there
                     self._finish(active, _fault(active, fault))
         for needed in frame.prefill_needed:
-            active = active_requests.get(needed.request_id)
+            active = self._runs_for(link, needed.request_id, needed.attempt)
             if active is not None:
                 self._prefill_recovery.on_needed(active, needed)
         for end in frame.ends:
-            active = active_requests.get(end.request_id)
+            active = self._active.get(end.request_id)
             if active is not None:
                 self._on_end(link, active, end, now_ns)
+
+    def _runs_for(self, link: WorkerLink, request_id: str, attempt: int) -> ActiveRequest | None:
+        """The request that a worker works for; None, and the worker is told, if it is over."""
+        active = self._active.get(request_id)
+        if active is not None and attempt >= active.record.attempt:
+            return active
+        self._stream_repair.call_off(link, request_id, attempt)
+        return None
 
     def _on_run(self, link: WorkerLink, active: ActiveRequest, run: TokenRun, now_ns: int) -> None:
         record = active.record
@@ -387,7 +390,7 @@ class Gateway:
         before_ns = record.last_token_ns
         result = record.on_run(run, now_ns)
         if result.gap:
-            self._resume(link, active)
+            self._stream_repair.hole(link, active, run.choice)
             return
         if result.fresh_tokens:
             if not before_ns:
@@ -417,12 +420,14 @@ class Gateway:
                 self._observer.over(active)
             return
         if not end.HasField("error"):
+            if self._stream_repair.may_end_early(link, active):
+                return
             error: BatonError = InternalError("the worker ended the request before its answer")
             self._fail_placed(active, error)
             return
         error = error_from_wire(end.error)
         if isinstance(error, WorkerLostError):  # its engine died, its gRPC server still answers
-            self._move(active, link.incarnation, f"{link.worker_id}: {error.message}")
+            self._move(active, link.incarnation, f"{link.worker_id}: {error.message}", died=True)
             return
         movable = end.error.retryable and not record.sent and record.attempt < MAX_ATTEMPTS
         if movable and not isinstance(error, DeadlineError):

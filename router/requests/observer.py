@@ -59,6 +59,10 @@ class Observer:
         """A stream to a worker broke."""
         self.metrics.inc("baton_stream_errors", kind=kind)
 
+    def task_failed(self, name: str) -> None:
+        """A background task of the router raised."""
+        self.metrics.inc("baton_task_failures", task=name)
+
     def cancelled(self, active: ActiveRequest) -> None:
         """The client went away."""
         if not active.request.probe:

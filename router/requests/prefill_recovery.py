@@ -48,15 +48,20 @@ class PrefillRecovery:
         self._end = end
 
     def on_needed(self, active: ActiveRequest, needed: PrefillNeeded) -> None:
-        """The decode worker asks."""
-        record = active.record
+        """The decode worker asks, or asks again because a stream broke since it did."""
+        record, failed = active.record, needed.failed.incarnation
         if record.ended or needed.attempt != record.attempt:
             return
+        if failed in active.repairs and self._repeat(active, failed):
+            return
+        if active.wants_prefill and failed == active.prefill_asked:
+            return  # the answer comes with the next prefill worker
+        active.prefill_asked = failed
         now_ns = monotonic_ns()
         record.note(f"prefill {needed.failed.worker_id} failed: {needed.reason.message}", now_ns)
         repair = after_prefill_failure(
             record,
-            failed=needed.failed.incarnation,
+            failed=failed,
             peer_died=needed.peer_died,
             others=[slot.incarnation for slot in self._prefills(active)],
             may_wait=now_ns < record.request.deadline_ns,
@@ -66,12 +71,25 @@ class PrefillRecovery:
                 self._try_replacement(active)
             case "local":
                 self._observer.fallback("local prefill")
+                self._book.take_back(active.prefill_id, active.id)
                 active.prefill_id = None
                 self._answer(active, PrefillReplacement(compute_locally=True))
             case "wait":
                 self._wait(active)
             case "refuse":
                 self._refuse(active, repair.refusal or TransferError("the hand-off failed"))
+
+    def _repeat(self, active: ActiveRequest, failed: bytes) -> bool:
+        """Give the same answer again, unless what it names is gone as well."""
+        if failed != active.prefill_asked:
+            return True  # an old question: its answer has failed since, and was asked about
+        answer = active.repairs[failed]
+        if answer.HasField("prefill"):
+            link = self._workers.link(answer.prefill.worker_id)
+            if link is None or not link.live or link.incarnation != answer.prefill.incarnation:
+                return False
+        self._answer(active, answer)
+        return True
 
     def on_live(self, active_requests: Iterable[ActiveRequest]) -> None:
         """A worker came up: some of ``active_requests`` may wait for a prefill worker."""
@@ -102,6 +120,7 @@ class PrefillRecovery:
         if active.repair_timer is not None:
             active.repair_timer.cancel()
             active.repair_timer = None
+        self._book.take_back(active.prefill_id, active.id)
         active.prefill_id = link.worker_id
         active.record.note(f"prefill replaced by {link.worker_id}", now_ns)
         tokens = len(active.request.prompt)
@@ -133,4 +152,5 @@ class PrefillRecovery:
         if link is not None:
             replacement.request_id = active.id
             replacement.attempt = active.record.attempt
+            active.repairs[active.prefill_asked] = replacement
             link.send(RouterFrame(replacement=replacement))

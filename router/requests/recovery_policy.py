@@ -70,13 +70,22 @@ def after_prefill_failure(
     )
 
 
-def after_worker_death(record: RequestRecord, *, dead: bytes, reason: str) -> BatonError | None:
+def after_worker_death(
+    record: RequestRecord, *, dead: bytes, reason: str, died: bool
+) -> BatonError | None:
     """The worker that held the request is gone.
+
+    Args:
+        record: The request; a death is written into it.
+        dead: Incarnation of the worker.
+        reason: For people.
+        died: It is proven to be dead. One that is silent, or was stopped, has not died of this.
 
     Returns:
         The error to end with, or None: place it again.
     """
-    record.died_holding.add(dead)
+    if died:
+        record.died_holding.add(dead)
     poison = is_poison(record)
     if poison is not None:
         return poison

@@ -7,14 +7,18 @@
 A lost stream is not a cancel: the worker keeps its requests by lease, and when the same incarnation
 answers again the listener resumes them. A refused connection means that nobody listens there any
 more, so that incarnation is dead at once. The link goes on trying: a new life may come up.
+
+Dead to this router is not always dead: a refused connection or another incarnation proves a death
+(unless the worker was draining: that one was stopped). Silence proves none.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable, Coroutine
 from time import monotonic_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -22,6 +26,7 @@ from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Heartbeat, Hello, RouterFrame, Submission, WorkerFrame
 from batonpb.decode_pb2_grpc import DecodeStub
 
+from telemetry.tasks import BackgroundTasks
 from wire.grpc_options import ROUTER_OPTIONS, token_metadata
 
 _LOG = logging.getLogger(__name__)
@@ -67,8 +72,8 @@ class LinkListener(Protocol):
     def on_frame(self, link: "WorkerLink", frame: WorkerFrame) -> None:
         """A frame came; its status, if any, is in ``link.status`` already."""
 
-    def on_dead(self, link: "WorkerLink", incarnation: bytes, reason: str) -> None:
-        """The incarnation is dead to this router."""
+    def on_dead(self, link: "WorkerLink", incarnation: bytes, reason: str, *, died: bool) -> None:
+        """The incarnation is dead to this router. ``died``: and it was no orderly end."""
 
     def on_broken(self, link: "WorkerLink", kind: str) -> None:
         """The stream broke; it is being opened again."""
@@ -89,6 +94,7 @@ class WorkerLink:
         heartbeat_s: Our heartbeats; they renew the lease of our requests.
         silence_s: The worker is dead when it sends nothing for so long.
         reopen_s: A broken stream must be open again within this time.
+        count_failure: Told the name of each background task that raised.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class WorkerLink:
         heartbeat_s: float = 0.5,
         silence_s: float = 2.0,
         reopen_s: float = 1.0,
+        count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.worker_id = worker_id
         self.address = address
@@ -120,8 +127,7 @@ class WorkerLink:
         self._wake = asyncio.Event()
         self._heard_ns = 0
         self._broken_ns = 0
-        self._task: asyncio.Task[None] | None = None
-        self._submits: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(f"link {worker_id}", count_failure)
         self._stub: DecodeStub | None = None
 
     @property
@@ -131,14 +137,11 @@ class WorkerLink:
 
     def start(self) -> None:
         """Start to connect."""
-        self._task = asyncio.create_task(self._run(), name=f"link {self.worker_id}")
+        self._tasks.keep(self._run, "link")
 
     async def close(self) -> None:
         """Hang up. Says nothing to the listener."""
-        tasks = [task for task in (self._task, *self._submits) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         self.live = False
 
     def send(self, frame: RouterFrame) -> None:
@@ -153,9 +156,7 @@ class WorkerLink:
         if not alone:
             self.send(RouterFrame(submit=submission))
             return
-        task = asyncio.create_task(self._submit_alone(submission), name="submit")
-        self._submits.add(task)
-        task.add_done_callback(self._submits.discard)
+        self._tasks.spawn(self._submit_alone(submission), "submit")
 
     async def _submit_alone(self, submission: Submission) -> None:
         stub = self._stub
@@ -169,15 +170,22 @@ class WorkerLink:
                 return
         self._listener.on_submit_failed(self, submission, reason)
 
-    def die(self, reason: str) -> None:
-        """Declare the live incarnation dead, if there is one."""
+    def die(self, reason: str, *, died: bool = False) -> None:
+        """Declare the live incarnation dead to this router, if there is one.
+
+        Args:
+            reason: For people.
+            died: Whether it is proven to be gone; one that was draining has left in order.
+        """
         if not self.known:
             return
+        if self.status is not None and self.status.state == "draining":
+            died = False
         self.live = False
         self._broken_ns = 0
         self._out.clear()
         try:
-            self._listener.on_dead(self, self.incarnation, reason)
+            self._listener.on_dead(self, self.incarnation, reason, died=died)
         except Exception:  # noqa: BLE001 - logged; the link must be opened again all the same
             _LOG.exception("the death of %s could not be handled", self.worker_id)
 
@@ -211,32 +219,25 @@ class WorkerLink:
             return
         late = monotonic_ns() - self._broken_ns > self._reopen_s * 1e9
         if refused or late:
-            self.die(reason)
+            self.die(reason, died=refused)
 
     async def _serve_once(self, stub: DecodeStub) -> tuple[str, bool]:
         """One stream from open to end; returns why it ended, and whether it was refused."""
         call = stub.Serve(metadata=self._metadata)
         self._heard_ns, opened_ns = self._heard_ns, monotonic_ns()
-        tasks = [
-            asyncio.create_task(self._read(call), name="read"),
-            asyncio.create_task(self._write(call), name="write"),
-            asyncio.create_task(self._watch(opened_ns), name="watch"),
+        ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
+        parts = [
+            self._tasks.spawn(_part(self._read(call), ended), "read"),
+            self._tasks.spawn(_part(self._write(call), ended), "write"),
+            self._tasks.spawn(_part(self._watch(opened_ns), ended), "watch"),
         ]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = None if task.cancelled() else task.exception()
-                if isinstance(error, grpc.aio.AioRpcError):
-                    details = error.details() or error.code().name
-                    return details, "Connection refused" in details
-                if error is not None and not isinstance(error, asyncio.InvalidStateError):
-                    raise error
-            return "the stream ended", False
+            return await ended
         finally:
             call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
 
     async def _watch(self, opened_ns: int) -> None:
         """Ends when the worker has been silent for too long."""
@@ -273,17 +274,17 @@ class WorkerLink:
                 self._listener.on_frame(self, frame)
 
     def _take_status(self, status: WorkerStatus, first: bool) -> None:
+        incarnation = status.identity.incarnation
+        same_life = incarnation == self.incarnation and self._broken_ns != 0
+        goes_on = self.live and not first
+        if not same_life and not goes_on:
+            # The old one, which requests may still wait for.
+            self.die("the worker has another life", died=True)
         if status.HasField("capabilities"):
             self.capabilities = status.capabilities
         self.status, self.status_ns = status, self._heard_ns
-        if self.live and not first:
+        if goes_on:
             return
-        incarnation = status.identity.incarnation
-        same_life = incarnation == self.incarnation and self._broken_ns != 0
-        if not same_life:
-            self.die(
-                "the worker has another life"
-            )  # the old one, which requests may still wait for
         self.incarnation = incarnation
         self.live, self._broken_ns = True, 0
         self._wake.set()
@@ -311,3 +312,22 @@ class WorkerLink:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(beat_at - loop.time(), 0)):
                     await self._wake.wait()
+
+
+async def _part(work: Coroutine[Any, Any, None], ended: "asyncio.Future[tuple[str, bool]]") -> None:
+    """One of the loops of a stream. The first that ends, ends the stream, and says why."""
+    reason, refused = "the stream ended", False
+    try:
+        await work
+    except grpc.aio.AioRpcError as error:
+        reason = error.details() or error.code().name
+        refused = "Connection refused" in reason
+    except asyncio.InvalidStateError:
+        pass  # the other side has hung up
+    except Exception as error:
+        if not ended.done():
+            ended.set_exception(error)
+        raise
+    finally:
+        if not ended.done():
+            ended.set_result((reason, refused))

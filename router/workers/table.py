@@ -1,7 +1,8 @@
 """The workers as this router sees them: a slot for each, its stream, its last report."""
 
 import asyncio
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -10,11 +11,18 @@ from batonpb.common_pb2 import BlockCounts, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
 from registry.types import WorkerRecord
+from registry.workers import WorkerChange
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from router.workers.link import LinkListener, WorkerLink
 from router.workers.transfer_totals import TransferLedger
+from telemetry.tasks import BackgroundTasks
 from wire.compatibility import wire_overlaps
+
+_LOG = logging.getLogger(__name__)
+
+BELIEVE_OLDER_S = 5.0
+"""A record of an earlier life counts after all when the later life has been dead for so long."""
 
 _STATES = ("starting", "ready", "draining")
 
@@ -27,6 +35,8 @@ class Slot:
         self.link: WorkerLink | None = None
         self.dead_since_ns: int | None = None
         self.epoch = record.epoch
+        self.listed = True  # whether the directory names it
+        self.older: WorkerRecord | None = None  # the directory's word, if of an earlier life
 
     @property
     def worker_id(self) -> str:
@@ -100,6 +110,7 @@ class WorkerTable:
         settings: Timeouts and the fleet token.
         hello: This router's identity.
         listener: Told of every link's events; it calls ``note_*`` first.
+        count_failure: Told the name of each background task that raised.
     """
 
     def __init__(
@@ -108,6 +119,7 @@ class WorkerTable:
         settings: RouterSettings,
         hello: Hello,
         listener: LinkListener,
+        count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._directory = directory
         self._settings = settings
@@ -116,44 +128,53 @@ class WorkerTable:
         self._slots: dict[str, Slot] = {}
         folder = Path(settings.state_dir) if settings.state_dir else None
         self._transfers = TransferLedger(folder / "transfers.json" if folder else None)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._closing: set[asyncio.Task[None]] = set()
+        self._count_failure = count_failure
+        self._tasks = BackgroundTasks("workers", count_failure)
+        self._closing: set[WorkerLink] = set()
         self.changed = asyncio.Event()
 
     def start(self) -> None:
         """Follow the directory."""
-        self._tasks = [
-            asyncio.create_task(self._follow(), name="directory"),
-            asyncio.create_task(self._drop_dead_workers(), name="drop dead workers"),
-        ]
+        self._tasks.keep(self._follow, "directory")
+        self._tasks.keep(self._drop_dead_workers, "drop dead workers")
 
     async def close(self) -> None:
         """Hang up on every worker."""
         self._transfers.save()
-        for task in self._tasks:
-            task.cancel()
+        await self._tasks.close()
         links = [slot.link for slot in self._slots.values() if slot.link is not None]
         await asyncio.gather(
-            *self._tasks, *self._closing, *(link.close() for link in links), return_exceptions=True
+            *(link.close() for link in (*links, *self._closing)), return_exceptions=True
         )
 
     async def _follow(self) -> None:
         async for change in self._directory:
-            if change.after is not None:
-                self._upsert(change.after)
-            else:
-                self._gone(change.worker_id)
+            try:
+                self._apply(change)
+            except Exception:  # noqa: BLE001 - logged and counted; the other changes still count
+                _LOG.exception("the record of %s could not be taken over", change.worker_id)
+                self._count_failure("directory")
+
+    def _apply(self, change: WorkerChange) -> None:
+        if change.after is not None:
+            self._upsert(change.after)
+        else:
+            self._gone(change.worker_id)
 
     async def _drop_dead_workers(self) -> None:
         """Drop slots that have been dead for long."""
         while True:
-            await asyncio.sleep(1.0)
-            limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
+            await asyncio.sleep(min(1.0, BELIEVE_OLDER_S))
+            now_ns = monotonic_ns()
+            limit_ns = now_ns - int(self._settings.dead_shown_s * 1e9)
             for worker_id, slot in list(self._slots.items()):
+                if slot.older is not None and _long_dead(slot, now_ns - int(BELIEVE_OLDER_S * 1e9)):
+                    self._take(slot, slot.older)
                 # At a slot's address a new life may start at any time: keep trying to connect.
-                connecting = slot.link is not None and slot.record.state != "dead"
+                listed = slot.listed and slot.record.state != "dead"
+                connecting = slot.link is not None and (listed or slot.link.known)
                 if _long_dead(slot, limit_ns) and not connecting:
-                    self._hang_up(slot)
+                    self._hang_up(slot, died=False)
                     del self._slots[worker_id]
 
     def _upsert(self, record: WorkerRecord) -> None:
@@ -162,16 +183,23 @@ class WorkerTable:
             if record.state == "dead":
                 return
             slot = self._slots[record.worker_id] = Slot(record)
-        slot.record, slot.epoch = record, max(slot.epoch, record.epoch)
+        slot.listed = True
+        if record.epoch < slot.epoch:  # of an earlier life: left over in Redis, most likely
+            slot.older = record
+            return
+        self._take(slot, record)
+
+    def _take(self, slot: Slot, record: WorkerRecord) -> None:
+        slot.record, slot.epoch, slot.older = record, record.epoch, None
         link = slot.link
         if record.state == "dead":
             # A worker that answers on its stream is alive, whatever the registry says.
             if link is None or not link.live:
                 self._mark_dead(slot)
-                self._hang_up(slot)
+                self._hang_up(slot, died=True)
             return
         if record.address and (link is None or link.address != record.address):
-            self._hang_up(slot)
+            self._hang_up(slot, died=True)
             slot.link = self._connect(record)
 
     def _connect(self, record: WorkerRecord) -> WorkerLink:
@@ -185,23 +213,32 @@ class WorkerTable:
             heartbeat_s=settings.heartbeat_s,
             silence_s=settings.silence_s,
             reopen_s=settings.reopen_s,
+            count_failure=self._count_failure,
         )
         link.start()
         return link
 
     def _gone(self, worker_id: str) -> None:
         slot = self._slots.get(worker_id)
-        if slot is not None:
+        if slot is None:
+            return
+        slot.listed, slot.older = False, None
+        # Its record may have expired because Redis takes no writes. As long as the stream lives so
+        # does the worker; when it breaks for good, the slot is dropped like any other.
+        if slot.link is None or not slot.link.known:
             self._mark_dead(slot)
-            self._hang_up(slot)
+            self._hang_up(slot, died=False)
 
-    def _hang_up(self, slot: Slot) -> None:
+    def _hang_up(self, slot: Slot, *, died: bool) -> None:
         link, slot.link = slot.link, None
         if link is not None:
-            link.die("the worker left its slot")
-            task = asyncio.create_task(link.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            link.die("the worker left its slot", died=died)
+            self._closing.add(link)
+            self._tasks.spawn(self._close(link), "hang up")
+
+    async def _close(self, link: WorkerLink) -> None:
+        await link.close()
+        self._closing.discard(link)
 
     def _mark_dead(self, slot: Slot) -> None:
         if slot.dead_since_ns is None:

@@ -186,6 +186,7 @@ class EmulatedWorker(DecodeServicer):
             ),
             prefill_tokens_per_s=3000,
             decode_step_s=self.script.decode_step_s,
+            highest_ticket=max((s.ticket for s in self.submissions), default=0),
         )
         if first:
             status.capabilities.CopyFrom(

@@ -9,7 +9,7 @@ import torch
 
 from engine.core.params import SampledToken, SamplingParams
 from engine.core.plan import SampleSpec
-from engine.sampling.sample import Logits, candidates, gumbel, sample
+from engine.sampling.sample import Logits, _sample_token, candidates, gumbel, sample
 
 EOS = (2,)
 
@@ -129,6 +129,19 @@ def test_repetition_looks_at_prompt_and_answer_and_pushes_negatives_down() -> No
     assert draw([2.0, 1.5], history=(0,), repetition_penalty=1.5).token == 1
     assert draw([-1.0, -1.2], history=(0,), repetition_penalty=1.5).token == 1
     assert draw([2.0, 1.5], history=(1,), repetition_penalty=1.5).token == 0
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-46, 0.5, 1e30, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_repetition_penalty_never_undoes_what_is_forbidden(penalty, temperature) -> None:
+    """Defect 20: minus infinity times zero is no number, and argmax takes that for the largest."""
+    mask = np.array([False, True, False])
+    raw = torch.tensor([5.0, 1.0, -2.0])
+    params = SamplingParams(max_tokens=8, repetition_penalty=penalty, temperature=temperature)
+    for first in (1.0, -1.0, 0.0):
+        raw[1] = first
+        spec = SampleSpec(0, params, (0, 1, 2), 1)
+        assert _sample_token(raw, spec, (), mask) == 1
 
 
 def test_min_tokens_forbids_ends_until_then() -> None:

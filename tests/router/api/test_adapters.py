@@ -16,7 +16,7 @@ from router.adapter_table import AdapterEntry, AdapterTable
 from router.placement.prompt_hashes import HashSeedCache
 from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
-from tests.router.conftest import MODEL, events_of
+from tests.router.conftest import MODEL, events_of, until
 
 
 @pytest.fixture
@@ -217,3 +217,24 @@ async def test_a_name_that_was_taken_away_is_forgotten_after_a_day(artifact, tmp
     assert old.name not in table._shared
     with pytest.raises(ModelNotFoundError):
         await table.unload("old")
+
+
+async def test_the_exchange_goes_on_after_a_fault(artifact, monkeypatch):
+    """Defect 3: the task ended unheard, and this router saw no change any more."""
+
+    class Stumbling:
+        looks = 0
+
+        async def adapters(self):
+            self.looks += 1
+            if self.looks == 1:
+                raise ValueError("by design")
+            return {}
+
+    monkeypatch.setattr("router.adapter_table.POLL_S", 0.01)
+    shared, table, failures = Stumbling(), AdapterTable(artifact.config), []
+    table.count_failure = failures.append
+    table.start(shared)
+    await until(lambda: shared.looks > 2)
+    await table.close()
+    assert failures == ["adapters"]

@@ -46,6 +46,8 @@ BAD_CHAT = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-46}, "repetition_penalty"),
+    ({"repetition_penalty": 101}, "repetition_penalty"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -309,3 +311,13 @@ def test_where_faults_have_no_order_their_number_is_said():
     message = {"role": "user", "content": [part]}
     with pytest.raises(InvalidRequestError, match=r"the body has 300\d faults"):
         parse(ChatBody, json.dumps({"model": MODEL, "messages": [message]}).encode())
+
+
+async def test_a_penalty_that_fp32_cannot_hold_is_refused_with_its_limits(fleet):
+    """Defect 20: it arrived at the worker as zero, and broke the answer's grammar."""
+    low = await fleet.chat(repetition_penalty=1e-46)
+    assert low.status_code == 400
+    assert "0.01" in low.json()["error"]["message"]
+    assert "1e-46" in low.json()["error"]["message"]
+    for allowed in (0.01, 100):
+        assert (await fleet.chat(repetition_penalty=allowed)).status_code == 200

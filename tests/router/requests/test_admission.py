@@ -70,12 +70,6 @@ def test_retry_after_is_the_time_the_queue_takes_at_its_real_rate():
     assert queue.drain_per_s(now_ns + 40 * 10**9) == 0  # long ago says nothing of now
 
 
-def test_tickets_rise_and_two_routers_draw_them_from_one_clock():
-    old, new = Admission(1), Admission(1)
-    assert [old.next_ticket(now) for now in (100, 100, 90, 200)] == [100, 101, 102, 200]
-    assert new.next_ticket(250) > 200  # a router that starts later does not overtake
-
-
 # --- turns ----------------------------------------------------------------------------------------
 
 

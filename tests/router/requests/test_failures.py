@@ -155,6 +155,30 @@ async def test_a_hung_worker_is_dead_after_two_seconds(make_fleet):
     await until(lambda: fleet.state("decode-0") == "ready", timeout_s=5)
 
 
+async def test_two_silent_workers_are_no_query_of_death(make_fleet):
+    """Defect 8: two stalls of two seconds were a 500 that nobody may retry."""
+    slow = {"prefill_s": 30}
+    fleet = await make_fleet(
+        {"decode-0": Script(**slow), "decode-1": Script(**slow)}, silence_s=0.5
+    )
+    call = asyncio.create_task(fleet.chat())
+    for attempt in (1, 2):
+        await until(
+            lambda attempt=attempt: [
+                submission
+                for worker in fleet.workers.values()
+                for submission in worker.submissions
+                if submission.attempt == attempt
+            ]
+        )
+        holder = next(w for w in fleet.workers.values() if w.submissions and not w.script.hang)
+        holder.script.hang = True
+    response = await call
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "worker_lost"
+    assert "baton_poison_requests_total 1.0" not in (await fleet.http.get("/metrics")).text
+
+
 async def test_a_router_that_stood_still_does_not_blame_its_workers(make_fleet, caplog):
     fleet = await make_fleet({"decode-0": None}, silence_s=0.6)
     for _ in range(3):

@@ -183,18 +183,27 @@ class TestRepair:
 
     def test_a_prefill_and_a_decode_death_add_up(self, record):
         after_prefill_failure(record, failed=b"p", peer_died=True, others=[], may_wait=True)
-        assert after_worker_death(record, dead=b"d", reason="x").code == "poison_request"
+        assert after_worker_death(record, dead=b"d", reason="x", died=True).code == "poison_request"
 
     def test_failures_that_killed_nobody_do_not_count_as_deaths(self, record):
         for name in (b"a", b"b", b"c"):
             after_prefill_failure(
                 record, failed=name, peer_died=False, others=[b"z"], may_wait=True
             )
-        assert after_worker_death(record, dead=b"d", reason="x") is None
+        assert after_worker_death(record, dead=b"d", reason="x", died=True) is None
+
+    def test_silent_workers_do_not_count_as_dead(self, record):
+        """Defect 8: slow is not dead."""
+        for name in (b"a", b"b", b"c"):
+            assert after_worker_death(record, dead=name, reason="x", died=False) is None
+        record.next_attempt()
+        late = after_worker_death(record, dead=b"d", reason="x", died=False)
+        assert (late.code, late.retryable) == ("worker_lost", True)
+        assert not record.died_holding
 
     def test_a_begun_stream_is_not_moved(self, record):
         record.sent = True
-        assert after_worker_death(record, dead=b"d", reason="x").code == "worker_lost"
+        assert after_worker_death(record, dead=b"d", reason="x", died=True).code == "worker_lost"
 
 
 def test_silence_does_not_count_while_our_own_loop_stood_still():

@@ -1,0 +1,96 @@
+"""A real gateway over links that have no network: a test reads what was sent, and says frames."""
+
+from time import monotonic_ns
+
+from batonpb import common_pb2 as common
+from batonpb import decode_pb2 as pb
+
+from config.fleet_file import DEFAULT_MODEL
+from engine.core.params import SamplingParams
+from router.placement.prefix_index import PrefixIndex
+from router.request import GenerationRequest
+from router.requests.gateway import Gateway
+from router.requests.observer import Observer
+from router.settings import RouterSettings
+from router.workers.directory import StaticDirectory
+from router.workers.link import WorkerLink
+from router.workers.table import Slot
+from telemetry.metrics import Metrics
+from tests.router.conftest import record_of
+from tests.router.emulated_worker import EmulatedWorker
+from wire.tokens import pack_tokens
+
+
+class FakeLink(WorkerLink):
+    """Live at once. `sent` is what the router said, `unary` what it submitted alone."""
+
+    def __init__(self, gateway: Gateway, worker_id: str) -> None:
+        super().__init__(worker_id, "fake", gateway, pb.Hello())
+        worker = EmulatedWorker(worker_id, worker_id.split("-")[0])
+        self.status = worker._status(first=True)
+        self.capabilities = self.status.capabilities
+        self.incarnation, self.live = worker.incarnation, True
+        self.status_ns = monotonic_ns()
+        self.unary: list[pb.Submission] = []
+        slot = Slot(record_of(worker_id, "fake", worker_id.split("-")[0]))
+        slot.link = self
+        gateway.workers._slots[worker_id] = slot
+
+    def start(self) -> None:
+        pass
+
+    def submit(self, submission: pb.Submission, *, alone: bool) -> None:
+        if alone:
+            self.unary.append(submission)
+        else:
+            self.send(pb.RouterFrame(submit=submission))
+
+    def sent(self, kind: str) -> list:
+        """All messages of that kind so far."""
+        return [getattr(f, kind) for f in self._out if f.WhichOneof("frame") == kind]
+
+    def say(self, **fields) -> None:
+        """A frame from the worker."""
+        self._listener.on_frame(self, pb.WorkerFrame(**fields))
+
+    def broken(self) -> None:
+        """The stream breaks, and is not open yet."""
+        self.live, self._broken_ns = False, monotonic_ns()
+        self._listener.on_broken(self, "broken")
+
+    def open_again(self) -> None:
+        self.live, self._broken_ns = True, 0
+        self._listener.on_live(self, same_life=True)
+
+
+def fake_gateway(model, **settings) -> Gateway:
+    base = RouterSettings(model=DEFAULT_MODEL, model_names=("m",), **settings)
+    observer = Observer(Metrics("router", model="m"))
+    return Gateway(base, model.tokenizer, StaticDirectory(), PrefixIndex(), observer)
+
+
+def request(request_id: str = "r", *, n: int = 1, max_tokens: int = 8, prompt=(1, 2, 3), **more):
+    now_ns = monotonic_ns()
+    return GenerationRequest(
+        request_id=request_id,
+        prompt=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, n=n, seed=1),
+        arrived_ns=now_ns,
+        deadline_ns=now_ns + 600 * 10**9,
+        **more,
+    )
+
+
+def run(index: int, ids, reason: str = "", *, choice=0, attempt=1, request_id="r") -> pb.TokenRun:
+    return pb.TokenRun(
+        request_id=request_id,
+        attempt=attempt,
+        choice=choice,
+        index=index,
+        token_ids=pack_tokens(ids),
+        finish_reason=reason,
+    )
+
+
+def end(attempt: int = 1, request_id: str = "r", error: common.Error | None = None):
+    return pb.RequestEnd(request_id=request_id, attempt=attempt, error=error)

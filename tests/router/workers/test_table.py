@@ -1,0 +1,187 @@
+"""The table of workers: what a live stream says outranks what the registry says."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import msgspec
+import pytest
+from batonpb.decode_pb2 import Hello
+
+from config.fleet_file import DEFAULT_MODEL
+from registry.types import WorkerRecord
+from router.settings import RouterSettings
+from router.workers.directory import StaticDirectory
+from router.workers.table import WorkerTable
+from tests.router.conftest import record_of, until
+from tests.router.emulated_worker import EmulatedWorker
+from wire.compatibility import own_wire
+
+SETTINGS = RouterSettings(
+    model=DEFAULT_MODEL, model_names=("m",), silence_s=0.5, reopen_s=0.2, dead_shown_s=0.5
+)
+
+
+class Listener:
+    """Passes on what the gateway would, and keeps the rest."""
+
+    def __init__(self) -> None:
+        self.table: WorkerTable
+        self.deaths: list[tuple[str, bool]] = []
+
+    def on_live(self, link, *, same_life):
+        self.table.note_live(link)
+
+    def on_frame(self, link, frame):
+        pass
+
+    def on_dead(self, link, incarnation, reason, *, died):
+        self.table.note_dead(link)
+        self.deaths.append((reason, died))
+
+    def on_broken(self, link, kind):
+        pass
+
+    def on_submit_failed(self, link, submission, reason):
+        pass
+
+
+@contextlib.asynccontextmanager
+async def running(directory, failures: list[str] | None = None, **settings):
+    listener = Listener()
+    hello = Hello(router_id="r", router_incarnation=b"r" * 16, wire=own_wire())
+    count = failures.append if failures is not None else lambda _: None
+    table = WorkerTable(directory, replace(SETTINGS, **settings), hello, listener, count)
+    listener.table = table
+    table.start()
+    try:
+        yield table, listener
+    finally:
+        await table.close()
+
+
+@pytest.fixture
+async def worker():
+    made = await EmulatedWorker("decode-0").start()
+    yield made
+    await made.stop()
+
+
+def state(table: WorkerTable) -> str:
+    slot = table.get("decode-0")
+    return slot.state if slot is not None else ""
+
+
+async def test_a_record_that_expired_does_not_hang_up_a_live_stream(worker):
+    """Defect 2: a Redis that refuses writes lets all records expire, and the workers are well."""
+    directory = StaticDirectory([record_of("decode-0", worker.address)])
+    async with running(directory) as (table, listener):
+        await until(lambda: state(table) == "ready")
+        directory.remove("decode-0")
+        await asyncio.sleep(0.3)
+        assert len(table.usable) == 1
+        assert listener.deaths == []
+        await worker.stop()  # only now it is gone
+        await until(lambda: state(table) == "dead")
+        await until(lambda: table.get("decode-0") is None, timeout_s=4)
+
+
+async def test_a_worker_off_the_list_that_does_not_answer_is_dead_at_once(worker):
+    directory = StaticDirectory([record_of("decode-0", "127.0.0.1:1")])
+    async with running(directory) as (table, _):
+        await until(lambda: state(table) == "starting")
+        directory.remove("decode-0")
+        await until(lambda: state(table) == "dead")
+        await until(lambda: table.get("decode-0") is None, timeout_s=4)
+
+
+async def test_only_proof_counts_as_a_death(worker):
+    """Defect 8: silence and an orderly end are none; refusal and another incarnation are."""
+    directory = StaticDirectory([record_of("decode-0", worker.address)])
+    async with running(directory) as (table, listener):
+        await until(lambda: state(table) == "ready")
+        worker.script.hang = True
+        await until(lambda: listener.deaths)
+        worker.script.hang = False
+        await until(lambda: state(table) == "ready")
+        await worker.stop()
+        await until(lambda: len(listener.deaths) == 2)
+        again = await EmulatedWorker("decode-0").start(int(worker.address.split(":")[1]))
+        await until(lambda: state(table) == "ready")
+        again.state = "draining"
+        await until(lambda: state(table) == "draining")
+        await again.stop()
+        await until(lambda: len(listener.deaths) == 3)
+    assert [died for _, died in listener.deaths] == [False, True, False]
+
+
+async def test_an_older_record_with_another_address_never_hangs_up_a_live_stream(worker):
+    """Defect 5e: a record of an earlier life, left over in Redis, ended a healthy stream."""
+    record = msgspec.structs.replace(record_of("decode-0", worker.address), epoch=3)
+    directory = StaticDirectory([record])
+    async with running(directory) as (table, listener):
+        await until(lambda: state(table) == "ready")
+        link = table.link("decode-0")
+        directory.put(msgspec.structs.replace(record, epoch=2, address="127.0.0.1:1"))
+        await asyncio.sleep(0.2)
+        assert table.link("decode-0") is link
+        assert link.live
+        assert listener.deaths == []
+
+
+async def test_an_older_record_counts_when_the_later_life_is_dead_for_long(worker, monkeypatch):
+    """A controller that lost its memory counts lives from one again: it is not ignored for ever."""
+    monkeypatch.setattr("router.workers.table.BELIEVE_OLDER_S", 0.2)
+    record = msgspec.structs.replace(record_of("decode-0", worker.address), epoch=3)
+    directory = StaticDirectory([record])
+    async with running(directory) as (table, _):
+        await until(lambda: state(table) == "ready")
+        await worker.stop()
+        await until(lambda: state(table) == "dead")
+        again = await EmulatedWorker("decode-0").start()
+        directory.put(record_of("decode-0", again.address))
+        await until(lambda: state(table) == "ready")
+        await again.stop()
+
+
+class Stumbling(StaticDirectory):
+    """Raises once, in the middle."""
+
+    def __init__(self, records: list[WorkerRecord]) -> None:
+        super().__init__(records)
+        self.faults = 1
+
+    async def __aiter__(self):
+        async for change in super().__aiter__():
+            if self.faults:
+                self.faults -= 1
+                self._changes.put_nowait(change)
+                raise ValueError("a record that nobody can read")
+            yield change
+
+
+async def test_a_directory_that_raises_once_is_followed_again(worker):
+    """Defect 3: the task that follows it ended unheard, and the router was blind for good."""
+    failures: list[str] = []
+    directory = Stumbling([record_of("decode-0", worker.address)])
+    async with running(directory, failures) as (table, _):
+        await until(lambda: state(table) == "ready")
+        assert failures == ["directory"]
+
+
+async def test_a_change_that_cannot_be_applied_costs_no_other(worker, monkeypatch):
+    """Defect 3: nor does a fault of the table's own blind the router."""
+    failures: list[str] = []
+    directory = StaticDirectory([record_of("decode-1", "127.0.0.1:1")])
+    async with running(directory, failures) as (table, _):
+        upsert = table._upsert
+
+        def broken(record: WorkerRecord) -> None:
+            if record.worker_id == "decode-1":
+                raise KeyError("a fault of ours")
+            upsert(record)
+
+        monkeypatch.setattr(table, "_upsert", broken)
+        directory.put(record_of("decode-0", worker.address))
+        await until(lambda: state(table) == "ready")
+    assert failures == ["directory"]
