@@ -15,10 +15,11 @@ from time import monotonic
 
 import msgspec
 
-from engine.core.errors import GrammarError, UnavailableError
+from engine.core.errors import BatonError, GrammarError, UnavailableError
 from engine.text.grammar import MAX_SOURCE_CHARACTERS, GrammarKind, Vocabulary
 from engine.text.grammar_check import LENGTH, Question, Verdict, frame
 from telemetry.metrics import Metrics
+from telemetry.tasks import BackgroundTasks
 
 COMPILE_LIMIT_S = 2.0
 START_LIMIT_S = 60.0
@@ -58,7 +59,9 @@ class GrammarChecker:
         self._known: OrderedDict[Question, Verdict] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
-        self._trial: asyncio.Task[Verdict] | None = None
+        self._tasks = BackgroundTasks(
+            "grammars", lambda name: metrics.inc("baton_task_failures", task=name)
+        )
         self._lines: dict[str, _TenantQueue] = {}  # of tenants that have any
 
     async def check(
@@ -95,9 +98,7 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """End the process."""
-        if self._trial is not None:
-            self._trial.cancel()
-            await asyncio.gather(self._trial, return_exceptions=True)
+        await self._tasks.close()
         await self._kill()
 
     async def _in_turn(self, question: Question, tenant: str) -> Verdict:
@@ -108,18 +109,27 @@ class GrammarChecker:
         try:
             async with line.lock:
                 await self._turn.acquire()
-                self._trial = asyncio.create_task(self._try(question), name="grammar")
-                self._trial.add_done_callback(self._tried)
-                return await asyncio.shield(self._trial)
+                told: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+                trial = self._tasks.spawn(self._tell(told, question), "grammar")
+                trial.add_done_callback(lambda _: self._turn.release())
+                return await asyncio.shield(told)
         finally:
             line.waiting -= 1
             if not line.waiting:
                 del self._lines[tenant]
 
-    def _tried(self, trial: asyncio.Task[Verdict]) -> None:
-        self._turn.release()
-        if not trial.cancelled():
-            trial.exception()  # retrieved even if no caller waits any more
+    async def _tell(self, told: asyncio.Future[Verdict], question: Question) -> None:
+        """Try a grammar and tell who waits, if it still does."""
+        try:
+            told.set_result(await self._try(question))
+        except BaseException as fault:
+            if isinstance(fault, asyncio.CancelledError):
+                told.cancel()
+            else:
+                told.set_exception(fault)
+                told.exception()  # retrieved even if no caller waits any more
+            if not isinstance(fault, BatonError):
+                raise
 
     async def _try(self, question: Question) -> Verdict:
         verdict = self._known.get(question)
