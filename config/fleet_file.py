@@ -355,10 +355,12 @@ def _explain(item: Any, origin: _Origin, changes: Mapping[str, object], said_by:
         return f"{origin.name}: {_problem(item)}"
     line = origin.lines.get(where)  # None: a default that no longer fits what is set
     source = said_by if where[0] in changes else f"{origin.name}:{line}" if line else origin.name
+    # An API key is a secret: it is a key of the file, and stands in no message.
+    told = ("api_keys", "…", *where[2:]) if where[0] == "api_keys" and where[1:] else where
     if item["type"] == "extra_forbidden":
-        return f"{source}: {_dotted(where)}: unknown key{_suggestion(where)}"
-    shown = "" if where[0] == "api_keys" else f" = {_short(item['input'])}"
-    return f"{source}: {_dotted(where)}{shown}: {_problem(item)}"
+        return f"{source}: {_dotted(told)}: unknown key{_suggestion(told)}"
+    shown = "" if where[0] == "api_keys" and not where[2:] else f" = {_short(item['input'])}"
+    return f"{source}: {_dotted(told)}{shown}: {_problem(item)}"
 
 
 def _known_place(loc: tuple[str | int, ...], origin: _Origin) -> tuple[str | int, ...]:
@@ -390,6 +392,7 @@ def _suggestion(where: tuple[str | int, ...]) -> str:
         "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
         "clients": ClientLimitsConfig,
+        "…": ApiKeyConfig,
     }
     parent = where[-2] if len(where) > 1 else ""
     keys = inner.get(parent, FleetConfig).model_fields

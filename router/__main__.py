@@ -123,7 +123,7 @@ def _show_registry(metrics: Metrics, registry: Registry) -> None:
 async def _end_requests(server: _Server, router: Router) -> None:
     """After a signal, answers have a short time to finish; then they end with a typed error."""
     await server.stopping.wait()
-    router.parts.gateway.begin_stop()
+    router.parts.gateway.stopping = True
     await asyncio.sleep(_GRACE_S - 1)
     router.parts.gateway.end_all()
 

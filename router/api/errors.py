@@ -14,7 +14,6 @@ from engine.core.errors import (
     BatonError,
     DeadlineError,
     InternalError,
-    PayloadTooLargeError,
     QueueFullError,
     SlowRequestError,
     UnavailableError,
@@ -30,7 +29,7 @@ def error_response(error: BatonError, request_id: str = "") -> JSONResponse:
         headers["retry-after"] = str(max(round(error.retry_after_s), 1))
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = "1"
-    if isinstance(error, SlowRequestError | PayloadTooLargeError) or _cut_body(error):
+    if isinstance(error, SlowRequestError) or _cut_body(error):
         headers["connection"] = "close"  # the rest of the body is not wanted any more
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 

@@ -100,7 +100,7 @@ class Gateway:
         self._kept = KeptRecords(settings.kept_records)
         self._pumping = False
         self._closing = False
-        self._stopping = False
+        self.stopping = False  # the fleet is: answers may finish, lost workers were told to go
 
     def start(self) -> None:
         """Connect to the workers. Needs a running event loop."""
@@ -111,10 +111,6 @@ class Gateway:
         self.end_all()
         await asyncio.sleep(0.05)  # let the cancels out
         await self.workers.close()
-
-    def begin_stop(self) -> None:
-        """The fleet stops: answers may finish, but a worker that goes away was told to."""
-        self._stopping = True
 
     def end_all(self) -> None:
         """End every request: the router is shutting down."""
@@ -315,11 +311,9 @@ class Gateway:
 
     def _move(self, active: ActiveRequest, dead: bytes, reason: str) -> None:
         active.record.note(f"worker lost: {reason}", monotonic_ns())
-        if self._stopping:
-            active.decode_id = None
-            self._fail_placed(active, UnavailableError("the fleet is stopping"))
-            return
         error = after_worker_death(active.record, dead=dead, reason=reason)
+        if self.stopping:
+            error = UnavailableError("the fleet is stopping")
         if error is not None:
             if error.code == "poison_request":
                 self._observer.poison()
