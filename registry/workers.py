@@ -138,6 +138,11 @@ class RegistryWatcher:
         self.workers: dict[str, WorkerRecord] = {}
         self.connected = False
 
+    @property
+    def known(self) -> bool:
+        """Whether a list was read, be it the last known one."""
+        return self.connected or bool(self.workers)
+
     async def __aiter__(self) -> AsyncIterator[WorkerChange]:
         while True:
             self._untold += await self.poll()

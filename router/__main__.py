@@ -1,4 +1,7 @@
-"""`python -m router --config FILE [--port N]`: one router process.
+"""`python -m router --config FILE [--port N | --fd N]`: one router process.
+
+With ``--fd`` it takes a socket that listens already, and whose holder outlives it: while a router
+is started again, new connections wait in the socket's queue and are not refused.
 
 SIGTERM and SIGINT end it within five seconds: no new connections; active requests end with an
 error, and the workers are told to stop them. Secrets come by environment (``router/settings.py``).
@@ -10,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +26,8 @@ from registry.kv_events import EventFeed
 from registry.redis_store import Registry
 from registry.workers import RegistryWatcher
 from router.app import Router
+from router.http_server import server_config
+from router.memory import allow_connections, limit_arenas
 from router.placement.index_feed import EventSource
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -37,6 +43,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="the fleet's YAML file")
     parser.add_argument("--port", type=int, help="instead of the one in the file")
     parser.add_argument("--host", help="instead of the one in the file")
+    parser.add_argument("--fd", type=int, help="a socket that listens already, inherited")
     arguments = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -49,8 +56,11 @@ def main() -> int:
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    listening = None if arguments.fd is None else socket.socket(fileno=arguments.fd)
+    allow_connections(settings.clients.max_connections)
+    limit_arenas()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, model))
+        runner.run(serve(settings, model, listening))
     return 0
 
 
@@ -77,8 +87,10 @@ class _Server(uvicorn.Server):
         self.stopping.set()
 
 
-async def serve(settings: RouterSettings, model: ServedModel) -> None:
-    """Serve HTTP until a signal comes."""
+async def serve(
+    settings: RouterSettings, model: ServedModel, listening: socket.socket | None = None
+) -> None:
+    """Serve HTTP until a signal comes, on a socket that ``listening`` is if it is not None."""
     registry = Registry(settings.redis_url, settings.fleet)
     state_dir = Path(settings.state_dir) if settings.state_dir else None
     last_known = state_dir / "workers.json" if state_dir is not None else None
@@ -91,26 +103,19 @@ async def serve(settings: RouterSettings, model: ServedModel) -> None:
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
     metrics.before_page.append(lambda: _show_registry(metrics, registry))
     server = _Server(
-        uvicorn.Config(
+        server_config(
             router.app(),
+            metrics,
+            settings.clients,
             host=settings.host,
             port=settings.port,
-            http="httptools",
-            ws="none",
             loop="uvloop",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
             timeout_graceful_shutdown=_GRACE_S,
         )
     )
-    ender = asyncio.create_task(_end_requests(server, router))
-    try:
-        await server.serve()
-    finally:
-        ender.cancel()
-        await registry.close()
+    async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
+        await server.serve(None if listening is None else [listening])
+    await registry.close()
 
 
 def _show_registry(metrics: Metrics, registry: Registry) -> None:
@@ -121,6 +126,7 @@ def _show_registry(metrics: Metrics, registry: Registry) -> None:
 async def _end_requests(server: _Server, router: Router) -> None:
     """After a signal, answers have a short time to finish; then they end with a typed error."""
     await server.stopping.wait()
+    router.parts.gateway.stopping = True
     await asyncio.sleep(_GRACE_S - 1)
     router.parts.gateway.end_all()
 

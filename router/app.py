@@ -1,5 +1,6 @@
 """One router: its parts, the tasks that keep them current, and the HTTP application over them."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from router.requests.tickets import TicketFeed, TicketSource
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
+
+_POLL_S = 0.01
 
 # An endpoint is added to one of these files, or to a new one that is listed here.
 _ENDPOINTS = (generation.routes, models.routes, operations.routes)
@@ -43,6 +46,7 @@ class Router:
         shared_tickets: TicketSource | None = None,
     ) -> None:
         self.parts = RouterParts.build(settings, model, directory)
+        self._directory = directory
         self._shared_adapters = shared_adapters
         self._ticket_feed = TicketFeed(
             self.parts.gateway.tickets, shared_tickets, self.parts.observer.task_failed
@@ -60,15 +64,31 @@ class Router:
         parts.gateway.start()
         self._feeder.start()
         self._ticket_feed.start()
+        await self._know_workers()
         try:
             yield
         finally:
             await self._ticket_feed.close()
             await self._feeder.close()
             await parts.model.adapters.close()
+            await parts.tasks.close()
             await parts.grammars.close()
             await parts.gateway.close()
             parts.tracing.shutdown()
+
+    async def _know_workers(self) -> None:
+        """Wait until every worker on the list answers, or for as long as a start may take.
+
+        The server listens only then: a router that has just been started refuses nobody for want
+        of workers that it has not met.
+        """
+        workers, loop = self.parts.gateway.workers, asyncio.get_running_loop()
+        until_s = loop.time() + self.parts.settings.start_limit_s
+        while loop.time() < until_s:
+            met = all(slot.link is None or slot.link.live for slot in workers)
+            if met and self._directory.known:
+                return
+            await asyncio.sleep(_POLL_S)
 
     def app(self) -> FastAPI:
         """The ASGI application."""

@@ -1,13 +1,15 @@
 """The model that the fleet serves, as the router knows it: names, text, limits. No weights."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from engine.artifacts.artifact import ModelArtifact, resolve_model
-from engine.core.errors import InvalidRequestError, ModelNotFoundError
+from engine.core.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from engine.core.params import AdapterRef
 from engine.text.grammar import Vocabulary, vocabulary_of
+from engine.text.length_bound import LengthBound
 from engine.text.template import ChatTemplate, special_tokens_of
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from engine.text.tools import Tool, conversation, syntax_of
@@ -112,9 +114,11 @@ class ServedModel:
         """Token ids of a completion's prompt, or of another text that ``param`` names.
 
         Raises:
+            PromptTooLongError: It has so many characters that it cannot fit the context.
             InvalidRequestError: It is empty, or an id is outside the vocabulary.
         """
         if isinstance(prompt, str):
+            self.check_length(prompt, param)
             tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             tokens = list(prompt)
@@ -135,14 +139,30 @@ class ServedModel:
         Messages and tools are those of ``engine.text.tools.conversation``.
 
         Raises:
+            PromptTooLongError: It has so many characters that it cannot fit the context.
             InvalidRequestError: The model has no template, or the template refuses.
         """
         told, listed = conversation(messages, tools, self.tool_syntax)
         text = self.template.render(told, tools=listed, add_generation_prompt=add_generation_prompt)
+        self.check_length(text, "messages")
         tokens = self.tokenizer.encode(text)
         if not tokens:
             raise InvalidRequestError("the chat template made an empty prompt", param="messages")
         return tokens
+
+    @cached_property
+    def _length_bound(self) -> LengthBound:
+        return LengthBound.of(self.tokenizer)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Refuse a text that cannot fit, before the time that tokenizing it would take."""
+        limit = self.max_context_tokens
+        if len(text) > limit and (least := self._length_bound.fewest_tokens(text)) > limit:
+            raise PromptTooLongError(
+                f"{param}: a text of {len(text)} characters has at least {least} tokens; this "
+                f"model's context is {limit} tokens, prompt and answer together",
+                param=param,
+            )
 
     def vocabulary(self) -> Vocabulary:
         """The tokens, for grammars; takes a moment."""

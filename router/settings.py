@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
+from config.clients import ApiKeyConfig, ClientLimitsConfig
 from config.fleet_file import FleetConfig
 
 
@@ -15,7 +16,10 @@ class RouterSettings:
     Attributes:
         model_names: The served name, then its aliases.
         max_context_tokens: None takes the model's own.
-        api_keys: Key to tenant; None means that nobody needs a key.
+        api_keys: Key to what it may do; None means that nobody needs a key.
+        clients: How long slow clients are waited for, and how many there may be.
+        start_limit_s: A router that still does not know its workers then begins to listen.
+        probe_pause_s: Between two rounds of probes, however often the workers change.
         share_cache: Whether tenants find each other's cached prefixes.
         adapters: LoRA adapters of the fleet file, name to directory.
         max_adapters: How many of them a worker holds at once.
@@ -34,7 +38,9 @@ class RouterSettings:
     max_context_tokens: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: dict[str, str] | None = field(default=None, repr=False)
+    api_keys: Mapping[str, ApiKeyConfig] | None = field(default=None, repr=False)
+    clients: ClientLimitsConfig = field(default_factory=ClientLimitsConfig)
+    start_limit_s: float = 2.0
     share_cache: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_adapters: int = 8
@@ -52,6 +58,7 @@ class RouterSettings:
     repair_wait_s: float = 60.0
     dead_shown_s: float = 60.0
     probe_every_s: float = 10.0
+    probe_pause_s: float = 1.0
     probe_timeout_s: float = 5.0
     keep_alive_s: float = 10.0
     unary_prompt_bytes: int = 64 * 1024
@@ -76,6 +83,7 @@ class RouterSettings:
             host=config.host,
             port=config.port if port is None else port,
             api_keys=dict(config.api_keys) if config.api_keys else None,
+            clients=config.clients,
             share_cache=config.share_cache_between_tenants,
             adapters=config.adapters.load,
             max_adapters=config.adapters.max_loaded,

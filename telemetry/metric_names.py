@@ -108,6 +108,11 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_actual_seconds": _seconds("Measured cost of the placement chosen.", "mode"),
     "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_client_timeouts": _count(
+        "Clients that were too slow and were dropped: header, body, write.", "kind"
+    ),
+    "baton_connections_refused": _count("Connections beyond clients.max_connections."),
+    "baton_open_connections": _gauge("Connections of clients."),
     "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
     "baton_mirror_names": _gauge("Block hashes in the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
@@ -168,7 +173,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
 COMMON_METRICS: dict[str, MetricSpec] = {
     "baton_registry_connected": _gauge("1 while Redis answers."),
     "baton_registry_errors": _count("Calls to Redis that failed."),
-    "baton_task_failures": _count("Background tasks that raised.", "task"),
+    "baton_task_failures": _count("Background tasks that raised, by their names.", "task"),
     "baton_label_overflows": _count("Label values folded into `other`.", "metric"),
 }
 

@@ -1,6 +1,7 @@
 """Options of gRPC channels, and the fleet token that every call to a worker carries."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from hmac import compare_digest
 from typing import Any
 
 import grpc
@@ -50,7 +51,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls that do not carry the fleet token."""
 
     def __init__(self, fleet_token: str) -> None:
-        self._fleet_token = fleet_token
+        self._fleet_token = fleet_token.encode()
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort(
@@ -74,7 +75,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Let a call through, or answer UNAUTHENTICATED in the shape that the method has."""
         metadata: Sequence[Any] = handler_call_details.invocation_metadata or ()
-        if (TOKEN_KEY, self._fleet_token) in [(item[0], item[1]) for item in metadata]:
+        tokens = [value for key, value in metadata if key == TOKEN_KEY and isinstance(value, str)]
+        if any(compare_digest(token.encode(), self._fleet_token) for token in tokens):
             return await continuation(handler_call_details)
         rpc = await continuation(handler_call_details)
         if rpc is None or not (rpc.request_streaming or rpc.response_streaming):

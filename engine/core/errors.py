@@ -5,11 +5,14 @@
     │   ├── PromptTooLongError     400
     │   ├── GrammarError           400  the shape asked for cannot be compiled or followed
     │   ├── UnauthorizedError      401
+    │   ├── ForbiddenError         403  the API key is right, and not one of an operator
     │   ├── ModelNotFoundError     404
     │   ├── AdapterExistsError     409  a LoRA adapter of that name is loaded
+    │   ├── SlowRequestError       408  the request did not come in time
     │   └── PayloadTooLargeError   413
     ├── QueueFullError             429  with an honest Retry-After
     ├── CancelledError_            499  the client went away (never sent)
+    │   └── ClientClosedError      499  while it still sent its body
     ├── InternalError              500
     │   ├── NumericsError          500  NaN or Inf in the logits
     │   └── PoisonRequestError     500  two workers died while holding it; never retried
@@ -77,6 +80,13 @@ class UnauthorizedError(InvalidRequestError):
     status = 401
 
 
+class ForbiddenError(InvalidRequestError):
+    """The API key may not do this."""
+
+    code = "operator_key_needed"
+    status = 403
+
+
 class ModelNotFoundError(InvalidRequestError):
     """The fleet does not serve the model that was named."""
 
@@ -89,6 +99,13 @@ class AdapterExistsError(InvalidRequestError):
 
     code = "adapter_exists"
     status = 409
+
+
+class SlowRequestError(InvalidRequestError):
+    """The request, its header or its body, did not come in time."""
+
+    code = "request_timeout"
+    status = 408
 
 
 class PayloadTooLargeError(InvalidRequestError):
@@ -121,6 +138,12 @@ class CancelledError_(BatonError):  # noqa: N801, N818 - the plain name is async
 
     code = "cancelled"
     status = 499
+
+
+class ClientClosedError(CancelledError_):
+    """The client left before its request had arrived."""
+
+    code = "client_closed"
 
 
 class InternalError(BatonError):

@@ -49,8 +49,13 @@ class TextTokenizer:
         self.strip_first_space = strip_first_space
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
-        self._byte_level = _is_byte_level(backend)
+        self.byte_level = _is_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
+
+    @property
+    def backend(self) -> Tokenizer:
+        """The `tokenizers` object that encodes."""
+        return self._backend
 
     @cached_property
     def _alphabet(self) -> dict[str, int]:
@@ -73,17 +78,18 @@ class TextTokenizer:
         """The bytes that a token stands for, special ones included; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._spell(token_id)
+            known = self._bytes[token_id] = self.spell(token_id)
         return known
 
-    def _spell(self, token_id: int) -> bytes:
+    def spell(self, token_id: int) -> bytes:
+        """As `token_bytes`, and remembers nothing."""
         added = self._added.get(token_id)
         if added is not None:
             return str(added.content).encode()
         piece: str | None = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
-        if not self._byte_level:
+        if not self.byte_level:
             raw = _BYTE_TOKEN.fullmatch(piece)
             return bytes([int(raw[1], 16)]) if raw else piece.replace(_SPACE, " ").encode()
         alphabet = self._alphabet

@@ -66,7 +66,12 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
 
 def _get(state: FleetState, path: str) -> Any:
     try:
-        answer = httpx.get(f"{state.url}{path}", timeout=10.0, trust_env=False)
+        answer = httpx.get(
+            f"{state.url}{path}",
+            headers={"authorization": f"Bearer {state.fleet_token}"},  # an operator's, where asked
+            timeout=10.0,
+            trust_env=False,
+        )
         return answer.raise_for_status().json()
     except httpx.HTTPError as error:
         fail(f"{state.url}{path}: {error}; see `baton logs router`")

@@ -39,6 +39,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str  # holds a password
     log_dir: str
     config_file: str
+    fleet_token: str = ""  # also the key of an operator, for `baton status`
 
     @property
     def running(self) -> bool:

@@ -158,6 +158,7 @@ class Supervisor:
                 redis_url=self._redis_url,
                 log_dir=str(self._logs),
                 config_file=str(self._config_file),
+                fleet_token=self._token,
             )
         )
 

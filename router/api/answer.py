@@ -4,11 +4,11 @@ The response starts with the first token or with the error, whichever comes firs
 status can still say what happened, and the headers can say where the request ran. So there is
 nothing to keep a connection alive with before the first token (a comment would fix the status at
 200); after it, silence is broken by comments. A client that reads slowly gets the tokens of
-several steps in one chunk; what waits for it is bounded by its own ``max_tokens``.
+several steps in one chunk; what waits for it is bounded by its own ``max_tokens``. One that does
+not read at all is dropped by the server (``router/http_server.py``), which here is a disconnect.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
 from router.requests.observer import Observer
+from telemetry.tasks import BackgroundTasks
 
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -43,6 +44,7 @@ class AnswerContext:
     endpoint: str
     request_id: str
     keep_alive_s: float
+    tasks: BackgroundTasks
 
 
 class Exchange(Response):
@@ -63,17 +65,14 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests to their ends and write the answer."""
-        watcher = asyncio.create_task(self._watch(receive), name="disconnect")
         status = 499
         try:
-            status = await self._run(scope, receive, send)
+            async with self._context.tasks.beside(self._watch(receive), "watch for disconnect"):
+                status = await self._run(scope, receive, send)
         except Exception as fault:
             status = 499 if isinstance(fault, OSError) else 500
             raise
         finally:
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
             for active in self._active:
                 self._context.gateway.cancel(active)
                 self._context.gateway.delivered(active)

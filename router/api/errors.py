@@ -10,7 +10,14 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.core.errors import BatonError, InternalError, QueueFullError, UnavailableError
+from engine.core.errors import (
+    BatonError,
+    DeadlineError,
+    InternalError,
+    QueueFullError,
+    SlowRequestError,
+    UnavailableError,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,7 +29,13 @@ def error_response(error: BatonError, request_id: str = "") -> JSONResponse:
         headers["retry-after"] = str(max(round(error.retry_after_s), 1))
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = "1"
+    if isinstance(error, SlowRequestError) or _cut_body(error):
+        headers["connection"] = "close"  # the rest of the body is not wanted any more
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+def _cut_body(error: BatonError) -> bool:
+    return isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)
 
 
 def _plain(status: int, message: str, kind: str, code: str) -> dict[str, Any]:

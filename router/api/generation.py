@@ -65,7 +65,7 @@ class _Calls:
         now_ns, router = time.monotonic_ns(), self._router
         with self._counted(endpoint):
             caller = read_headers(request.headers, router.settings)
-            raw = await read_body(request, router.settings)
+            raw = await read_body(request, router, deadline_s=caller.timeout_s)
             body = await off_loop(len(raw), lambda: parse(kind, raw))
             router.model.check_name(body.model)
             return await respond(body, len(raw), caller, now_ns)
@@ -179,4 +179,5 @@ class _Calls:
             endpoint=endpoint,
             request_id=request_id,
             keep_alive_s=self._router.settings.keep_alive_s,
+            tasks=self._router.tasks,
         )

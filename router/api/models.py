@@ -10,8 +10,9 @@ import orjson
 from fastapi import Request, Response
 
 from engine.core.errors import InvalidRequestError
+from router.access import tenant_of
 from router.api.parts import Endpoints, RouterParts, read_body
-from router.api.prepare import off_loop, tenant_of
+from router.api.prepare import off_loop
 from router.api.schema import (
     DetokenizeBody,
     LoadAdapterBody,
@@ -45,7 +46,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def load_lora_adapter(request: Request) -> Response:
         """Serve the adapter in the directory ``lora_path`` as the model ``lora_name``."""
         tenant_of(request.headers, settings)
-        body = parse(LoadAdapterBody, await read_body(request, settings))
+        body = parse(LoadAdapterBody, await read_body(request, router))
         entry = await served.adapters.load(body.lora_name, body.lora_path)
         message = f"Success: LoRA adapter '{entry.name}' added successfully."
         return Response(message, media_type="text/plain")
@@ -54,7 +55,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def unload_lora_adapter(request: Request) -> Response:
         """Take the model ``lora_name`` away; requests that run with it finish."""
         tenant_of(request.headers, settings)
-        body = parse(UnloadAdapterBody, await read_body(request, settings))
+        body = parse(UnloadAdapterBody, await read_body(request, router))
         await served.adapters.unload(body.lora_name)
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         return Response(message, media_type="text/plain")
@@ -86,7 +87,7 @@ async def _answer_off_loop(
     router: RouterParts, request: Request, answer: Callable[[ServedModel, bytes], dict[str, Any]]
 ) -> Response:
     tenant_of(request.headers, router.settings)
-    raw = await read_body(request, router.settings)
+    raw = await read_body(request, router)
     content = await off_loop(len(raw), lambda: orjson.dumps(answer(router.model, raw)))
     return Response(content, media_type="application/json")
 
@@ -117,7 +118,9 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
         )
     if body.tools is not None:
         raise InvalidRequestError("tools: only with messages", param="tools")
-    return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    prompt = body.prompt or ""
+    model.check_length(prompt, "prompt")
+    return model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
 
 
 def _detokenized(model: ServedModel, raw: bytes) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""For operators: health, metrics, the workers, and why a request went where it went."""
+"""For operators: health, metrics, the workers, and why a request went where it went.
+
+Where the fleet has API keys, health is open to all; metrics and workers are for operators; what is
+told of a request is for its tenant and for operators.
+"""
 
 from collections import Counter
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
 
+from router.access import access_of, check_operator, is_operator
 from router.api.parts import Endpoints, RouterParts
-from router.api.prepare import tenant_of
 
 _ROLES = ("prefill", "decode")
 _WORKER_STATES = ("starting", "ready", "draining", "dead")
@@ -22,38 +26,48 @@ def routes(router: RouterParts) -> Endpoints:
         return {"status": "live"}
 
     @api.get("/health/ready")
-    async def ready(response: Response) -> dict[str, Any]:
-        """A real short request went through every live pair of workers."""
-        result = await router.prober.check()
+    async def ready(request: Request, response: Response) -> dict[str, Any]:
+        """A real short request went through every live pair of workers, not long ago."""
+        first = is_operator(request.headers, router.settings)
+        result = await router.prober.check(first=first)
         response.status_code = 200 if result["status"] == "ready" else 503
         return result
 
     @api.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Prometheus' text format."""
+        check_operator(request.headers, router.settings)
         _set_gauges(router)
         return Response(router.metrics.render(), media_type=router.metrics.content_type)
 
     @api.get("/fleet")
-    async def fleet() -> dict[str, Any]:
+    async def fleet(request: Request) -> dict[str, Any]:
         """The workers as they last reported, ``age_s`` ago: half a second at most."""
+        check_operator(request.headers, router.settings)
         return router.gateway.workers.describe()
 
     @api.get("/fleet/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
         """Prometheus' HTTP service discovery."""
+        check_operator(request.headers, router.settings)
         return _targets(router, request.url.netloc)
 
     @api.get("/fleet/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
         """What was decided for a request, and why."""
-        tenant_of(request.headers, router.settings)
+        access = access_of(request.headers, router.settings)
         explanation = router.gateway.explain(request_id)
-        if explanation is None:
+        # A request of another tenant is not known to this one.
+        if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
             raise HTTPException(404, "this router does not know the request (any more)")
         return explanation
 
     return api
+
+
+def _owner(explanation: dict[str, Any]) -> object:
+    """The tenant of a request, or of the call whose parts are listed."""
+    return explanation["parts"][0]["tenant"] if "parts" in explanation else explanation["tenant"]
 
 
 def _set_gauges(router: RouterParts) -> None:

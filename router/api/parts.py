@@ -4,6 +4,7 @@ An endpoint stands in one file of this folder, whose ``routes(router)`` adds it 
 ``router/app.py`` lists these files.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,14 @@ from typing import Any, Self, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 
-from engine.core.errors import PayloadTooLargeError
+from engine.core.errors import (
+    ClientClosedError,
+    DeadlineError,
+    PayloadTooLargeError,
+    SlowRequestError,
+)
 from router.api.prepare import Preparer
 from router.placement.prefix_index import PrefixIndex
 from router.requests.gateway import Gateway
@@ -23,6 +30,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from telemetry.metrics import Metrics
+from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -33,12 +41,14 @@ class RouterParts:
     """Everything that one router process holds.
 
     Attributes:
+        tasks: What runs beside the endpoints.
         created: When the router started, as Unix time.
     """
 
     settings: RouterSettings
     model: ServedModel
     metrics: Metrics
+    tasks: BackgroundTasks
     tracing: Tracing
     observer: Observer
     prefix_index: PrefixIndex
@@ -55,18 +65,22 @@ class RouterParts:
         """The parts for one model and the workers that ``directory`` names."""
         metrics, prefix_index = Metrics("router", model=model.names[0]), PrefixIndex()
         observer = Observer(metrics)
+        tasks = BackgroundTasks(
+            "router", lambda name: metrics.inc("baton_task_failures", task=name)
+        )
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
         return cls(
             settings=settings,
             model=model,
             metrics=metrics,
+            tasks=tasks,
             tracing=Tracing("router"),
             observer=observer,
             prefix_index=prefix_index,
             gateway=gateway,
             preparer=Preparer(model, settings),
             grammars=GrammarChecker(model.vocabulary, metrics),
-            prober=Prober(gateway, settings),
+            prober=Prober(gateway, settings, tasks),
             created=int(time.time()),
         )
 
@@ -87,21 +101,41 @@ class Endpoints(APIRouter):
         return self.post(path, openapi_extra=extra)
 
 
-async def read_body(request: Request, settings: RouterSettings) -> bytes:
-    """The request's body, read no further than the limit.
+async def read_body(request: Request, router: RouterParts, *, deadline_s: float = 0.0) -> bytes:
+    """The request's body, read no further than the limit and no longer than its time.
+
+    Args:
+        request: Whose body it is.
+        router: Has the limits.
+        deadline_s: The request's own time, if it is to cover the body; 0 = none.
 
     Raises:
         PayloadTooLargeError: It is longer.
+        SlowRequestError: It takes longer than ``clients.body_timeout_s``.
+        DeadlineError: It takes longer than the request may.
+        ClientClosedError: The client left before it had sent all.
     """
+    settings, own_s = router.settings, router.settings.clients.body_timeout_s
     limit_bytes = settings.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit_bytes:
-            raise _too_large(limit_bytes)
+    try:
+        async with asyncio.timeout(min(own_s, deadline_s) if deadline_s else own_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit_bytes:
+                    raise _too_large(limit_bytes)
+    except ClientDisconnect as gone:
+        raise ClientClosedError("the client left while it sent its request") from gone
+    except TimeoutError as late:
+        router.metrics.inc("baton_client_timeouts", kind="body")
+        if deadline_s and deadline_s < own_s:
+            router.metrics.inc("baton_timeouts", phase="body")
+            message = f"the request's body did not come within {deadline_s:g} s"
+            raise DeadlineError(message, param="x-baton-timeout-ms") from late
+        raise SlowRequestError(f"the request's body did not come within {own_s:g} s") from late
     return bytes(body)
 
 

@@ -1,18 +1,16 @@
 """From a checked body to requests: tokens, resolved sampling, deadline. Refuses what is wrong."""
 
-import asyncio
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hmac import compare_digest
 from typing import TypeVar
 
 import msgspec
 
-from engine.core.errors import InvalidRequestError, PromptTooLongError, UnauthorizedError
+from engine.core.errors import InvalidRequestError, PromptTooLongError
 from engine.core.params import SamplingParams
 from engine.core.prompt_outputs import bytes_per_row
+from router.access import access_of
 from router.api.schema import (
     MAX_INPUTS,
     MAX_PROMPTS,
@@ -22,11 +20,11 @@ from router.api.schema import (
     GenerationBody,
 )
 from router.api.tools import messages_of, offered
+from router.memory import LargeWork
 from router.request import GenerationRequest, Mode, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES: dict[str, Mode] = {
     "auto": "auto",
     "disaggregated": "disaggregated",
@@ -37,6 +35,8 @@ _MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _LARGE_BYTES = 16 * 1024
 MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # of one call; their JSON takes fifty times that
+
+_LARGE_WORK = LargeWork()  # of this process: threads cost memory
 
 _T = TypeVar("_T")
 
@@ -49,6 +49,7 @@ class Caller:
     mode: Mode
     timeout_s: float
     traceparent: str = ""
+    min_priority: int | None = None
 
 
 def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller:
@@ -64,33 +65,14 @@ def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller
             f"x-baton-mode: must be auto, disaggregated or colocated (got {mode[:40]!r})",
             param="x-baton-mode",
         )
+    access = access_of(headers, settings)
     return Caller(
-        tenant=tenant_of(headers, settings),
+        tenant=access.tenant,
+        min_priority=access.min_priority,
         mode=_MODES[mode],
         timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), settings),
         traceparent=headers.get("traceparent", ""),
     )
-
-
-def tenant_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
-    """The tenant: by API key where the fleet has keys, otherwise by ``x-baton-tenant``."""
-    if settings.api_keys is not None:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        tenants = [
-            tenant
-            for known, tenant in settings.api_keys.items()
-            if compare_digest(known.encode(), key.strip().encode())
-        ]
-        if scheme.lower() != "bearer" or not tenants:
-            raise UnauthorizedError("a valid API key is needed: `Authorization: Bearer KEY`")
-        return tenants[0]
-    tenant = headers.get("x-baton-tenant", "default")
-    if _TENANT.fullmatch(tenant) is None:
-        raise InvalidRequestError(
-            "x-baton-tenant: must be 1 to 64 letters, digits, '_', '.', '-'",
-            param="x-baton-tenant",
-        )
-    return tenant
 
 
 def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
@@ -325,6 +307,14 @@ class Preparer:
         now_ns: int,
     ) -> GenerationRequest:
         salt = body.cache_salt if isinstance(body, GenerationBody) else None
+        priority, least = body.priority or 0, caller.min_priority
+        if least is not None and priority < least:
+            if body.priority is not None:
+                raise InvalidRequestError(
+                    f"priority: must be at least {least} for this API key (got {priority})",
+                    param="priority",
+                )
+            priority = least
         return GenerationRequest(
             request_id=request_id,
             prompt=tuple(prompt),
@@ -333,7 +323,7 @@ class Preparer:
             tenant=caller.tenant,
             cache_scope=self._scope(caller, salt),
             adapter=self._model.adapter_of(body.model),
-            priority=body.priority or 0,
+            priority=priority,
             mode=caller.mode,
             user=body.user,
             arrived_ns=now_ns,
@@ -373,4 +363,4 @@ def _first(*values: _T | None) -> _T:
 
 async def off_loop(size: int, work: Callable[[], _T]) -> _T:
     """``work()`` on a body of ``size`` bytes: in a thread if it could delay other answers."""
-    return await asyncio.to_thread(work) if size > _LARGE_BYTES else work()
+    return await _LARGE_WORK.run(size, work) if size > _LARGE_BYTES else work()

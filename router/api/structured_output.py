@@ -3,7 +3,7 @@
 import json
 from typing import Any, NamedTuple
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import GrammarError, InvalidRequestError
 from engine.text.grammar import ANY_OBJECT, GrammarKind
 from router.api.schema import ChatBody, GenerationBody
 from router.api.tools import calls_grammar_of, offered
@@ -74,6 +74,11 @@ def _of(
         text = schema if isinstance(schema, str) else json.dumps(schema)
         grammars.append(RequestedGrammar(f"{prefix}json", "json", text))
     if regex is not None:
+        if (len(regex) - len(regex.rstrip("\\"))) % 2:
+            raise GrammarError(
+                f"{prefix}regex: ends in a backslash, which escapes nothing; `\\\\` is a backslash",
+                param=f"{prefix}regex",
+            )
         grammars.append(RequestedGrammar(f"{prefix}regex", "regex", regex))
     if choice is not None:
         grammars.append(RequestedGrammar(f"{prefix}choice", "choice", json.dumps(choice)))

@@ -103,6 +103,7 @@ class Gateway:
         self._kept = KeptRecords(settings.kept_records)
         self._pumping = False
         self._closing = False
+        self.stopping = False  # the fleet is: answers may finish, lost workers were told to go
 
     def start(self) -> None:
         """Connect to the workers. Needs a running event loop."""
@@ -306,6 +307,8 @@ class Gateway:
     def _move(self, active: ActiveRequest, dead: bytes, reason: str, *, died: bool) -> None:
         active.record.note(f"worker lost: {reason}", monotonic_ns())
         error = after_worker_death(active.record, dead=dead, reason=reason, died=died)
+        if self.stopping:
+            error = UnavailableError("the fleet is stopping")
         if error is not None:
             if error.code == "poison_request":
                 self._observer.poison()

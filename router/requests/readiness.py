@@ -1,5 +1,9 @@
 """Readiness by experiment: a short request through every live pair of workers.
 
+How often is for the router to say, not for its callers: who asks is told the last result, and a new
+round begins in the background when that is old. Only where the workers have changed, or where the
+last result is much too old, callers wait for the round.
+
 It asks for two tokens, because prefill samples the first one: only the second proves the hand-off.
 A fleet that is merely busy is ready: a probe that came too late counts as failed only where neither
 worker of the pair has made a step meanwhile.
@@ -15,49 +19,77 @@ from engine.core.params import SamplingParams
 from router.request import GenerationRequest, Pinned
 from router.requests.gateway import Gateway
 from router.settings import RouterSettings
+from telemetry.tasks import BackgroundTasks
 
 _AT_ONCE = 4
 _PROMPT = (1, 2, 3)
 _TOKENS = 2
 _FIRST = -(2**31)  # the priority before all others
+_MUCH_TOO_OLD = 3  # times ``probe_every_s``
 
 
 class Prober:
     """Keeps the last result for ``probe_every_s``; callers that come meanwhile share it.
 
-    A result is for one set of workers: when the set changes, they are probed again.
+    A result is for one set of workers: when the set changes, they are probed again, though not
+    sooner than ``probe_pause_s`` after the last round.
 
     Args:
         gateway: Sends the probes.
         settings: How often, and how long a probe may take.
+        tasks: Owner of rounds in the background.
     """
 
-    def __init__(self, gateway: Gateway, settings: RouterSettings) -> None:
+    def __init__(self, gateway: Gateway, settings: RouterSettings, tasks: BackgroundTasks) -> None:
         self._gateway = gateway
         self._settings = settings
+        self._tasks = tasks
         self._lock = asyncio.Lock()
         self._last: dict[str, Any] = {}
         self._last_s = 0.0
         self._last_lives: frozenset[bytes] = frozenset()
+        self._round: asyncio.Task[None] | None = None
 
-    async def check(self) -> dict[str, Any]:
-        """The state of the fleet: ``ready``, or ``not ready`` with the reasons."""
+    async def check(self, *, first: bool = True) -> dict[str, Any]:
+        """The state of the fleet: ``ready``, or ``not ready`` with the reasons.
+
+        Args:
+            first: Probes that this call begins come before all requests; else they take turns.
+        """
+        every_s = self._settings.probe_every_s
         async with self._lock:
-            age_s = monotonic() - self._last_s
-            lives = frozenset(slot.incarnation for slot in self._gateway.workers.usable)
-            stale = age_s > self._settings.probe_every_s or lives != self._last_lives
-            if not self._last or stale:
-                self._last = await self._probe_all()
-                self._last_s, self._last_lives, age_s = monotonic(), lives, 0.0
-            return {**self._last, "age_s": round(age_s, 3)}
+            if self._changed or self._age_s > _MUCH_TOO_OLD * every_s:
+                pause_s = min(self._settings.probe_pause_s, every_s)
+                await asyncio.sleep(pause_s - self._age_s if self._last else 0)
+                await self._renew(first=first)
+            elif self._age_s > every_s and (self._round is None or self._round.done()):
+                self._round = self._tasks.spawn(self._renew(first=first), "probe")
+            return {**self._last, "age_s": round(self._age_s, 3)}
 
-    async def _probe_all(self) -> dict[str, Any]:
+    @property
+    def _age_s(self) -> float:
+        return monotonic() - self._last_s
+
+    @property
+    def _lives(self) -> frozenset[bytes]:
+        return frozenset(slot.incarnation for slot in self._gateway.workers.usable)
+
+    @property
+    def _changed(self) -> bool:
+        return not self._last or self._lives != self._last_lives
+
+    async def _renew(self, *, first: bool) -> None:
+        lives = self._lives
+        result = await self._probe_all(_FIRST if first else 0)
+        self._last, self._last_s, self._last_lives = result, monotonic(), lives
+
+    async def _probe_all(self, priority: int) -> dict[str, Any]:
         starting = [slot.worker_id for slot in self._gateway.workers if slot.state == "starting"]
         expected = {s.role for s in self._gateway.workers if s.state in ("starting", "ready")}
         served = {slot.role for slot in self._gateway.workers.usable}
         pairs = self._pairs()
         gate = asyncio.Semaphore(_AT_ONCE)
-        results = await asyncio.gather(*(self._probe(pair, gate) for pair in pairs))
+        results = await asyncio.gather(*(self._probe(pair, gate, priority) for pair in pairs))
         good = bool(results) and all(result["ok"] for result in results)
         ready = good and expected == served  # a pool that is still starting is waited for
         return {
@@ -77,7 +109,7 @@ class Prober:
             ]
         return [Pinned(prefill=None, decode=name) for name in prefills + decodes]
 
-    async def _probe(self, pair: Pinned, gate: asyncio.Semaphore) -> dict[str, Any]:
+    async def _probe(self, pair: Pinned, gate: asyncio.Semaphore, priority: int) -> dict[str, Any]:
         async with gate:
             began_ns, steps = monotonic_ns(), self._steps(pair)
             wakeup = asyncio.Event()
@@ -85,7 +117,7 @@ class Prober:
                 request_id=f"probe-{secrets.token_hex(16)}",
                 prompt=_PROMPT,
                 sampling=SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True),
-                priority=_FIRST,
+                priority=priority,
                 mode="disaggregated" if pair.prefill else "colocated",
                 arrived_ns=began_ns,
                 deadline_ns=began_ns + int(self._settings.probe_timeout_s * 1e9),

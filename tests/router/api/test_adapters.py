@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from config.clients import ApiKeyConfig
 from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry, RegistryUnavailableError
@@ -140,7 +141,9 @@ async def test_what_cannot_be_loaded_is_refused_and_named(make_fleet, served, pa
 
 
 async def test_where_there_are_keys_a_key_is_needed(make_fleet, served, path):
-    fleet = await make_fleet({"decode-0": None}, served, api_keys={"secret-key": "team"})
+    fleet = await make_fleet(
+        {"decode-0": None}, served, api_keys={"secret-key": ApiKeyConfig(tenant="team")}
+    )
     assert (await load(fleet, "pirate", path)).status_code == 401
     assert (await unload(fleet, "pirate")).status_code == 401
     with_key = {"authorization": "Bearer secret-key"}

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from config.clients import ApiKeyConfig
 from engine.core.errors import InvalidRequestError
 from router.api.schema import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, parse
 from tests.router.conftest import MODEL
@@ -252,7 +253,9 @@ async def test_bad_headers_are_named(fleet, header, value):
 
 
 async def test_api_keys_name_tenants(make_fleet):
-    fleet = await make_fleet({"decode-0": None}, api_keys={"sk-one-key": "one"})
+    fleet = await make_fleet(
+        {"decode-0": None}, api_keys={"sk-one-key": ApiKeyConfig(tenant="one")}
+    )
     refused = check_problem(await fleet.chat(), 401, None)
     assert refused["code"] == "invalid_api_key"
     for wrong in ("Bearer sk-other", "sk-one-key", "Basic sk-one-key"):
@@ -321,3 +324,15 @@ async def test_a_penalty_that_fp32_cannot_hold_is_refused_with_its_limits(fleet)
     assert "1e-46" in low.json()["error"]["message"]
     for allowed in (0.01, 100):
         assert (await fleet.chat(repetition_penalty=allowed)).status_code == 200
+
+
+@pytest.mark.parametrize("given", ["\\", "a\\", "a\\\\\\"])
+async def test_a_regex_that_ends_in_one_backslash_is_refused(fleet, given):
+    """Defect 24: it was accepted."""
+    for fields, param in (
+        ({"guided_regex": given}, "guided_regex"),
+        ({"structured_outputs": {"regex": given}}, "structured_outputs.regex"),
+    ):
+        error = check_problem(await fleet.chat(**fields), 400, param)
+        assert error["code"] == "invalid_grammar"
+    assert (await fleet.chat(guided_regex="a\\\\")).status_code == 200

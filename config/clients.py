@@ -1,0 +1,38 @@
+"""What the fleet file says of clients: who holds which key, how long the slow have."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class ApiKeyConfig(BaseModel):
+    """What a key may do. In YAML also a tenant's name alone.
+
+    Attributes:
+        role: An ``operator`` also sees ``/metrics``, ``/fleet`` and every tenant's requests.
+        min_priority: The lowest, so most urgent, ``priority`` that its requests may ask for.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    tenant: Tenant = "default"
+    role: Literal["user", "operator"] = "user"
+    min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_name_is_a_tenant(cls, value: object) -> object:
+        return {"tenant": value} if isinstance(value, str) else value
+
+
+class ClientLimitsConfig(BaseModel):
+    """How long the router waits for a slow client, and for how many clients it has room."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    header_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096

@@ -1,0 +1,85 @@
+"""Who calls: the tenant, and what its API key may do. Keys are compared in constant time."""
+
+import re
+from collections.abc import Mapping
+from hmac import compare_digest
+from typing import NamedTuple
+
+from config.clients import ApiKeyConfig
+from engine.core.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
+from router.settings import RouterSettings
+
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_FLEETS_OWN = ApiKeyConfig(tenant="fleet", role="operator")
+
+
+class Access(NamedTuple):
+    """Who calls, and what the caller may do.
+
+    Attributes:
+        min_priority: The lowest ``priority`` that may be asked for; None: any.
+    """
+
+    tenant: str
+    operator: bool
+    min_priority: int | None = None
+
+
+def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
+    """By API key where the fleet has keys; otherwise all may do all, as ``x-baton-tenant``.
+
+    Raises:
+        UnauthorizedError: The fleet has API keys and this is none of them.
+        InvalidRequestError: The header has a value that it cannot have.
+    """
+    if settings.api_keys is not None:
+        key = _key_of(headers, settings)
+        if key is None:
+            raise UnauthorizedError("a valid API key is needed: `Authorization: Bearer KEY`")
+        return Access(key.tenant, key.role == "operator", key.min_priority)
+    tenant = headers.get("x-baton-tenant", "default")
+    if _TENANT.fullmatch(tenant) is None:
+        raise InvalidRequestError(
+            "x-baton-tenant: must be 1 to 64 letters, digits, '_', '.', '-'",
+            param="x-baton-tenant",
+        )
+    return Access(tenant, operator=True)
+
+
+def tenant_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
+    """The tenant: by API key where the fleet has keys, otherwise by ``x-baton-tenant``."""
+    return access_of(headers, settings).tenant
+
+
+def is_operator(headers: Mapping[str, str], settings: RouterSettings) -> bool:
+    """Whether an operator calls: anyone, where the fleet has no keys."""
+    if settings.api_keys is None:
+        return True
+    key = _key_of(headers, settings)
+    return key is not None and key.role == "operator"
+
+
+def check_operator(headers: Mapping[str, str], settings: RouterSettings) -> None:
+    """Refuse all but operators, where the fleet has API keys.
+
+    Raises:
+        UnauthorizedError: There is no valid key.
+        ForbiddenError: The key is of an ordinary tenant.
+    """
+    if settings.api_keys is not None and not access_of(headers, settings).operator:
+        raise ForbiddenError("this needs the key of an operator: `role: operator` in api_keys")
+
+
+def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfig | None:
+    """What the caller's key may do; all known keys are compared, whichever it is."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    spelled = given.strip().encode()
+    found: ApiKeyConfig | None = None
+    for known, key in (settings.api_keys or {}).items():
+        if compare_digest(known.encode(), spelled):
+            found = key
+    # The fleet's own token is what `baton status` has.
+    token = settings.fleet_token.encode()
+    if compare_digest(token, spelled) and token:
+        found = _FLEETS_OWN
+    return found if scheme.lower() == "bearer" else None

@@ -1,0 +1,217 @@
+"""The HTTP server: uvicorn's, with an end to every wait for a client.
+
+uvicorn waits for ever for a header, for a body and for a client that does not read: an answer that
+is not read lies in the connection's buffer after its handler has ended. So the limits stand here,
+at the connection, where every answer passes: whole, streamed, or an error.
+
+- header: begun or not, it must be complete after ``header_timeout_s``.
+- body: complete after ``body_timeout_s``. Handlers refuse earlier, with an answer that says so
+  (``router.api.parts.read_body``); this ends what no handler reads.
+- write: what waits must become less within ``write_timeout_s``, and go at ``_SLOWEST`` at least.
+"""
+
+import asyncio
+import functools
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from config.clients import ClientLimitsConfig
+from engine.core.errors import BatonError, InvalidRequestError, SlowRequestError, UnavailableError
+from telemetry.metrics import Metrics
+
+_SLOWEST = 64 * 1024  # bytes a second
+_BODY_SLACK_S = 1.0
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
+
+
+def server_config(
+    app: FastAPI, metrics: Metrics, limits: ClientLimitsConfig, **options: Any
+) -> uvicorn.Config:
+    """How a router's server runs; ``options`` are uvicorn's."""
+    protocol: Any = functools.partial(LimitedProtocol, limits=limits, metrics=metrics)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        **options,
+    )
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection, whose client has limited time.
+
+    Args:
+        limits: How long, and how many connections there may be.
+        metrics: Of the router.
+    """
+
+    def __init__(
+        self, *args: Any, limits: ClientLimitsConfig, metrics: Metrics, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._metrics = metrics
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._unread = 0  # bytes that waited for the client when last looked at
+        self._write_until_s = 0.0
+
+    # --- connections -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, or say that there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._metrics.inc("baton_connections_refused")
+            self._refuse(
+                UnavailableError(
+                    f"{self._limits.max_connections} connections are open, which is the limit "
+                    "(clients.max_connections)"
+                )
+            )
+            return
+        self._metrics.set("baton_open_connections", len(self.connections))
+        self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget what was waited for."""
+        super().connection_lost(exc)
+        for timer in (self._header_timer, self._body_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        self._header_timer = self._body_timer = self._write_timer = None
+        self._metrics.set("baton_open_connections", len(self.connections))
+
+    # --- header ----------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; between two requests the first byte of the next one starts its time."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self._body_timer is None and not self.transport.is_closing():
+            self._await_header()
+
+    def _await_header(self) -> None:
+        if self._header_timer is None:
+            limit_s = self._limits.header_timeout_s
+            self._header_timer = self.loop.call_later(limit_s, self._header_late)
+
+    def _header_late(self) -> None:
+        self._header_timer = None
+        if self.transport.is_closing():
+            return
+        if self.flow.read_paused:  # we do not read, so it is not the client who is late
+            self._await_header()
+            return
+        self._metrics.inc("baton_client_timeouts", kind="header")
+        limit_s = self._limits.header_timeout_s
+        error = SlowRequestError(f"the request's header did not come within {limit_s:g} s")
+        self._refuse(error)
+
+    def on_headers_complete(self) -> None:
+        """The header is here; now its body has a time."""
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+        self._await_body()
+        super().on_headers_complete()
+
+    # --- body ------------------------------------------------------------------------------------
+
+    def _await_body(self) -> None:
+        limit_s = self._limits.body_timeout_s + _BODY_SLACK_S
+        self._body_timer = self.loop.call_later(limit_s, self._body_late)
+
+    def _body_late(self) -> None:
+        self._body_timer = None
+        if self.flow.read_paused:
+            self._await_body()
+            return
+        self._metrics.inc("baton_client_timeouts", kind="body")
+        self.transport.abort()
+
+    def on_message_complete(self) -> None:
+        """The body is here."""
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+        super().on_message_complete()
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """Much is written that the client has not read."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """It has read most of it."""
+        super().resume_writing()
+        if self._write_timer is not None and not self.transport.is_closing():
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def on_response_complete(self) -> None:
+        """The answer is written; it may still have to be read."""
+        super().on_response_complete()
+        self._await_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End an idle connection; one whose client does not read would stay."""
+        super().timeout_keep_alive_handler()
+        self._await_reader()
+
+    def shutdown(self) -> None:
+        """End the connection with its answer."""
+        super().shutdown()
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if self._write_timer is not None or not unread:
+            return
+        self._unread = unread
+        limit_s = self._limits.write_timeout_s
+        self._write_until_s = self.loop.time() + limit_s + unread / _SLOWEST
+        self._write_timer = self.loop.call_later(limit_s, self._look_whether_it_reads)
+
+    def _look_whether_it_reads(self) -> None:
+        self._write_timer = None
+        unread = self.transport.get_write_buffer_size()
+        if not unread:
+            return
+        if unread >= self._unread or self.loop.time() > self._write_until_s:
+            self._metrics.inc("baton_client_timeouts", kind="write")
+            self.transport.abort()
+            return
+        self._unread = unread
+        limit_s = self._limits.write_timeout_s
+        self._write_timer = self.loop.call_later(limit_s, self._look_whether_it_reads)
+
+    # --- errors before there is a request --------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP is refused in the shape of all errors."""
+        self._refuse(InvalidRequestError(f"this is not a valid HTTP request: {msg}"))
+
+    def _refuse(self, error: BatonError) -> None:
+        body = orjson.dumps(error.body())
+        retry = b"retry-after: 1\r\n" if error.retryable else b""
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n%sconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%s"
+            % (error.status, _REASONS[error.status], retry, len(body), body)
+        )
+        self.transport.close()
+        self._await_reader()

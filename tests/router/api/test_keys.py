@@ -1,0 +1,136 @@
+"""What an API key shows of others, and how urgent its requests may be."""
+
+import asyncio
+import hmac
+
+import pytest
+
+from config.clients import ApiKeyConfig
+from router import access
+from tests.router.emulated_worker import Script
+from wire import grpc_options
+
+KEYS = {
+    "key-of-one": ApiKeyConfig(tenant="one"),
+    "key-of-two": ApiKeyConfig(tenant="two"),
+    "key-of-batch": ApiKeyConfig(tenant="batch", min_priority=10),
+    "key-of-ops": ApiKeyConfig(tenant="ops", role="operator", min_priority=-5),
+}
+ONE, TWO, BATCH, OPS, FLEET = (
+    {"authorization": f"Bearer {key}"} for key in (*KEYS, "secret")
+)  # the last is the fleet's token
+
+
+@pytest.fixture
+async def fleet(make_fleet):
+    return await make_fleet({"decode-0": Script(step_s=0.001)}, api_keys=KEYS)
+
+
+async def test_what_is_told_of_a_request_is_for_its_tenant(fleet):
+    """Defect 13: any key was told of every tenant's requests."""
+    alone = (await fleet.chat(headers=ONE)).headers["x-request-id"]
+    many = (await fleet.complete(["a", "b"], headers=ONE)).headers["x-request-id"]
+    for name in (alone, many, f"{many}-0"):
+        url = f"/fleet/requests/{name}"
+        assert (await fleet.http.get(url, headers=ONE)).status_code == 200
+        assert (await fleet.http.get(url, headers=OPS)).status_code == 200
+        assert (await fleet.http.get(url)).status_code == 401
+        other = await fleet.http.get(url, headers=TWO)
+        never = await fleet.http.get("/fleet/requests/never-was", headers=TWO)
+        assert (other.status_code, other.json()) == (404, never.json())
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/fleet", "/fleet/targets"])
+async def test_metrics_and_workers_are_for_operators(fleet, path):
+    """Defect 13: they needed no key, and name tenants and volumes."""
+    get = fleet.http.get
+    assert (await get(path)).status_code == 401
+    assert (await get(path, headers={"authorization": "Bearer"})).status_code == 401
+    refused = await get(path, headers=ONE)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_key_needed")
+    assert (await get(path, headers=OPS)).status_code == 200
+    assert (await get(path, headers=FLEET)).status_code == 200
+
+
+async def test_without_keys_all_is_open(make_fleet):
+    fleet = await make_fleet({"decode-0": None})
+    for path in ("/metrics", "/fleet", "/fleet/targets", "/health/ready"):
+        assert (await fleet.http.get(path)).status_code == 200
+
+
+async def test_an_empty_fleet_token_is_no_key(make_fleet):
+    fleet = await make_fleet({}, api_keys=KEYS, fleet_token="")
+    for value in ("Bearer", ""):
+        answer = await fleet.http.get("/fleet", headers={"authorization": value})
+        assert answer.status_code == 401
+
+
+async def test_health_is_open_and_strangers_start_no_urgent_work(make_fleet):
+    """Defect 13: anyone began rounds of requests that overtook all others."""
+    fleet = await make_fleet({"decode-0": None}, api_keys=KEYS, probe_every_s=0.2)
+    worker = fleet.workers["decode-0"]
+    assert (await fleet.http.get("/health/live")).status_code == 200
+    calls = [fleet.http.get("/health/ready") for _ in range(20)]
+    assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+    assert [probe.priority for probe in worker.submissions] == [0]
+    await asyncio.sleep(0.25)
+    told = (await fleet.http.get("/health/ready", headers=OPS)).json()
+    assert told["age_s"] > 0.2  # the last result; a new round has only begun
+    await asyncio.sleep(0.1)
+    assert [probe.priority for probe in worker.submissions] == [0, -(2**31)]
+    assert (await fleet.http.get("/health/ready")).json()["age_s"] < 0.2
+
+
+async def test_workers_that_come_and_go_are_probed_now_and_then(make_fleet):
+    """Defect 13: each change of the workers and each call were a round of probes."""
+    fleet = await make_fleet({"decode-0": None}, probe_pause_s=0.4)
+    await fleet.http.get("/health/ready")
+    await fleet.add("decode-1")
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    told = (await fleet.http.get("/health/ready")).json()
+    assert loop.time() - began_s > 0.2
+    assert {pair["decode"] for pair in told["pairs"]} == {"decode-0", "decode-1"}
+
+
+async def test_a_keys_requests_are_no_more_urgent_than_it_may_ask(fleet):
+    """Defect 13: any key could ask for -2^31, past all tenants and the canary."""
+    for key, priority in ((ONE, -1), (ONE, -(2**31)), (BATCH, 9), (OPS, -6)):
+        refused = await fleet.chat(headers=key, priority=priority)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["param"] == "priority"
+        assert str(priority) in error["message"]
+    for key, fields in ((ONE, {}), (ONE, {"priority": 3}), (BATCH, {}), (OPS, {"priority": -5})):
+        assert (await fleet.chat(headers=key, **fields)).status_code == 200
+    asked = [sent.priority for sent in fleet.workers["decode-0"].submissions]
+    assert asked == [0, 3, 10, -5]
+
+
+async def test_secrets_are_compared_in_constant_time(fleet, monkeypatch):
+    """Defect 13: the fleet token was compared with ``==``."""
+    compared = []
+
+    def note(left, right):
+        compared.append((left, right))
+        return hmac.compare_digest(left, right)
+
+    monkeypatch.setattr(access, "compare_digest", note)
+    monkeypatch.setattr(grpc_options, "compare_digest", note)
+    await fleet.http.get("/fleet", headers=ONE)
+    assert [left for left, _ in compared] == [*(key.encode() for key in KEYS), b"secret"]
+
+    class Details:
+        invocation_metadata = ((grpc_options.TOKEN_KEY, "secret"), ("other", b"x"))
+
+    async def go_on(_):
+        return "called"
+
+    compared.clear()
+    assert await grpc_options.TokenInterceptor("secret").intercept_service(go_on, Details) == (
+        "called"
+    )
+    assert compared == [(b"secret", b"secret")]
+    assert await grpc_options.TokenInterceptor("other").intercept_service(
+        lambda _: asyncio.sleep(0), Details
+    ) != ("called")

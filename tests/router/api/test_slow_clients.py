@@ -1,0 +1,268 @@
+"""Clients that are slow, leave, or talk nonsense: raw sockets against the server as it runs."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+
+import httpx
+import pytest
+import uvicorn
+
+from config.clients import ClientLimitsConfig
+from config.fleet_file import DEFAULT_MODEL
+from router.app import Router
+from router.http_server import server_config
+from router.settings import RouterSettings
+from router.workers.directory import StaticDirectory
+from tests.router.conftest import MODEL, record_of, until
+from tests.router.emulated_worker import EmulatedWorker, Script
+
+LONG_TOKEN = 9225  # a line end and 48 spaces
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+class Server:
+    """A router's server with short limits."""
+
+    def __init__(self, router: Router, server: uvicorn.Server) -> None:
+        self.router = router.parts
+        self.server = server
+        listening = server.servers[0].sockets[0]
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # or the kernel takes MBs
+        self.port = server.servers[0].sockets[0].getsockname()[1]
+        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=20)
+
+        self.sockets: list[socket.socket] = []
+
+    async def connect(self):
+        return await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
+
+    async def send_and_not_read(self, request: bytes) -> None:
+        """A connection whose client takes almost nothing, in the kernel neither."""
+        sock = socket.socket()
+        self.sockets.append(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, ("127.0.0.1", self.port))
+        await loop.sock_sendall(sock, request)
+
+    def timeouts(self, kind: str) -> float:
+        return self.router.metrics.value("baton_client_timeouts", kind=kind)
+
+    @property
+    def open(self) -> int:
+        return len(self.server.server_state.connections)
+
+
+@pytest.fixture
+async def serve(model):
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(script: Script | None = None, **limits) -> Server:
+            worker = await EmulatedWorker("decode-0", "decode", script).start()
+            stack.push_async_callback(worker.stop)
+            settings = RouterSettings(
+                model=DEFAULT_MODEL,
+                model_names=model.names,
+                clients=ClientLimitsConfig(**limits),
+                keep_alive_s=0.02,
+            )
+            router = Router(
+                settings, model, StaticDirectory([record_of("decode-0", worker.address)])
+            )
+            app, metrics = router.app(), router.parts.metrics
+            config = server_config(
+                app, metrics, settings.clients, port=0, timeout_graceful_shutdown=1
+            )
+            server = uvicorn.Server(config)
+            server.capture_signals = contextlib.nullcontext
+            task = asyncio.create_task(server.serve())
+            await until(lambda: server.started)
+            made = Server(router, server)
+
+            async def close() -> None:
+                await made.http.aclose()
+                for sock in made.sockets:
+                    sock.close()
+                server.should_exit = True
+                await task
+
+            stack.push_async_callback(close)
+            return made
+
+        yield make
+
+
+async def ended(reader: asyncio.StreamReader, limit_s: float = 5.0) -> bytes:
+    """What comes until the connection ends."""
+    got = b""
+    async with asyncio.timeout(limit_s):
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(65536):
+                got += piece
+    return got
+
+
+async def test_a_client_that_does_not_read_a_large_answer_is_dropped(serve):
+    """Defect 18: the answer lay in the connection's buffer for ever."""
+    router = await serve(write_timeout_s=0.3)
+    body = json.dumps({"tokens": [LONG_TOKEN] * 200_000}).encode()  # 10 MB in return
+    head = b"POST /detokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    for _ in range(3):
+        await router.send_and_not_read(head + body)
+    await until(lambda: router.timeouts("write") == 3, 10)
+    await until(lambda: router.open == 0)
+
+
+async def test_a_client_that_does_not_read_its_stream_is_dropped_and_the_request_ends(serve):
+    """Defect 14: the handler waited in ``send`` after the request's deadline, for good."""
+    router = await serve(Script(step_s=0), write_timeout_s=0.3)
+    prompts = ["hi"] * 8
+    body = json.dumps(
+        {"model": MODEL, "prompt": prompts, "max_tokens": 8000, "stream": True}
+    ).encode()
+    head = HEAD + b"content-length: %d\r\n\r\n" % len(body)
+    await router.send_and_not_read(head + body)
+    await until(lambda: router.timeouts("write") == 1, 20)
+    await until(lambda: router.open == 0)
+    await until(lambda: len(router.server.server_state.tasks) == 0)
+    await until(lambda: all(a.record.ended for a in router.router.gateway._active.values()))
+
+
+async def test_a_client_that_reads_slowly_but_reads_gets_all(serve):
+    router = await serve(write_timeout_s=0.3)
+    body = json.dumps({"tokens": [LONG_TOKEN] * 40_000}).encode()
+    reader, writer = await router.connect()
+    head = b"POST /detokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    got = 0
+    while piece := await reader.read(200_000):
+        got += len(piece)
+        await asyncio.sleep(0.005)
+    assert got > 1_900_000
+    assert router.timeouts("write") == 0
+    writer.close()
+
+
+async def test_a_body_of_one_byte_now_and_then_is_cut(serve):
+    """Defect 18: bodies had no limit of time, and the request's deadline did not cover them."""
+    router = await serve(body_timeout_s=0.4)
+    reader, writer = await router.connect()
+    writer.write(HEAD + b"content-length: 100000\r\n\r\n")
+    began_s, answer = time.monotonic(), asyncio.create_task(ended(reader))
+    while not answer.done():
+        with contextlib.suppress(ConnectionError):
+            writer.write(b" ")
+            await writer.drain()
+        await asyncio.sleep(0.05)
+    assert time.monotonic() - began_s < 3
+    assert answer.result().startswith(b"HTTP/1.1 408 ")
+    assert b'"request_timeout"' in answer.result()
+    assert router.timeouts("body") == 1
+    await until(lambda: router.open == 0)
+    writer.close()
+
+
+async def test_the_deadline_of_a_request_covers_its_body(serve):
+    """Defect 18: ``x-baton-timeout-ms`` began to count when the body had come."""
+    router = await serve()
+    reader, writer = await router.connect()
+    writer.write(HEAD + b"x-baton-timeout-ms: 300\r\ncontent-length: 100000\r\n\r\n{")
+    answer = await ended(reader)
+    assert answer.startswith(b"HTTP/1.1 504 ")
+    assert b"deadline_exceeded" in answer
+    writer.close()
+
+
+async def test_a_body_that_no_handler_reads_is_cut_too(serve):
+    """Defect 18: the connection stayed open for as long as a byte came now and then."""
+    router = await serve(body_timeout_s=0.2)
+    reader, writer = await router.connect()
+    writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n ")
+    assert (await ended(reader)).startswith(b"HTTP/1.1 200 ")
+    assert router.timeouts("body") == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("drip", [b"", b"x-a: b\r\n", b"\r\n"])
+async def test_a_header_that_does_not_end_is_cut(serve, drip):
+    """Defect 18: connections without a whole header stayed open, 200 of them after 100 s."""
+    router = await serve(header_timeout_s=0.4)
+    reader, writer = await router.connect()
+    if drip == b"x-a: b\r\n":
+        writer.write(HEAD)
+    began_s, answer = time.monotonic(), asyncio.create_task(ended(reader))
+    while not answer.done():
+        with contextlib.suppress(ConnectionError):
+            writer.write(drip)
+            await writer.drain()
+        await asyncio.sleep(0.05)
+    assert time.monotonic() - began_s < 3
+    assert answer.result().startswith(b"HTTP/1.1 408 ")
+    assert router.timeouts("header") == 1
+    writer.close()
+
+
+async def test_the_next_header_of_a_kept_connection_has_its_time_too(serve):
+    """Defect 18: a byte was enough to end the wait for the next request, and to hold the place."""
+    router = await serve(header_timeout_s=0.4)
+    reader, writer = await router.connect()
+    writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+    await asyncio.sleep(0.6)  # idle is not slow
+    writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+    writer.write(b"GET /he")
+    assert (await ended(reader)).startswith(b"HTTP/1.1 408 ")
+    assert router.timeouts("header") == 1
+    writer.close()
+
+
+async def test_connections_are_limited(serve):
+    """Defect 14: there was no limit."""
+    router = await serve(max_connections=4)
+    held = [await router.connect() for _ in range(4)]
+    await until(lambda: router.open == 4)
+    reader, writer = await router.connect()
+    answer = await ended(reader)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in answer
+    assert b"max_connections" in answer
+    writer.close()
+    assert router.router.metrics.value("baton_connections_refused") == 1
+    for _, other in held:
+        other.close()
+    await until(lambda: router.open == 0)
+    assert (await router.http.get("/health/live")).status_code == 200
+
+
+async def test_a_client_that_leaves_while_it_sends_is_499(serve, caplog):
+    """Defect 19: it was counted as our 500, with a traceback each."""
+    router = await serve()
+    _, writer = await router.connect()
+    writer.write(HEAD + b"content-length: 100000\r\n\r\n{")
+    await writer.drain()
+    await until(lambda: router.server.server_state.tasks)
+    await asyncio.sleep(0.05)
+    writer.close()
+    labels = {"endpoint": "completions", "status": "499", "tenant": "all"}
+    value = router.router.metrics.value
+    await until(lambda: value("baton_requests", **labels) == 1)
+    assert value("baton_rejections", code="client_closed", tenant="all") == 1
+    assert value("baton_requests", **(labels | {"status": "500"})) == 0
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_what_is_not_http_is_refused_in_the_shape_of_all_errors(serve):
+    """Defect 24: it got plain text."""
+    router = await serve()
+    reader, writer = await router.connect()
+    writer.write(b"HELLO\r\n\r\n")
+    head, _, body = (await ended(reader)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+    writer.close()
