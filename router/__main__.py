@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the fleet's YAML file")
     parser.add_argument("--port", type=int, help="instead of the one in the file")
+    parser.add_argument("--fd", type=int, help="a listening socket, held by who started this")
     parser.add_argument("--host", help="instead of the one in the file")
     arguments = parser.parse_args()
     logging.basicConfig(
@@ -50,7 +52,7 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, model))
+        runner.run(serve(settings, model, arguments.fd))
     return 0
 
 
@@ -77,7 +79,7 @@ class _Server(uvicorn.Server):
         self.stopping.set()
 
 
-async def serve(settings: RouterSettings, model: ServedModel) -> None:
+async def serve(settings: RouterSettings, model: ServedModel, fd: int | None = None) -> None:
     """Serve HTTP until a signal comes."""
     registry = Registry(settings.redis_url, settings.fleet)
     state_dir = Path(settings.state_dir) if settings.state_dir else None
@@ -104,7 +106,7 @@ async def serve(settings: RouterSettings, model: ServedModel) -> None:
     )
     ender = asyncio.create_task(_end_requests(server, router))
     try:
-        await server.serve()
+        await server.serve([socket.socket(fileno=fd)] if fd is not None else None)
     finally:
         ender.cancel()
         await registry.close()
