@@ -66,9 +66,14 @@ def running_fleet(fleet: str | None) -> FleetState:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """Show an error and end with this exit code."""
+    show_error(message)
+    raise typer.Exit(code)
+
+
+def show_error(message: str) -> None:
+    """One line on standard error, with the time."""
     stamp = datetime.now(UTC).astimezone().strftime("%H:%M:%S")
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         f"[bold red]error[/] [dim]{stamp}[/] {escape(message)}"
     )
     sys.stdout.flush()
-    raise typer.Exit(code)

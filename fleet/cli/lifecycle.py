@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from config.fleet_file import FleetConfig
-from fleet.cli.common import FileArgument, fail, load_fleet_file
+from fleet.cli.common import FileArgument, fail, load_fleet_file, show_error
 from fleet.local import state as fleet_state
+from fleet.local.log_files import terminal
 from fleet.local.preflight import PortTakenError
 from fleet.local.redis_server import RedisError
 from fleet.local.state import FleetState
-from fleet.local.supervisor import FleetError, Supervisor
+from fleet.local.supervisor import FleetError, RayLostError, Supervisor
 from fleet.pools.resources import CapacityError
 
 _DOWN_LIMIT_S = 16.0
@@ -39,7 +40,7 @@ def up(
     Examples: `baton up`, `baton up deploy/local-2x2.yaml`, `BATON_PORT=9000 baton up`.
     """
     config_file, config = load_fleet_file(file, port)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(file=terminal(), highlight=False, soft_wrap=True)
     began_s = time.monotonic()
 
     def say(line: str) -> None:
@@ -48,6 +49,9 @@ def up(
     supervisor = Supervisor(config, config_file, say, address)
     try:
         supervisor.run(lambda: _announce(console, supervisor, config))
+    except RayLostError as error:
+        show_error(str(error))
+        os._exit(1)
     except (FleetError, CapacityError, RedisError, PortTakenError, ValueError) as error:
         fail(str(error))
 

@@ -17,6 +17,7 @@ from fleet.local.redis_server import RedisError, server_binary
 
 _LEAST_MEMORY_GIB = 4
 _LEAST_FILES = 1024
+_BACKLOG = 2048  # connections that wait while the router is started again
 
 
 class PortTakenError(RuntimeError):
@@ -44,19 +45,33 @@ def claim_port(host: str, port: int) -> int:
     Raises:
         PortTakenError: It is taken; the message says by whom, and how to choose another.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            owner = port_owner(port)
-            raise PortTakenError(
-                f"port {port} on {host} cannot be used ({error.strerror})"
-                f"{f': it belongs to {owner}' if owner else ''}; stop that, or choose another with "
-                "BATON_PORT=N or `port:` in the fleet file"
-            ) from error
-        return int(probe.getsockname()[1])
+    with claim_socket(host, port) as held:
+        return int(held.getsockname()[1])
+
+
+def claim_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens on ``port``, or on a free port for 0.
+
+    Raises:
+        PortTakenError: It is taken; the message says by whom, and how to choose another.
+    """
+    version6 = ":" in host
+    held = socket.socket(socket.AF_INET6 if version6 else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        if version6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        held.bind((host, port))
+        held.listen(_BACKLOG)
+    except OSError as error:
+        held.close()
+        owner = port_owner(port)
+        raise PortTakenError(
+            f"port {port} on {host} cannot be used ({error.strerror})"
+            f"{f': it belongs to {owner}' if owner else ''}; stop that, or choose another with "
+            "BATON_PORT=N or `port:` in the fleet file"
+        ) from error
+    return held
 
 
 def port_owner(port: int) -> str | None:

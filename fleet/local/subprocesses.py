@@ -74,3 +74,13 @@ def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=2.0)
+
+
+def end_at_once(key: ProcessKey) -> None:
+    """SIGKILL a process and all below it; nothing if the pid is another's by now."""
+    process = key.find()
+    if process is None:
+        return
+    for member in family(process):  # the parent first, so that it begins no other child
+        with contextlib.suppress(psutil.Error):
+            member.kill()

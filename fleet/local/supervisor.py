@@ -11,8 +11,6 @@ environment, so that nothing is left however the supervisor ends.
 import contextlib
 import os
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,11 +21,14 @@ import httpx
 
 from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
-from fleet.local.preflight import claim_port, describe_model, notes
+from fleet.local.log_files import OwnOutput, rotate
+from fleet.local.preflight import describe_model, notes
+from fleet.local.ray_health import RayHealth
 from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
+from fleet.local.router_process import RouterProcess
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
-from fleet.local.subprocesses import ProcessKey, die_with_parent
+from fleet.local.subprocesses import ProcessKey
 
 Say = Callable[[str], None]
 
@@ -40,11 +41,15 @@ _CONTROLLER_POLL_S = 2.0
 _CONTROLLER_LOST_S = 30.0
 _GIVE_UP_EPOCH = 3  # a worker that never came up in so many lives will not
 _ROUTER_FAILURES = 5
-_ROUTER_HEALTHY_S = 60.0
+_ANSWER_LIMIT_S = 3.0  # of a router that is starting: its socket takes connections before it does
 
 
 class FleetError(RuntimeError):
     """The fleet cannot start or cannot go on; the message says why and what to do."""
+
+
+class RayLostError(FleetError):
+    """Ray's daemons are gone. Its native code crashes at an orderly exit: use ``os._exit``."""
 
 
 class Supervisor:
@@ -69,11 +74,12 @@ class Supervisor:
         self._name = config.fleet  # of its state folder
         self._logs = Path()
         self._redis: EmbeddedRedis | None = None
-        self._router: subprocess.Popen[bytes] | None = None
-        self._router_started_s = 0.0
-        self._router_failures = 0
+        self._router: RouterProcess | None = None
         self._controller: Any = None
         self._ray_started = False
+        self._ray: RayHealth | None = None
+        self._ray_lost = False
+        self._output: OwnOutput | None = None
         self._run_folder = Path()
         self._redis_url = ""
         self._port = 0
@@ -102,12 +108,17 @@ class Supervisor:
             self._say("told to stop while starting")
         finally:
             self._stop.starting_done()
-            self._take_down()
+            try:
+                self._take_down()
+            finally:
+                if self._output is not None:
+                    self._output.release()
 
     # --- up --------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._port = claim_port(self._config.host, self._config.port)
+        self._router = RouterProcess(self._config.host, self._config.port)
+        self._port = self._router.port
         self._choose_name()
         self._logs = fleet_state.log_folder(self._config, self._name)
         model = describe_model(self._config)
@@ -123,8 +134,8 @@ class Supervisor:
         self._start_workers()
         sums = fleet_state.state_folder(self._config.fleet) / "transfers.json"
         sums.unlink(missing_ok=True)  # of an earlier fleet; a router that restarts finds its own
-        self._start_router()
-        self._wait_until_ready()
+        self._start_router(self._router)
+        self._wait_until_ready(self._router)
 
     def _choose_name(self) -> None:
         """Take the fleet's state folder, after cleaning up what a killed run left behind."""
@@ -181,11 +192,13 @@ class Supervisor:
         from fleet.pools.ray_controller import ControllerSpec
 
         self._ray_started = True
+        self._output = OwnOutput(self._logs / "ray.log")
         if self._address is None:
             ray_runtime.start_local(self._run_folder / "r", self._config)
             host = "127.0.0.1"
         else:
             host = ray_runtime.connect(self._address, self._config)
+        self._ray = ray_runtime.health(local=self._address is None)
         self._stop.install()
         spec = ControllerSpec(
             config_json=self._config.to_json(),
@@ -196,36 +209,26 @@ class Supervisor:
         )
         self._controller = ray_runtime.Controller.start(self._config.fleet, spec)
 
-    def _start_router(self) -> None:
+    def _start_router(self, router: RouterProcess) -> None:
         secrets_by_environment = {
             **os.environ,
             "BATON_REDIS_URL": self._redis_url,
             "BATON_FLEET_TOKEN": self._token,
             "BATON_STATE_DIR": str(fleet_state.state_folder(self._name)),
         }
-        command = [sys.executable, "-m", "router", "--config", str(self._config_file)]
-        with (self._logs / "router.log").open("ab") as log:
-            self._router = subprocess.Popen(
-                [*command, "--port", str(self._port)],
-                env=secrets_by_environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
-                preexec_fn=die_with_parent(),
-            )
-        self._router_started_s = time.monotonic()
+        router.start(self._config_file, secrets_by_environment, self._logs / "router.log")
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, router: RouterProcess) -> None:
         deadline = time.monotonic() + START_LIMIT_S
         shown: dict[str, str] = {}
-        with httpx.Client(timeout=10.0, trust_env=False) as client:
+        with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False) as client:
             while time.monotonic() < deadline:
                 self._show_slots(shown)
-                if self._router is None or self._router.poll() is not None:
-                    code = self._router.returncode if self._router else None
+                self._check_ray()
+                if router.ended:
                     raise FleetError(
-                        f"the router ended with exit code {code}:\n{self._tail('router')}"
+                        f"the router ended with exit code {router.exit_code}:\n"
+                        f"{self._tail('router')}"
                     )
                 with contextlib.suppress(httpx.TransportError):
                     answer = client.get(f"{self.url}/health/ready")
@@ -275,10 +278,12 @@ class Supervisor:
         while not self._stop.wait(_POLL_S):
             self._keep_redis()
             self._keep_router()
+            self._check_ray()
             if time.monotonic() >= next_look_s:
                 if self._controller_answers():
                     controller_seen_s = time.monotonic()
                 next_look_s = time.monotonic() + _CONTROLLER_POLL_S
+                rotate(self._logs)
             if time.monotonic() - controller_seen_s > _CONTROLLER_LOST_S:
                 raise FleetError(
                     f"Ray or the controller has not answered for {_CONTROLLER_LOST_S:.0f} s; "
@@ -291,19 +296,23 @@ class Supervisor:
             self._redis.start()
 
     def _keep_router(self) -> None:
-        if self._router is None or self._router.poll() is None:
+        router = self._router
+        if router is None or not router.ended:
             return
-        lived_s = time.monotonic() - self._router_started_s
-        self._router_failures = 1 if lived_s > _ROUTER_HEALTHY_S else self._router_failures + 1
-        code = self._router.returncode
-        if self._router_failures > _ROUTER_FAILURES:
+        router.note_death()
+        if router.failures > _ROUTER_FAILURES:
             raise FleetError(
-                f"the router died {self._router_failures} times (exit code {code}):\n"
+                f"the router died {router.failures} times (exit code {router.exit_code}):\n"
                 f"{self._tail('router')}"
             )
-        self._say(f"the router died (exit code {code}); starting it again")
-        if not self._stop.wait(0.2 * self._router_failures):
-            self._start_router()
+        self._say(f"the router died (exit code {router.exit_code}); starting it again")
+        if not self._stop.wait(0.2 * (router.failures - 1)):  # the first time at once
+            self._start_router(router)
+
+    def _check_ray(self) -> None:
+        if self._ray is not None and (problem := self._ray.problem()):
+            self._ray_lost = True
+            raise RayLostError(f"{problem}; see {self._logs / 'ray.log'}")
 
     def _controller_answers(self) -> bool:
         from ray.exceptions import RayError
@@ -319,20 +328,17 @@ class Supervisor:
     def _take_down(self) -> None:
         """End everything, within `_STOP_LIMIT_S` even if parts of it hang."""
         if self._run_folder == Path():
+            if self._router is not None:
+                self._router.begin_stop()
             return  # nothing was started
         self._say("stopping")
         alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
         alarm.daemon = True
         alarm.start()
-        if self._router is not None:
-            self._router.terminate()
+        if self._router is not None:  # first: what it answers, it answers with its workers alive
+            self._router.begin_stop()
+            self._router.finish_stop(_ROUTER_STOP_S)
         self._stop_workers()
-        if self._router is not None:
-            try:
-                self._router.wait(_ROUTER_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._router.kill()
-                self._router.wait()
         if self._redis is not None:
             self._redis.stop()
         fleet_state.sweep(str(self._run_folder))
@@ -341,8 +347,10 @@ class Supervisor:
         self._say("stopped")
 
     def _stop_workers(self) -> None:
-        if not self._ray_started:
-            return
+        if self._ray is not None:
+            self._ray.close()
+        if not self._ray_started or self._ray_lost:
+            return  # what would go through a lost Ray would wait for it: the sweep ends them all
         import ray
 
         if self._controller is not None:

@@ -33,6 +33,7 @@ from fleet.pools.controller import (
     Remove,
     Stop,
 )
+from fleet.pools.liveness import FROZEN_AFTER_S, Life
 from fleet.pools.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
 from fleet.pools.resources import (
     NAMESPACE,
@@ -81,7 +82,7 @@ class ControllerActor:
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
         pools = {"prefill": self._config.pools.prefill, "decode": self._config.pools.decode}
         self._machine = FleetController(pools, time.monotonic_ns())  # type: ignore[arg-type]
-        self._actors: dict[str, tuple[int, Any]] = {}
+        self._lives: dict[str, Life] = {}
         self._groups: dict[str, PlacementGroup] = {}
         self._tasks = BackgroundTasks("controller")
         self._placing: dict[str, asyncio.Event] = {}  # set when a life is not wanted any more
@@ -121,8 +122,8 @@ class ControllerActor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
-        for _, actor in self._actors.values():
-            ray.kill(actor)
+        for life in self._lives.values():
+            life.end()
         for worker_id in list(self._groups):
             self._remove_group(worker_id)
         return self._machine.idle
@@ -172,10 +173,8 @@ class ControllerActor:
         """Run a life; a fault of our own ends it too, so that no slot waits for it for ever."""
 
         def lost(error: Exception) -> None:
-            _, actor = self._actors.pop(launch.worker_id, (0, None))
-            if actor is not None:
-                with contextlib.suppress(RayError):
-                    ray.kill(actor)
+            if (life := self._lives.pop(launch.worker_id, None)) is not None:
+                life.end()
             reason = f"the controller lost sight of it: {error!r}"
             self._apply(self._machine.ended(launch.worker_id, launch.epoch, reason, _now_ns()))
 
@@ -203,25 +202,38 @@ class ControllerActor:
 
     async def _watch(self, worker_id: str, epoch: int, actor: Any, first: Any) -> None:
         """Follow a life; ``first`` is the actor's method that gives its record."""
-        self._actors[worker_id] = (epoch, actor)
+        life = self._lives[worker_id] = Life(epoch, actor)
         incarnation = b""
         try:
-            raw = await first.remote()
-            incarnation = msgspec.msgpack.decode(raw, type=WorkerRecord).incarnation
-            self._apply(self._machine.started(worker_id, epoch, _now_ns()))
-            reason = exit_reason(await actor.wait.remote())
+            async with self._tasks.beside(life.ask(), "ask"):
+                raw = await first.remote()
+                incarnation = msgspec.msgpack.decode(raw, type=WorkerRecord).incarnation
+                self._apply(self._machine.started(worker_id, epoch, _now_ns()))
+                reason = await self._until_it_ends(life)
         except RayTaskError as error:
             reason = f"failed: {error.cause!r}"
         except RayActorError:
             reason = "its process is gone"
+        except TimeoutError:
+            reason = f"frozen: it did not answer for {FROZEN_AFTER_S:g} s"
         except RayError as error:  # its node died, it cannot be scheduled any more, ...
             reason = f"lost: {error!r}"
-        with contextlib.suppress(RayError):
-            ray.kill(actor)
-        self._actors.pop(worker_id, None)
+        life.end()
+        self._lives.pop(worker_id, None)
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.forget(incarnation)
         self._apply(self._machine.ended(worker_id, epoch, reason, _now_ns()))
+
+    async def _until_it_ends(self, life: Life) -> str:
+        """Why it ended, or that it froze."""
+        async with asyncio.timeout(None) as patience:
+
+            async def lose_patience() -> None:
+                await life.freeze()
+                patience.reschedule(asyncio.get_running_loop().time())
+
+            async with self._tasks.beside(lose_patience(), "freeze"):
+                return exit_reason(await life.actor.wait.remote())
 
     def _start_actor(self, launch: Launch, group: PlacementGroup) -> Any:
         config = self._config
@@ -250,24 +262,23 @@ class ControllerActor:
         return options.remote(self._spec.program, settings)
 
     async def _drain(self, drain: Drain) -> None:
-        epoch, actor = self._actors.get(drain.worker_id, (0, None))
-        if actor is not None and epoch == drain.epoch:
+        life = self._lives.get(drain.worker_id)
+        if life is not None and life.epoch == drain.epoch:
             with contextlib.suppress(RayError):
-                await actor.drain.remote(drain.timeout_ns / _NS)
+                await life.actor.drain.remote(drain.timeout_ns / _NS)
         self._apply(self._machine.drained(drain.worker_id, drain.epoch, _now_ns()))
 
     async def _stop(self, stop: Stop) -> None:
-        epoch, actor = self._actors.get(stop.worker_id, (0, None))
-        if actor is None or epoch != stop.epoch:
+        life = self._lives.get(stop.worker_id)
+        if life is None or life.epoch != stop.epoch:
             if (unwanted := self._placing.get(stop.worker_id)) is not None:
                 unwanted.set()
             return
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
-                await actor.stop.remote()
+                await life.actor.stop.remote()
                 return  # `wait` returns now, and `_watch` goes on
-        with contextlib.suppress(RayError):
-            ray.kill(actor)
+        life.end()
 
     # ---- placement and adoption -----------------------------------------------------------------
 

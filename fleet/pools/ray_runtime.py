@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from config.fleet_file import EMBEDDED, FleetConfig
+from fleet.local.ray_health import RayHealth
+from fleet.local.subprocesses import ProcessKey
 from fleet.pools.resources import (
     NAMESPACE,
     CapacityError,
@@ -18,6 +21,7 @@ from fleet.pools.resources import (
     local_cpus,
 )
 
+_DAEMONS = ("gcs_server", "raylet")  # without one of them a local Ray is lost
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 
 
@@ -70,6 +74,20 @@ def connect(address: str, config: FleetConfig) -> str:
             "`redis:` to the URL of a server that every node reaches"
         )
     return ""
+
+
+def health(*, local: bool) -> RayHealth:
+    """Begin to watch the Ray that this process is connected to.
+
+    Args:
+        local: Whether this process started it.
+    """
+    import ray
+
+    children = psutil.Process().children() if local else []
+    found = {child.name(): ProcessKey.of(child.pid) for child in children}
+    daemons = {name: key for name, key in found.items() if name in _DAEMONS and key is not None}
+    return RayHealth(ray.get_runtime_context().gcs_address, daemons)
 
 
 class Controller:

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from fleet.pools.liveness import ShellProcess, StandstillGuard
 from registry.types import WorkerRecord
+from telemetry.tasks import BackgroundTasks
 
 WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
 _LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
@@ -56,7 +58,9 @@ class WorkerActor:
         module = importlib.import_module(program)
         self._settings = msgspec.convert(fields, module.WorkerSettings)
         self._start_worker: StartWorker = module.Worker.start
-        self._starting: asyncio.Task[RunningWorker] | None = None
+        self._tasks = BackgroundTasks("worker's actor")
+        self._starting: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
         self._started = asyncio.Event()
         self._worker: RunningWorker | None = None
 
@@ -66,13 +70,25 @@ class WorkerActor:
         Raises:
             RuntimeError: ``stop`` was called before it was ready.
         """
-        self._starting = asyncio.create_task(self._start_worker(self._settings))
+        self._starting = self._tasks.vital(self._begin(), "start", self._note_failure)
         await asyncio.wait((self._starting,))
-        if self._starting.cancelled():
+        if self._failure is not None:
+            raise self._failure
+        if self._worker is None:
             raise RuntimeError("the worker was stopped before it was ready")
-        self._worker = self._starting.result()
-        self._started.set()
         return await self.record()
+
+    async def _begin(self) -> None:
+        self._worker = await self._start_worker(self._settings)
+        self._tasks.keep(StandstillGuard().run, "standstill")
+        self._started.set()
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failure = error
+
+    async def ping(self) -> bytes:
+        """This process, as msgpack: who answers is not frozen."""
+        return msgspec.msgpack.encode(ShellProcess.own())
 
     async def record(self) -> bytes:
         """The record, once it has started. For a controller that was restarted."""

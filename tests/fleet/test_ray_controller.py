@@ -4,7 +4,12 @@ Ray is played by stand-ins that answer as Ray does; ``test_ray_fleet.py`` has th
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +19,14 @@ from ray.exceptions import ActorUnschedulableError, NodeDiedError
 
 from config.fleet_file import FleetConfig, PoolsConfig
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.pools import ray_controller
+from fleet.local.subprocesses import ProcessKey
+from fleet.pools import liveness, ray_controller
 from fleet.pools.controller import Phase
+from fleet.pools.liveness import ShellProcess, StandstillGuard
 from fleet.pools.ray_controller import ControllerActor, ControllerSpec
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
+from telemetry.tasks import BackgroundTasks
 
 
 class Method:
@@ -41,6 +49,9 @@ class Actor:
         self.start = self.record = Method(self._record)
         self.wait = Method(self._wait)
         self.stop = Method(self._stop)
+        self.ping = Method(self._ping)
+        self.frozen = False
+        self.process = ShellProcess("elsewhere", ProcessKey(1, 0.0))
 
     async def _record(self) -> bytes:
         if self._failure is not None:
@@ -59,7 +70,16 @@ class Actor:
         return 0
 
     async def _stop(self) -> None:
+        await self._thaw()
         self.stopped.set()
+
+    async def _ping(self) -> bytes:
+        await self._thaw()
+        return msgspec.msgpack.encode(self.process)
+
+    async def _thaw(self) -> None:
+        while self.frozen:
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -182,3 +202,71 @@ async def test_a_new_controller_counts_on_from_what_the_registry_says(
     await asyncio.gather(controller.run(), controller.run())
     await until(lambda: epochs != [])
     assert epochs == [7]
+
+
+@pytest.fixture
+def stopped_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that SIGSTOP froze."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        yield process
+        process.kill()
+
+
+async def test_a_life_that_answers_no_more_is_ended_and_followed_by_another(
+    controller: ControllerActor,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped_process: subprocess.Popen[bytes],
+) -> None:
+    """Defect 5d: silent for the deadline, killed for certain, and replaced."""
+    monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(liveness, "FROZEN_AFTER_S", 0.5)
+    lives: list[Actor] = []
+
+    def start(launch, _group) -> Actor:
+        lives.append(Actor(launch.worker_id))
+        return lives[-1]
+
+    monkeypatch.setattr(controller, "_start_actor", start)
+    await controller.run()
+    await until(lambda: phase(controller) is phase(controller, "decode-0") is Phase.READY)
+    frozen = next(life for life in lives if life.worker_id == "prefill-0")
+    key = ProcessKey.of(stopped_process.pid)
+    assert key is not None
+    frozen.process = ShellProcess(socket.gethostname(), key)
+    await asyncio.sleep(1.0)
+    assert phase(controller) is Phase.READY, "it answers"
+    frozen.frozen = True
+    await until(lambda: controller._machine.slots["prefill-0"].epoch == 2)
+    await until(lambda: phase(controller) is Phase.READY)
+    assert key.find() is None
+    assert controller._machine.slots["decode-0"].epoch == 1
+    assert [life.worker_id for life in lives].count("prefill-0") == 2
+
+
+async def test_a_controller_that_stood_still_itself_blames_nobody(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect 5d: its own pause is not the workers' silence."""
+    monkeypatch.setattr(liveness, "FROZEN_AFTER_S", 0.6)
+    monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.3)
+    monkeypatch.setattr(controller, "_start_actor", lambda launch, _: Actor(launch.worker_id))
+    await controller.run()
+    await until(lambda: phase(controller) is Phase.READY)
+    for _ in range(3):
+        time.sleep(0.8)  # noqa: ASYNC251 - the whole process stands still
+        await asyncio.sleep(0.4)
+    assert [slot.epoch for slot in controller._machine.slots.values()] == [1, 1]
+
+
+async def test_a_process_that_stood_still_ends_itself() -> None:
+    """Defect 5d: who was replaced meanwhile does not come back, nor does a loop that is caught."""
+    why: list[str] = []
+    guard = StandstillGuard(limit_s=0.5, end=why.append)
+    tasks = BackgroundTasks("test")
+    async with tasks.beside(guard.run(), "guard"):
+        await asyncio.sleep(0.8)
+        assert why == []
+        time.sleep(1.0)  # noqa: ASYNC251
+        assert why, "the thread sees it while the loop is caught"
+        assert "stood still" in why[0]

@@ -1,6 +1,7 @@
 """Real Ray, real Redis, real processes: dead workers come back, and a stop leaves nothing."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import shutil
@@ -17,6 +18,7 @@ import ray
 from config.fleet_file import FleetConfig, PoolsConfig
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.subprocesses import ProcessKey
+from fleet.pools.liveness import FROZEN_AFTER_S
 from fleet.pools.ray_controller import ControllerSpec
 from fleet.pools.ray_runtime import Controller, start_local
 from fleet.pools.resources import NAMESPACE, controller_name
@@ -118,6 +120,23 @@ async def test_kill_9_brings_a_new_incarnation(fleet: Fleet, victim: str) -> Non
     assert engine.find() is None, "the engine never outlives its worker"
     reason = "killed by SIGKILL (9)" if victim == "engine" else "its process is gone"
     assert f"dead {reason}" in (fleet.logs / "controller.log").read_text()
+
+
+async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: Fleet) -> None:
+    """Defect 5d: SIGSTOP; a new life within the deadline, and SIGCONT revives nothing."""
+    before = await record_of(fleet, "decode-0")
+    shell = ProcessKey.of(int(before.address.rpartition(":")[2]))
+    engine = ProcessKey.of(before.pid)
+    assert shell is not None and engine is not None
+    os.kill(shell.pid, signal.SIGSTOP)
+    wait_for(lambda: slot(fleet, "decode-0")["epoch"] == before.epoch + 1, FROZEN_AFTER_S + 6)
+    assert shell.find() is None and engine.find() is None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(shell.pid, signal.SIGCONT)
+    wait_ready(fleet, "decode-0", before.epoch + 1)
+    after = await record_of(fleet, "decode-0")
+    assert after.incarnation != before.incarnation
+    assert "dead frozen: it did not answer for 8 s" in (fleet.logs / "controller.log").read_text()
 
 
 async def test_operators_drain_and_restart_through_redis(fleet: Fleet) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,3 +183,42 @@ def test_a_killed_supervisor_takes_its_children_along_and_down_sweeps_up(
     assert done.returncode == 0, done.stderr
     assert not list(fleet_state.processes_of(state.run_folder))
     assert not Path(state.run_folder).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("daemon", ["gcs_server", "raylet"])
+def test_a_fleet_without_its_ray_ends_in_order(serve: Serve, daemon: str) -> None:
+    """Defects 16 and 24: noticed, said, answered with a typed error, nothing left, exit code 1."""
+    served = serve([sys.executable, "-m", "fleet.cli.main", "up"])
+    url = served.wait_ready()
+    state = fleet_state.load("up-test")
+    assert state is not None
+    answers: list[httpx.Response] = []
+
+    def generate() -> None:
+        body = {"model": "default", "prompt": "Count:", "max_tokens": 2000, "ignore_eos": True}
+        answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False))
+
+    client = threading.Thread(target=generate)
+    client.start()
+    wait_for(lambda: any(worker["running"] for worker in fleet_of(url)["workers"]), 20)
+    (victim,) = (
+        process
+        for process in fleet_state.processes_of(state.run_folder)
+        if process.name() == daemon
+    )
+    began = time.monotonic()
+    victim.kill()
+    assert served.process.wait(30) == 1
+    took_s = time.monotonic() - began
+    client.join(10)
+    output = served.output.read_text()
+    assert f"Ray's {daemon} (pid {victim.pid}) died" in " ".join(output.split())
+    assert "stopped" in output
+    assert "\x1b[" not in output
+    assert took_s < 20
+    assert answers and answers[0].status_code == 503, answers[0].text
+    assert answers[0].json()["error"]["code"]
+    assert not list(fleet_state.processes_of(state.run_folder))
+    assert not Path(state.run_folder).exists()
+    assert fleet_state.load("up-test") is None

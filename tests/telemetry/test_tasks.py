@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import gc
+import inspect
 import logging
 
 import pytest
@@ -80,6 +81,14 @@ async def test_what_runs_beside_a_block_ends_with_it(tasks, failures) -> None:
         assert not task.done()
     assert task.cancelled()
     assert failures == []
+
+
+async def test_what_is_cancelled_before_it_began_is_closed(tasks) -> None:
+    """Otherwise Python complains of a coroutine that was never awaited."""
+    work = broken()
+    async with tasks.beside(work, "beside"):
+        pass
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
 
 
 async def test_close_ends_all_but_the_task_that_calls_it(tasks, failures) -> None:

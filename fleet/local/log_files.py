@@ -1,0 +1,62 @@
+"""The logs of a fleet's processes: bounded, and apart from what the terminal shows."""
+
+import contextlib
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TextIO
+
+LOG_LIMIT_BYTES = 16 * 2**20
+# The folder may be shared with others, whose logs are theirs.
+_OURS = ("router.log", "redis.log", "controller.log", "ray.log", "prefill-*.log", "decode-*.log")
+
+
+def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
+    """Bound the logs of a fleet while their processes write on; one older file of each is kept.
+
+    A file stays the same, as its writer has it open for appending: it is copied, then emptied.
+    """
+    for file in (found for pattern in _OURS for found in folder.glob(pattern)):
+        with contextlib.suppress(OSError):  # a full disk must not end the fleet
+            if file.stat().st_size > limit_bytes:
+                with file.open("rb") as source, file.with_suffix(".log.1").open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
+                    shutil.copyfileobj(source, copy)  # what came meanwhile
+                os.truncate(file, 0)
+
+
+def terminal() -> TextIO:
+    """A stream to where standard output leads now, whatever becomes of that."""
+    try:
+        return os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    except (OSError, ValueError):  # not a file: it has been replaced
+        return sys.stdout
+
+
+class OwnOutput:
+    """While it is held, what libraries print goes to a log: only a `terminal` shows our lines.
+
+    Ray's native code writes to the descriptors, its threads to ``sys.stdout``: coloured paragraphs
+    between the lines of `baton up`.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._terminal = (os.dup(1), os.dup(2))
+        self._streams = (sys.stdout, sys.stderr)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._flush()
+        for stream in (1, 2):
+            os.dup2(descriptor, stream)
+        os.close(descriptor)
+
+    def release(self) -> None:
+        """Print as before."""
+        self._flush()
+        for stream, kept in zip((1, 2), self._terminal, strict=True):
+            os.dup2(kept, stream)
+            os.close(kept)
+
+    def _flush(self) -> None:
+        for stream in self._streams:
+            stream.flush()

@@ -1,0 +1,162 @@
+"""Parts of the supervisor, each alone: Ray's health, logs, the router's socket."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from fleet.local.log_files import OwnOutput, rotate, terminal
+from fleet.local.ray_health import RayHealth
+from fleet.local.redis_server import EmbeddedRedis
+from fleet.local.router_process import RouterProcess
+from fleet.local.subprocesses import ProcessKey
+
+ROOT = Path(__file__).parents[2]
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.01)
+
+
+# ---- Ray's health -----------------------------------------------------------------------------
+
+
+def test_a_head_that_answers_anything_is_well_and_one_that_is_gone_is_not() -> None:
+    """Defect 16: noticed without Ray, whose calls would wait for a minute."""
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)  # knows no method: it refuses, which is an answer
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        health = RayHealth(f"127.0.0.1:{port}", {}, look_every_s=0.02)
+        time.sleep(0.5)
+        assert health.problem() == ""
+        server.stop(None).wait()
+        wait_for(health.problem)
+        assert "has not answered" in health.problem()
+        health.close()
+
+
+def test_a_head_that_is_frozen_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect 16: it takes connections, as its kernel does, and says nothing."""
+    monkeypatch.setattr("fleet.local.ray_health._ANSWER_WITHIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        health = RayHealth(f"127.0.0.1:{frozen.getsockname()[1]}", {}, look_every_s=0.0)
+        wait_for(health.problem)
+        health.close()
+
+
+def test_a_daemon_that_died_is_named_at_once() -> None:
+    """Defects 16 and 24: GCS and raylet of a local Ray."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as daemon:
+        key = ProcessKey.of(daemon.pid)
+        assert key is not None
+        health = RayHealth("127.0.0.1:1", {"raylet": key})
+        assert health.problem() == ""
+        daemon.kill()
+        wait_for(health.problem, 1.0)
+        assert health.problem() == f"Ray's raylet (pid {daemon.pid}) died"
+        health.close()
+
+
+# ---- logs -------------------------------------------------------------------------------------
+
+
+def test_a_log_is_bounded_while_its_writer_goes_on(tmp_path: Path) -> None:
+    """Defect 19: the router's log, and those of every process that lives long."""
+    log, other = tmp_path / "router.log", tmp_path / "syslog.log"
+    other.write_bytes(b"x" * 2000)
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"first\n" * 200)
+        rotate(tmp_path, limit_bytes=1000)
+        writer.write(b"then\n")
+        rotate(tmp_path, limit_bytes=1000)
+    assert log.read_bytes() == b"then\n"
+    assert (tmp_path / "router.log.1").read_bytes() == b"first\n" * 200
+    assert other.stat().st_size == 2000, "not ours"
+
+
+def test_what_libraries_print_goes_to_a_log(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Defect 24: Ray's paragraphs, from Python or not."""
+    shown = terminal()
+    output = OwnOutput(tmp_path / "ray.log")
+    print("from a thread of Ray's", file=sys.__stdout__, flush=True)
+    os.write(2, b"from its native code\n")
+    print("one line of ours", file=shown, flush=True)
+    output.release()
+    os.write(1, b"as before\n")
+    shown.close()
+    text = (tmp_path / "ray.log").read_text()
+    assert "from its native code" in text
+    captured = capfd.readouterr()
+    assert captured.out.endswith("one line of ours\nas before\n")
+    assert captured.err == ""
+
+
+# ---- the router's socket ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def router(tmp_path: Path, redis_server: EmbeddedRedis) -> Iterator[tuple[RouterProcess, Callable]]:
+    process = RouterProcess("127.0.0.1", 0)
+    environment = {
+        **os.environ,
+        "BATON_REDIS_URL": redis_server.url,
+        "BATON_FLEET_TOKEN": "t",
+        "BATON_STATE_DIR": str(tmp_path),
+    }
+
+    def start() -> None:
+        process.start(ROOT / "deploy" / "local.yaml", environment, tmp_path / "router.log")
+
+    start()
+    yield process, start
+    process.begin_stop()
+    process.finish_stop(5.0)
+
+
+def test_connections_made_while_a_router_is_started_again_wait(
+    router: tuple[RouterProcess, Callable],
+) -> None:
+    """Defect 21: none is refused, and each is answered by the next life."""
+    process, start = router
+    url = f"http://127.0.0.1:{process.port}/health/live"
+    assert httpx.get(url, timeout=60.0, trust_env=False).status_code == 200
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: process.ended)
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(httpx.get(url, timeout=60.0, trust_env=False).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    start()
+    for thread in threads:
+        thread.join(60.0)
+    assert answers == [200] * 8
+
+
+def test_a_stopped_router_refuses_connections(router: tuple[RouterProcess, Callable]) -> None:
+    """Defect 21: the socket that is held must not let clients wait for nobody."""
+    process, _ = router
+    url = f"http://127.0.0.1:{process.port}/health/live"
+    assert httpx.get(url, timeout=60.0, trust_env=False).status_code == 200
+    process.begin_stop()
+    process.finish_stop(5.0)
+    assert process.exit_code == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url, timeout=5.0, trust_env=False)
