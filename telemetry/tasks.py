@@ -46,13 +46,13 @@ class BackgroundTasks:
 
     def spawn(self, work: Work, name: str) -> asyncio.Task[None]:
         """Run something once."""
-        return self._begin(self._once(work, name, None), name)
+        return self._begin_once(work, name, None)
 
     def vital(
         self, work: Work, name: str, on_failure: Callable[[Exception], None]
     ) -> asyncio.Task[None]:
         """Run what the owner cannot go on without; ``on_failure`` is told why it broke."""
-        return self._begin(self._once(work, name, on_failure), name)
+        return self._begin_once(work, name, on_failure)
 
     def keep(self, make: Callable[[], Work], name: str) -> asyncio.Task[None]:
         """Run something until it returns; when it raises, begin it again after a pause.
@@ -79,6 +79,13 @@ class BackgroundTasks:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+    def _begin_once(
+        self, work: Work, name: str, on_failure: Callable[[Exception], None] | None
+    ) -> asyncio.Task[None]:
+        task = self._begin(self._once(work, name, on_failure), name)
+        task.add_done_callback(lambda _: work.close())  # cancelled before it ran a line
+        return task
 
     def _begin(self, work: Work, name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"{self._owner}: {name}")

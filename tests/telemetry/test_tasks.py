@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import gc
 import logging
 
 import pytest
@@ -79,6 +80,17 @@ async def test_what_runs_beside_a_block_ends_with_it(tasks, failures) -> None:
         assert not task.done()
     assert task.cancelled()
     assert failures == []
+
+
+async def test_what_is_cancelled_before_its_first_step_leaves_no_warning(tasks, recwarn) -> None:
+    async with tasks.beside(asyncio.sleep(60), "beside"):
+        pass
+    await asyncio.gather(tasks.spawn(asyncio.sleep(0), "once"))
+    task = tasks.spawn(asyncio.sleep(60), "once")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    gc.collect()
+    assert not recwarn.list
 
 
 async def test_close_ends_all_but_the_task_that_calls_it(tasks, failures) -> None:
