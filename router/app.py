@@ -65,6 +65,8 @@ class Router:
         self._feeder.start()
         self._ticket_feed.start()
         await self._know_workers()
+        # The first long text should not have to wait for what is the same for all of them.
+        parts.tasks.spawn(asyncio.to_thread(parts.model.know_lengths), "lengths of tokens")
         try:
             yield
         finally:

@@ -150,6 +150,10 @@ class ServedModel:
             raise InvalidRequestError("the chat template made an empty prompt", param="messages")
         return tokens
 
+    def know_lengths(self) -> None:
+        """Look at all tokens for `check_length`; takes a moment."""
+        _ = self._length_bound
+
     @cached_property
     def _length_bound(self) -> LengthBound:
         return LengthBound.of(self.tokenizer)

@@ -6,6 +6,9 @@ import hmac
 import pytest
 
 from config.clients import ApiKeyConfig
+from fleet.cli import inspection
+from fleet.local.state import FleetState
+from fleet.local.subprocesses import ProcessKey
 from router import access
 from tests.router.emulated_worker import Script
 from wire import grpc_options
@@ -134,3 +137,14 @@ async def test_secrets_are_compared_in_constant_time(fleet, monkeypatch):
     assert await grpc_options.TokenInterceptor("other").intercept_service(
         lambda _: asyncio.sleep(0), Details
     ) != ("called")
+
+
+async def test_baton_status_needs_no_key(fleet):
+    """Defect 13: what ``/fleet`` asks for, ``baton status`` has in the fleet's state."""
+    me = ProcessKey(pid=1, started_s=0.0)
+    fields = dict.fromkeys(("run_folder", "redis_url", "log_dir", "config_file"), "")
+    state = FleetState(
+        name="x", fleet="x", supervisor=me, url=fleet.url, fleet_token="secret", **fields
+    )
+    answer = await asyncio.to_thread(inspection._get, state, "/fleet")
+    assert [worker["id"] for worker in answer["workers"]] == ["decode-0"]

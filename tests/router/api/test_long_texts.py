@@ -1,15 +1,22 @@
 """Texts that cannot fit are refused by their length, before anything is tokenized."""
 
+import asyncio
+import contextlib
 import json
+import os
 import random
+import sys
 import time
 
+import httpx
+import psutil
 import pytest
+import yaml
 
 from engine.artifacts.artifact import resolve_model
 from engine.text.length_bound import LengthBound
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
-from tests.router.conftest import MODEL
+from tests.router.conftest import MODEL, free_port
 
 SPACES = " " * 3_900_000
 COMBINING = "e" + "\u0301" * 1_000_000
@@ -23,7 +30,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
     """Defect 22: 3.9 MB of spaces held a request for 11 s before its 400."""
     fleet = await make_fleet({"decode-0": None})
 
-    _ = fleet.router.model._length_bound  # made with the first long text of a router
+    fleet.router.model.know_lengths()  # as a router does when it starts
     monkeypatch.setattr(TextTokenizer, "encode", lambda *_, **__: 1 / 0)
     fields = (
         {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
@@ -72,3 +79,36 @@ def test_the_bound_is_never_above_the_tokens(model):
     for text in texts:
         assert bound.fewest_tokens(text) <= len(tokenizer.encode(text))
     assert bound.fewest_tokens(" " * 5000) > 60
+
+
+@pytest.mark.slow
+async def test_memory_goes_back_after_large_bodies(tmp_path):
+    """Defect 22: 12 calls took a router from 123 to 1848 MiB, and it stayed at 538."""
+    config, port = tmp_path / "fleet.yaml", free_port()
+    config.write_text(yaml.safe_dump({"served_model_name": MODEL, "port": port}))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "router", "--config", str(config)),
+        env={**os.environ, "BATON_REDIS_URL": "redis://127.0.0.1:1/0"},
+    )
+    resident = psutil.Process(process.pid).memory_info
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            limit_s = time.monotonic() + 30
+            while time.monotonic() < limit_s:
+                with contextlib.suppress(httpx.TransportError):
+                    await client.get("/health/live")
+                    break
+                await asyncio.sleep(0.1)
+            text = "the quick brown fox jumps over the lazy dog. " * 900  # it just fits
+            await client.post("/tokenize", json={"prompt": text})
+            await asyncio.sleep(1.5)
+            before = resident().rss
+            for prompt in (COMBINING, SPACES, text):
+                calls = [client.post("/tokenize", json={"prompt": prompt}) for _ in range(12)]
+                await asyncio.gather(*calls)
+            await asyncio.sleep(3)
+            assert resident().rss - before < 64 * 2**20
+    finally:
+        process.kill()
+        await process.wait()

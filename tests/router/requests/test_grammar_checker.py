@@ -10,6 +10,7 @@ from engine.text.grammar import MAX_SOURCE_CHARACTERS
 from engine.text.grammar_check import Question, Verdict
 from router.requests.grammar_checker import GrammarChecker
 from telemetry.metrics import Metrics
+from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 
 DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(2500)) + '\nr2500: "b"'
@@ -211,3 +212,16 @@ async def test_the_grammar_travels_with_the_request(make_fleet):
     assert fleet.workers["decode-0"].submissions[-1].sampling.grammar == ""
     shown = (await fleet.http.get("/metrics")).text
     assert "baton_grammar_compile_seconds_count" in shown
+
+
+async def test_a_fault_of_ours_is_counted_and_told_and_the_next_grammar_is_tried(
+    make_checker, monkeypatch
+):
+    checker = make_checker()
+    monkeypatch.setattr(checker, "_try", lambda question: asyncio.sleep(0, 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        await checker.check("guided_regex", "regex", "a+")
+    await until(lambda: checker._metrics.value("baton_task_failures", task="grammar") == 1)
+    monkeypatch.undo()
+    assert await checker.check("guided_regex", "regex", "a+")
+    assert checker._metrics.value("baton_task_failures", task="grammar") == 1
