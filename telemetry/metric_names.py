@@ -167,6 +167,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
 COMMON_METRICS: dict[str, MetricSpec] = {
     "baton_registry_connected": _gauge("1 while Redis answers."),
     "baton_registry_errors": _count("Calls to Redis that failed."),
+    "baton_task_failures": _count("Background tasks that raised, by their names.", "task"),
     "baton_label_overflows": _count("Label values folded into `other`.", "metric"),
 }
 
