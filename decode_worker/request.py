@@ -244,7 +244,7 @@ class DecodeRequest:
         if self.ended:
             return
         error = self._error
-        finished = all(reason for reason, _ in self._finish)
+        finished = bool(self._finish) and all(reason for reason, _ in self._finish)
         if error is None and report.error_code and not finished:
             error = from_code(report.error_code, report.error_message)
         self._close(error, report)

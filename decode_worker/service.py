@@ -6,6 +6,7 @@ on; the router reconnects and resumes each request by name. What it does not res
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,6 +22,7 @@ from decode_worker.tombstones import Tombstones
 from engine.core.errors import (
     BatonError,
     CancelledError_,
+    InternalError,
     InvalidRequestError,
     UnavailableError,
 )
@@ -28,6 +30,8 @@ from engine.core.events import StepDone
 from telemetry.tasks import BackgroundTasks
 from wire.codecs import error_to_wire
 from wire.compatibility import WIRE_MAX, WIRE_MIN
+
+_LOG = logging.getLogger(__name__)
 
 STATUS_S = 0.25
 DEFAULT_LEASE_MS = 3000
@@ -47,6 +51,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, parts: WorkerParts, capabilities: common_pb2.Capabilities, threads: int
     ) -> None:
         self.state = "ready"
+        self._leaving = False
         self._parts = parts
         self._capabilities = capabilities
         self._threads = threads
@@ -107,6 +112,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         finally:
             session.end_stream(stream)
 
+    def drain(self) -> None:
+        """Take no new requests any more; no router can change that."""
+        self.state, self._leaving = "draining", True
+
     def _handle(self, frame: pb.RouterFrame, session: RouterSession) -> None:
         match frame.WhichOneof("frame"):
             case "submit":
@@ -120,7 +129,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 request = self._find(replacement.request_id, replacement.attempt)
                 if request is not None:
                     request.replace_prefill(replacement)
-            case "drain":
+            case "drain" if not self._leaving:
                 self.state = "draining" if frame.drain.on else "ready"
 
     def _find(self, request_id: str, attempt: int) -> DecodeRequest | None:
@@ -154,9 +163,16 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if refusal is not None:
             self._refuse(submission.request_id, submission.attempt, session, refusal)
             return
-        request = DecodeRequest(submission, session, self._parts)
+        try:
+            request = DecodeRequest(submission, session, self._parts)
+            request.start()
+        except Exception:  # noqa: BLE001 - a fault of one request must not end the stream of all
+            _LOG.exception("a submission could not be taken")
+            self._parts.count_task_failure("submit")
+            refusal = InternalError("the worker could not take the request; its log says why")
+            self._refuse(submission.request_id, submission.attempt, session, refusal)
+            return
         self._requests[submission.request_id] = request
-        request.start()
 
     def _refusal(self, submission: pb.Submission) -> BatonError | None:
         if self._parts.engine.silent:

@@ -210,7 +210,7 @@ class Worker:
     async def drain(self, timeout_s: float = 30.0) -> bool:
         """Take no new work and wait for what is there; True when nothing was left."""
         decode, prefill = self._parts.decode, self._parts.prefill
-        decode.state = "draining"
+        decode.drain()
         prefill.draining = True
         self._parts.presence.update("draining")
         try:

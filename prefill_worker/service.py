@@ -160,6 +160,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         self._serial += 1
         engine_id = f"p/{start.request_id}/{start.attempt}/{self._serial}"
+        command = submit_from_wire(start, engine_id, Kind.PREFILL, start.skip_blocks)
         handoff = Handoff(engine_id, start, machine)
         self._handoffs[key] = handoff
         self._attempts[start.request_id] = start.attempt
@@ -171,7 +172,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         handoff_span.set_attribute("baton.prompt_tokens", len(prompt))
         handoff_span.set_attribute("baton.worker_id", self._identity.worker_id)
-        command = submit_from_wire(start, engine_id, Kind.PREFILL, start.skip_blocks)
         self._engine.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
         return handoff, False
 

@@ -134,7 +134,7 @@ class QueueFullError(BatonError):
 
 
 class CancelledError_(BatonError):  # noqa: N801, N818 - the plain name is asyncio's
-    """The client disconnected, or its lease lapsed."""
+    """The client disconnected."""
 
     code = "cancelled"
     status = 499

@@ -23,6 +23,7 @@ from engine.core.core import EngineCore
 from engine.core.errors import (
     BatonError,
     CancelledError_,
+    InvalidRequestError,
     NumericsError,
 )
 from engine.core.geometry import KvGeometry
@@ -198,7 +199,7 @@ class EngineProcess:
 
     def _prepare(self, command: messages.Submit) -> None:
         """Submit, or let the request wait beside the step loop for its grammar and its adapter."""
-        refusal = self._capabilities.refusal(command.spec)
+        refusal = _malformed(command) or self._capabilities.refusal(command.spec)
         grammar = command.spec.params.grammar
         if refusal is not None:
             self._end(command.request_id, refusal)
@@ -278,6 +279,15 @@ class EngineProcess:
                         self._grammar_queue.ended(report.request_id)
             self._control.sendall(messages.frame(reports))
             self._sent_s = time.monotonic()
+
+
+def _malformed(command: messages.Submit) -> BatonError | None:
+    """What no router of ours sends: it must not end the process, and all requests with it."""
+    if len(command.prompt_token_ids) % 4:
+        return InvalidRequestError("the prompt is no list of token ids")
+    if command.spec.params.n < 1:
+        return InvalidRequestError(f"{command.spec.params.n} choices were asked for")
+    return None
 
 
 def main() -> None:

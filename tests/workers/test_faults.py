@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 from batonpb import decode_pb2 as pb
 
+from decode_worker import service
+from decode_worker.parts import WorkerParts
 from kvtransfer import receiver
 from kvtransfer.chunk import PoolView
 from tests.workers.harness import WorkerProcess, routed, worker_here, workers
@@ -45,6 +47,49 @@ async def test_a_fault_while_a_frame_is_stored_leaves_no_page_behind(
                 assert end.times.repaired_chunks == 1
             await router.baseline()
             assert router.status.kv_blocks.free + router.status.kv_blocks.cached == 128
+
+
+@pytest.mark.parametrize("disaggregated", [False, True])
+async def test_a_malformed_submission_is_refused_alone(disaggregated: bool) -> None:
+    """Each of these ended the step loop, and with it every request of the worker."""
+    async with workers("prefill-0", "decode-0") as (prefill, decode), routed(decode) as router:
+        target = prefill if disaggregated else None
+        await router.submit("ragged", PROMPT, target, prompt_tokens=b"abc")
+        await router.submit("none", PROMPT, target, sampling={"n": 0})
+        for name in ("ragged", "none"):
+            assert (await router.ended(name)).error.code == "invalid_request"
+        await router.submit("good", PROMPT, prefill)
+        assert not (await router.ended("good")).HasField("error")
+
+
+async def test_a_fault_while_a_submission_is_taken_ends_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit, failures = service.DecodeRequest.start, []
+
+    def faulty(self) -> None:
+        if self.submission.request_id == "bad":
+            raise RuntimeError("by design")
+        submit(self)
+
+    monkeypatch.setattr(service.DecodeRequest, "start", faulty)
+    monkeypatch.setattr(WorkerParts, "count_task_failure", lambda _, task: failures.append(task))
+    async with worker_here("decode-0") as decode, routed(decode) as router:
+        await router.submit("bad", PROMPT)
+        await router.submit("good", PROMPT)
+        assert (await router.ended("bad")).error.code == "internal_error"
+        assert not (await router.ended("good")).HasField("error")
+        assert failures == ["submit"]
+        assert not router.lost
+
+
+async def test_no_router_makes_a_worker_ready_that_leaves() -> None:
+    """``Drain(on=False)`` undid the worker's own drain, and requests came to be killed."""
+    async with worker_here("decode-0") as decode, routed(decode) as router:
+        assert await decode.drain()
+        await router.send(drain=pb.Drain(on=False))
+        await router.submit("a", PROMPT)
+        assert (await router.ended("a")).error.code == "unavailable"
 
 
 async def test_prefill_shells_that_are_killed_with_pulls_in_flight_are_told_as_dead(
@@ -86,13 +131,13 @@ async def test_a_step_loop_that_stands_still_is_not_ready() -> None:
             assert router.status.state == "ready"
             for worker in (prefill, decode):
                 os.kill(worker.record.pid, signal.SIGSTOP)
-            await router.until(lambda: router.status.state == "draining", 4.0)
+            await router.until(lambda: router.status.state == "draining", 6.0)
             await router.submit("a", [1, 2, 3])
-            assert (await router.ended("a", 1.0)).error.code == "unavailable"
+            assert (await router.ended("a", 3.0)).error.code == "unavailable"
             os.kill(decode.record.pid, signal.SIGCONT)
-            await router.until(lambda: router.status.state == "ready", 1.0)
+            await router.until(lambda: router.status.state == "ready", 4.0)
             await router.submit("b", [1, 2, 3], prefill)
-            await router.until(lambda: router.asks, 2.0)
+            await router.until(lambda: router.asks, 6.0)
             assert "does not answer" in router.asks[0].reason.message
             assert not router.asks[0].peer_died
             local = pb.PrefillReplacement(request_id="b", attempt=1, compute_locally=True)

@@ -42,7 +42,7 @@ async def test_an_ask_that_was_lost_with_its_stream_comes_again() -> None:
         router.asks.clear()
         await router.connect()
         await router.send(resume=pb.Resume(request_id="a", attempt=1, next_index=[0]))
-        await router.until(lambda: router.asks, 3.0)
+        await router.until(lambda: router.asks, 4.0)
         assert router.asks[0].failed.worker_id == "prefill-0"
         assert router.asks[0].peer_died
         assert router.status.transfers.failures == 1, "one failure, however often it is told"
@@ -60,9 +60,9 @@ async def test_a_submission_that_its_cancel_has_overtaken_does_not_run() -> None
         await router.send(cancel=pb.Cancel(request_id="b", attempt=1, choices=[0]))
         await asyncio.sleep(0.2)
         await router.submit_alone(submission("a"))
-        end = await router.ended("a", 1.5)
+        end = await router.ended("a", 4.0)
         assert end.error.code == "cancelled"
-        await router.baseline(1.0)
+        await router.baseline(3.0)
         await router.submit_alone(submission("a", attempt=2))
         await router.submit_alone(submission("b"))  # only a choice of it had ended
         await router.until(lambda: router.tokens.get("a") and router.tokens.get("b"))
@@ -75,10 +75,10 @@ async def test_a_submission_that_its_resume_has_overtaken_does_not_run() -> None
         assert (await router.ended("a", 2.0)).error.code == "unavailable"
         router.ends.clear()
         await router.submit_alone(submission("a"))
-        end = await router.ended("a", 1.5)
+        end = await router.ended("a", 4.0)
         assert end.error.code == "unavailable"
         assert not router.tokens
-        await router.baseline(1.0)
+        await router.baseline(3.0)
 
 
 def test_tombstones_are_bounded_in_number_and_time() -> None:
