@@ -13,7 +13,13 @@ from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from router.requests.active_request import ActiveRequest
 from tests.router.emulated_worker import answer_token
@@ -157,6 +163,20 @@ class StreamMachine(RuleBasedStateMachine):
     @rule(router=st.integers(0, 1), n=st.integers(1, 2), alone=st.booleans())
     @in_loop
     def submit(self, router, n, alone):
+        self._submit(router, n, alone)
+
+    @initialize(alone=st.booleans())
+    @in_loop
+    def begin(self, alone):
+        """Requests are under way."""
+        for router in (0, 1, 1):
+            self._submit(router, 1, alone)
+        for at in PLACES:
+            self._up(at, 1000)
+            while self.links[at].unary:
+                self._unary(at, 0)
+
+    def _submit(self, router, n, alone):
         gateway = self.gateways[router]
         if not gateway.workers.usable:
             return
@@ -290,14 +310,24 @@ class StreamMachine(RuleBasedStateMachine):
         self.workers[at[1]].down[at[0]].clear()
         link.broken()
 
-    @rule(number=which, written=st.integers(0, 4))
+    @rule(number=which, written=st.integers(0, 4), lost=st.integers(0, 2), fast=st.booleans())
     @in_loop
-    def stream_blinks(self, number, written):
-        """It breaks and opens at once: what was on the way to the router is lost."""
+    def stream_blinks(self, number, written, lost, fast):
+        """It breaks and opens at once; ``fast``: the worker ends before it hears of the resume."""
         at = self._at(number)
-        if self.links[at].live:
-            self._break(at, written)
-            self._open(at)
+        if not self.links[at].live:
+            return
+        worker = self.workers[at[1]]
+        ours = [held for held in worker.running() if held.router == at[0]]
+        for held in ours:
+            worker.step(held, lost)
+        self._break(at, written)
+        self._open(at)
+        if fast:
+            for held in ours:
+                if held.end is None:
+                    worker.step(held, LENGTH)
+            self._down(at, 1000)
 
     @rule()
     @in_loop
