@@ -69,12 +69,12 @@ def fake_gateway(model, **settings) -> Gateway:
     return Gateway(base, model.tokenizer, StaticDirectory(), PrefixIndex(), observer)
 
 
-def request(request_id: str = "r", *, n: int = 1, max_tokens: int = 8, prompt=(1, 2, 3), **more):
+def request(request_id="r", *, n=1, max_tokens=8, prompt=(1, 2, 3), seed=1, **more):
     now_ns = monotonic_ns()
     return GenerationRequest(
         request_id=request_id,
         prompt=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, n=n, seed=1),
+        sampling=SamplingParams(max_tokens=max_tokens, n=n, seed=seed),
         arrived_ns=now_ns,
         deadline_ns=now_ns + 600 * 10**9,
         **more,
