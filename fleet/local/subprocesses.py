@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -17,24 +18,37 @@ class ProcessKey(NamedTuple):
     """Identifies a process: pids are reused, a pid together with its start time is not."""
 
     pid: int
-    started_s: float  # since the epoch, as psutil gives it
+    started_s: float  # since the machine's start: the wall clock may be set
 
     @classmethod
     def of(cls, pid: int) -> "ProcessKey | None":
         """The key of a live process, or None."""
-        try:
-            return cls(pid, psutil.Process(pid).create_time())
-        except psutil.Error:
-            return None
+        found = _stat(pid)
+        return cls(pid, found.started_s) if found is not None else None
 
     def find(self) -> psutil.Process | None:
         """The process, if it is still the same one and not a zombie."""
+        found = _stat(self.pid)
+        if found is None or found.started_s != self.started_s or found.state in "ZX":
+            return None
         try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started_s) < 0.05
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+            return psutil.Process(self.pid)
         except psutil.Error:
             return None
+
+
+class _Stat(NamedTuple):
+    state: str
+    started_s: float
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return _Stat(fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:

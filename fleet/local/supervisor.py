@@ -334,16 +334,17 @@ class Supervisor:
         alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
         alarm.daemon = True
         alarm.start()
-        if self._router is not None:  # first: what it answers, it answers with its workers alive
-            self._router.begin_stop()
-            self._router.finish_stop(_ROUTER_STOP_S)
-        self._stop_workers()
-        if self._redis is not None:
-            self._redis.stop()
-        fleet_state.sweep(str(self._run_folder))
-        fleet_state.forget(self._name)
-        alarm.cancel()
-        self._say("stopped")
+        with contextlib.ExitStack() as whatever_fails:  # the rest goes on
+            whatever_fails.callback(self._say, "stopped")
+            whatever_fails.callback(alarm.cancel)
+            whatever_fails.callback(fleet_state.forget, self._name)
+            whatever_fails.callback(fleet_state.sweep, str(self._run_folder))
+            if self._redis is not None:
+                whatever_fails.callback(self._redis.stop)
+            whatever_fails.callback(self._stop_workers)
+            if self._router is not None:  # first: what it answers, it answers with its workers
+                self._router.begin_stop()
+                self._router.finish_stop(_ROUTER_STOP_S)
 
     def _stop_workers(self) -> None:
         if self._ray is not None:
