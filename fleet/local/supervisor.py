@@ -23,12 +23,12 @@ from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
 from fleet.local.log_files import OwnOutput, rotate
 from fleet.local.preflight import describe_model, notes
-from fleet.local.ray_health import RayHealth
 from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
 from fleet.local.router_process import RouterProcess
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
-from fleet.local.subprocesses import ProcessKey
+from fleet.pools.ray_health import RayHealth
+from fleet.process_key import ProcessKey
 
 Say = Callable[[str], None]
 

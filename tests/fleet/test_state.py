@@ -10,7 +10,7 @@ import pytest
 
 from fleet.local import state as fleet_state
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
-from fleet.local.subprocesses import ProcessKey
+from fleet.process_key import ProcessKey
 
 
 @pytest.fixture(autouse=True)

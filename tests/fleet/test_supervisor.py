@@ -18,11 +18,11 @@ import pytest
 
 from config.fleet_file import FleetConfig
 from fleet.local.log_files import OwnOutput, rotate, terminal
-from fleet.local.ray_health import RayHealth
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcess
-from fleet.local.subprocesses import ProcessKey
 from fleet.local.supervisor import Supervisor
+from fleet.pools.ray_health import RayHealth
+from fleet.process_key import ProcessKey
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def test_a_head_that_answers_anything_is_well_and_one_that_is_gone_is_not() -> N
 
 def test_a_head_that_is_frozen_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect 16: it takes connections, as its kernel does, and says nothing."""
-    monkeypatch.setattr("fleet.local.ray_health._ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr("fleet.pools.ray_health._ANSWER_WITHIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         health = RayHealth(f"127.0.0.1:{frozen.getsockname()[1]}", {}, look_every_s=0.0)
         wait_for(health.problem)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import grpc
 
-from fleet.local.subprocesses import ProcessKey
+from fleet.process_key import ProcessKey
 
 LOOK_EVERY_S = 4.0
 _ANSWER_WITHIN_S = 3.0
