@@ -23,6 +23,7 @@ def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
                 with file.open("rb") as source, file.with_suffix(".log.1").open("wb") as copy:
                     shutil.copyfileobj(source, copy)
                     shutil.copyfileobj(source, copy)  # what came meanwhile
+                shutil.copymode(file, file.with_suffix(".log.1"))
                 os.truncate(file, 0)
 
 

@@ -22,7 +22,8 @@ import msgspec
 import psutil
 
 from config.fleet_file import FleetConfig
-from fleet.local.subprocesses import ProcessKey, end_processes
+from fleet.local.subprocesses import end_processes
+from fleet.process_key import ProcessKey
 
 RUN_FOLDER_VARIABLE = "BATON_RUN_FOLDER"
 _RUN_PREFIX = "bt-"

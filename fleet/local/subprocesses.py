@@ -1,4 +1,4 @@
-"""Children that never outlive their parent, and processes identified beyond reuse of their pid."""
+"""Children that never outlive their parent, and how processes are ended."""
 
 import contextlib
 import ctypes
@@ -6,35 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import psutil
 
 _PR_SET_PDEATHSIG = 1
-
-
-class ProcessKey(NamedTuple):
-    """Identifies a process: pids are reused, a pid together with its start time is not."""
-
-    pid: int
-    started_s: float  # since the epoch, as psutil gives it
-
-    @classmethod
-    def of(cls, pid: int) -> "ProcessKey | None":
-        """The key of a live process, or None."""
-        try:
-            return cls(pid, psutil.Process(pid).create_time())
-        except psutil.Error:
-            return None
-
-    def find(self) -> psutil.Process | None:
-        """The process, if it is still the same one and not a zombie."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started_s) < 0.05
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.Error:
-            return None
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
@@ -54,14 +29,6 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
     return in_child
 
 
-def family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and all below it, or an empty list when it is gone."""
-    try:
-        return [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return []
-
-
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
     """SIGTERM, wait up to ``grace_s``, SIGKILL what is left, wait for it to be gone."""
     waiting = list(processes)
@@ -74,13 +41,3 @@ def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=2.0)
-
-
-def end_at_once(key: ProcessKey) -> None:
-    """SIGKILL a process and all below it; nothing if the pid is another's by now."""
-    process = key.find()
-    if process is None:
-        return
-    for member in family(process):  # the parent first, so that it begins no other child
-        with contextlib.suppress(psutil.Error):
-            member.kill()

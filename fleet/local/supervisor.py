@@ -23,12 +23,12 @@ from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
 from fleet.local.log_files import OwnOutput, rotate
 from fleet.local.preflight import describe_model, notes
-from fleet.local.ray_health import RayHealth
 from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
 from fleet.local.router_process import RouterProcess
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
-from fleet.local.subprocesses import ProcessKey
+from fleet.pools.ray_health import RayHealth
+from fleet.process_key import ProcessKey
 
 Say = Callable[[str], None]
 
@@ -335,16 +335,17 @@ class Supervisor:
         alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
         alarm.daemon = True
         alarm.start()
-        if self._router is not None:  # first: what it answers, it answers with its workers alive
-            self._router.begin_stop()
-            self._router.finish_stop(_ROUTER_STOP_S)
-        self._stop_workers()
-        if self._redis is not None:
-            self._redis.stop()
-        fleet_state.sweep(str(self._run_folder))
-        fleet_state.forget(self._name)
-        alarm.cancel()
-        self._say("stopped")
+        with contextlib.ExitStack() as whatever_fails:  # the rest goes on
+            whatever_fails.callback(self._say, "stopped")
+            whatever_fails.callback(alarm.cancel)
+            whatever_fails.callback(fleet_state.forget, self._name)
+            whatever_fails.callback(fleet_state.sweep, str(self._run_folder))
+            if self._redis is not None:
+                whatever_fails.callback(self._redis.stop)
+            whatever_fails.callback(self._stop_workers)
+            if self._router is not None:  # first: what it answers, it answers with its workers
+                self._router.begin_stop()
+                self._router.finish_stop(_ROUTER_STOP_S)
 
     def _stop_workers(self) -> None:
         if self._ray is not None:

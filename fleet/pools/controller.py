@@ -20,7 +20,7 @@ SECOND_NS = 1_000_000_000
 
 BACKOFF_FIRST_NS = SECOND_NS // 2
 BACKOFF_LIMIT_NS = 30 * SECOND_NS
-HEALTHY_AFTER_NS = 30 * SECOND_NS  # a life this long resets the back-off
+HEALTHY_AFTER_NS = 30 * SECOND_NS  # a life this long is followed at once, and resets the back-off
 START_LIMIT_NS = 300 * SECOND_NS
 DRAIN_LIMIT_NS = 30 * SECOND_NS
 _NEVER_NS = 1 << 62
@@ -93,7 +93,7 @@ class Slot:
     epoch: int = 0
     since_ns: int = 0  # when the phase began
     due_ns: int = 0  # WAITING: start then; STARTING, DRAINING: give up then
-    backoff_ns: int = BACKOFF_FIRST_NS  # for the next crash
+    backoff_ns: int = BACKOFF_FIRST_NS  # for the next crash of a short life
     reason: str = ""
     after_drain: Phase = Phase.WAITING  # where DRAINING leads to
     leaving: bool = False  # removed from its pool
@@ -217,12 +217,13 @@ class FleetController:
             self._enter(slot, slot.after_drain, now_ns)
         else:
             lived_ns = now_ns - slot.since_ns if slot.phase is Phase.READY else 0
+            slot.reason = slot.reason if slot.stopping else reason
+            self._enter(slot, Phase.WAITING, now_ns)  # due now, which is right for a healthy one
             if lived_ns >= HEALTHY_AFTER_NS:
                 slot.backoff_ns = BACKOFF_FIRST_NS
-            slot.reason = slot.reason if slot.stopping else reason
-            self._enter(slot, Phase.WAITING, now_ns)
-            slot.due_ns = now_ns + slot.backoff_ns
-            slot.backoff_ns = min(2 * slot.backoff_ns, BACKOFF_LIMIT_NS)
+            else:
+                slot.due_ns = now_ns + slot.backoff_ns
+                slot.backoff_ns = min(2 * slot.backoff_ns, BACKOFF_LIMIT_NS)
         if slot.leaving:
             return [*self._retire(slot), *self.tick(now_ns)]
         return [self.describe(slot), *self.tick(now_ns)]

@@ -21,7 +21,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from fleet.local.subprocesses import ProcessKey, end_at_once
+from fleet.process_key import ProcessKey, end_at_once
 
 _LOG = logging.getLogger("fleet.pools.liveness")
 

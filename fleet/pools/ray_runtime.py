@@ -11,8 +11,7 @@ import msgspec
 import psutil
 
 from config.fleet_file import EMBEDDED, FleetConfig
-from fleet.local.ray_health import RayHealth
-from fleet.local.subprocesses import ProcessKey
+from fleet.pools.ray_health import RayHealth
 from fleet.pools.resources import (
     NAMESPACE,
     CapacityError,
@@ -20,6 +19,7 @@ from fleet.pools.resources import (
     controller_name,
     local_cpus,
 )
+from fleet.process_key import ProcessKey
 
 _DAEMONS = ("gcs_server", "raylet")  # without one of them a local Ray is lost
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it

@@ -68,7 +68,8 @@ def test_repeated_crashes_wait_longer_up_to_a_limit_and_a_healthy_life_resets_it
     assert waits[-1] == BACKOFF_LIMIT_NS
 
     now += HEALTHY_AFTER_NS
-    fleet.ended("decode-0", 10, "crash", now)
+    assert only(Launch, fleet.ended("decode-0", 10, "crash", now)) == ["decode-0"], "at once"
+    fleet.ended("decode-0", 11, "crash", now)
     assert fleet.next_due_ns - now == BACKOFF_FIRST_NS
 
 

@@ -19,11 +19,11 @@ from ray.exceptions import ActorUnschedulableError, NodeDiedError
 
 from config.fleet_file import FleetConfig, PoolsConfig
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.local.subprocesses import ProcessKey
 from fleet.pools import liveness, ray_controller
 from fleet.pools.controller import Phase
 from fleet.pools.liveness import ShellProcess, StandstillGuard
 from fleet.pools.ray_controller import ControllerActor, ControllerSpec
+from fleet.process_key import ProcessKey
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
 from telemetry.tasks import BackgroundTasks

@@ -17,11 +17,11 @@ import ray
 
 from config.fleet_file import FleetConfig, PoolsConfig
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.local.subprocesses import ProcessKey
 from fleet.pools.liveness import FROZEN_AFTER_S
 from fleet.pools.ray_controller import ControllerSpec
 from fleet.pools.ray_runtime import Controller, start_local
 from fleet.pools.resources import NAMESPACE, controller_name
+from fleet.process_key import ProcessKey
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
 

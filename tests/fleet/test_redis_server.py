@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from fleet.local.redis_server import EmbeddedRedis, RedisError, check_external, redacted
-from fleet.local.subprocesses import ProcessKey
+from fleet.process_key import ProcessKey
 
 
 def test_it_needs_the_password_and_keeps_nothing(redis_server: EmbeddedRedis) -> None:

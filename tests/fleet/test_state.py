@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fleet.local import state as fleet_state
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
-from fleet.local.subprocesses import ProcessKey
+from fleet.process_key import ProcessKey
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +70,15 @@ def test_a_sweep_ends_the_processes_of_one_run_only() -> None:
 def test_a_sweep_never_removes_a_folder_that_is_not_a_run(home: Path) -> None:
     fleet_state.sweep(str(home))
     assert home.exists()
+
+
+def test_a_clock_that_is_set_changes_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect 12: else `baton up` takes a fleet that runs for a dead one, and sweeps it away."""
+    key = ProcessKey.of(os.getpid())
+    assert key is not None
+    started_s = psutil.Process().create_time()  # which follows the wall clock
+    for hour in (-3600.0, 3600.0):
+        monkeypatch.setattr(psutil.Process, "create_time", lambda _, h=hour: started_s + h)
+        found = key.find()
+        assert found is not None and found.pid == os.getpid()
+        assert ProcessKey.of(os.getpid()) == key

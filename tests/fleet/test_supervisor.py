@@ -10,16 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import httpx
 import pytest
 
+from config.fleet_file import FleetConfig
 from fleet.local.log_files import OwnOutput, rotate, terminal
-from fleet.local.ray_health import RayHealth
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcess
-from fleet.local.subprocesses import ProcessKey
+from fleet.local.supervisor import Supervisor
+from fleet.pools.ray_health import RayHealth
+from fleet.process_key import ProcessKey
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +54,7 @@ def test_a_head_that_answers_anything_is_well_and_one_that_is_gone_is_not() -> N
 
 def test_a_head_that_is_frozen_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect 16: it takes connections, as its kernel does, and says nothing."""
-    monkeypatch.setattr("fleet.local.ray_health._ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr("fleet.pools.ray_health._ANSWER_WITHIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         health = RayHealth(f"127.0.0.1:{frozen.getsockname()[1]}", {}, look_every_s=0.0)
         wait_for(health.problem)
@@ -160,3 +163,29 @@ def test_a_stopped_router_refuses_connections(router: tuple[RouterProcess, Calla
     assert process.exit_code == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(url, timeout=5.0, trust_env=False)
+
+
+def test_the_router_ends_first_and_a_fault_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect 24: streams end as a fleet that stops, not as workers that were lost."""
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", lambda _: None)
+    order: list[str] = []
+    run_folder = tmp_path / "bt-run"
+    run_folder.mkdir()
+
+    def fail() -> None:
+        order.append("workers")
+        raise RuntimeError("Ray says something new")
+
+    monkeypatch.setattr(supervisor, "_run_folder", run_folder)
+    monkeypatch.setattr(supervisor, "_stop_workers", fail)
+    ends = [lambda *_, name=name: order.append(name) for name in ("router", "ended", "redis")]
+    router = SimpleNamespace(begin_stop=ends[0], finish_stop=ends[1])
+    monkeypatch.setattr(supervisor, "_router", router)
+    monkeypatch.setattr(supervisor, "_redis", SimpleNamespace(stop=ends[2]))
+    with pytest.raises(RuntimeError, match="something new"):
+        supervisor._take_down()
+    assert order == ["router", "ended", "workers", "redis"]
+    assert not run_folder.exists()

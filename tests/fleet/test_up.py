@@ -17,7 +17,7 @@ import pytest
 from openai import OpenAI
 
 from fleet.local import state as fleet_state
-from fleet.local.subprocesses import ProcessKey
+from fleet.process_key import ProcessKey
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import grpc
 
-from fleet.local.subprocesses import ProcessKey
+from fleet.process_key import ProcessKey
 
 LOOK_EVERY_S = 4.0
 _ANSWER_WITHIN_S = 3.0
@@ -65,7 +65,12 @@ class RayHealth:
         """Any answer is one, a refusal too."""
         with grpc.insecure_channel(self._address) as channel:
             try:
-                channel.unary_unary(_METHOD)(b"", timeout=_ANSWER_WITHIN_S)
+                channel.unary_unary(_METHOD, _no_request)(None, timeout=_ANSWER_WITHIN_S)
             except grpc.RpcError as error:
                 return error.code() not in _SILENCE
         return True
+
+
+def _no_request(_: None) -> bytes:
+    """An empty message: all services, of whoever is asked."""
+    return b""
