@@ -18,7 +18,7 @@ PROGRAM = """
 import gc, json, sys
 from pathlib import Path
 import psutil, torch
-from engine.loading.open import load_model
+from engine.cpu.load import load_model
 from engine.cpu.quantised import packer
 from engine.artifacts.artifact import resolve_model
 
