@@ -1,13 +1,17 @@
 """A request under way: its record, its placement, and the event that wakes its HTTP handler."""
 
 import asyncio
+import logging
 from typing import Any
 
 from batonpb.decode_pb2 import PrefillReplacement
 
+from engine.core.errors import BatonError, InternalError
 from router.placement.placer import Placement
 from router.request import GenerationRequest
 from router.requests.record import RequestRecord
+
+_LOG = logging.getLogger(__name__)
 
 
 class ActiveRequest:
@@ -131,3 +135,11 @@ class ActiveRequest:
                 "repaired_chunks": times.repaired_chunks,
             },
         }
+
+
+def as_error(active: ActiveRequest, fault: Exception) -> BatonError:
+    """The error that the client of ``active`` gets for ``fault``; the log has the rest."""
+    if isinstance(fault, BatonError):
+        return fault
+    _LOG.error("request %s failed inside the router", active.id, exc_info=fault)
+    return InternalError("the router failed; see its log")

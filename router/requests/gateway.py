@@ -37,7 +37,7 @@ from router.placement.booked_load import LoadBook
 from router.placement.placer import Placer
 from router.placement.prefix_index import PrefixIndex
 from router.request import GenerationRequest
-from router.requests.active_request import ActiveRequest
+from router.requests.active_request import ActiveRequest, as_error
 from router.requests.admission import Admission
 from router.requests.dispatch import Dispatcher
 from router.requests.fair_queue import Waiting
@@ -209,7 +209,7 @@ class Gateway:
             self._dispatcher.begin_attempt(active, avoid)
         except Exception as fault:  # noqa: BLE001 - logged there; only this request ends
             active.decode_id = None
-            self._fail_placed(active, _fault(active, fault))
+            self._fail_placed(active, as_error(active, fault))
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -329,8 +329,7 @@ class Gateway:
     def _fail_placed(self, active: ActiveRequest, error: BatonError) -> None:
         """End a request that no worker holds any more."""
         self._active.pop(active.id, None)
-        if active.record.fail(error, monotonic_ns()):
-            self._after_end(active)
+        self._fail_at(active, error)
 
     def _fail_at(self, active: ActiveRequest, error: BatonError) -> None:
         """End a request whose worker has the error already."""
@@ -368,7 +367,7 @@ class Gateway:
                 try:
                     self._on_run(link, active, run, now_ns)
                 except Exception as fault:  # noqa: BLE001 - logged there
-                    self._finish(active, _fault(active, fault))
+                    self._finish(active, as_error(active, fault))
         for needed in frame.prefill_needed:
             active = self._runs_for(link, needed.request_id, needed.attempt)
             if active is not None:
@@ -440,11 +439,3 @@ class Gateway:
             self._retry(active, avoid, end.error.code, error)
         else:
             self._fail_placed(active, error)
-
-
-def _fault(active: ActiveRequest, fault: Exception) -> BatonError:
-    """The error that the client of ``active`` gets for ``fault``; the log has the rest."""
-    if isinstance(fault, BatonError):
-        return fault
-    _LOG.error("request %s failed inside the router", active.id, exc_info=fault)
-    return InternalError("the router failed; see its log")
