@@ -8,7 +8,7 @@ import pytest
 from config.clients import ApiKeyConfig
 from fleet.cli import inspection
 from fleet.local.state import FleetState
-from fleet.local.subprocesses import ProcessKey
+from fleet.process_key import ProcessKey
 from router import access
 from tests.router.emulated_worker import Script
 from wire import grpc_options
