@@ -1,6 +1,8 @@
 """The input of the cost model: a worker's last report, what was booked since, what it holds."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
 
 from engine.core.geometry import head_bytes
 from router.placement.booked_load import LoadBook
@@ -35,16 +37,46 @@ def loads_of(
         now_ns: Monotonic clock.
         adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
     """
+    rates = Rates.expected(slots)
     return [
         load_of(
-            slot, prefix_index.prefix_blocks(slot.link.incarnation, hashes, now_ns), book, adapter
+            slot,
+            prefix_index.prefix_blocks(slot.link.incarnation, hashes, now_ns),
+            book,
+            adapter,
+            rates,
         )
         for slot in slots
         if slot.link is not None
     ]
 
 
-def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -> WorkerLoad:
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What is expected of a worker that has not measured itself yet."""
+
+    prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
+    decode_step_s: float = PRIOR_DECODE_STEP_S
+
+    @classmethod
+    def expected(cls, slots: Sequence[Slot]) -> "Rates":
+        """The mean of its peers, so that nobody is preferred for not having measured."""
+        reports = [slot.link.status for slot in slots if slot.link and slot.link.status]
+        prefills = [report.prefill_tokens_per_s for report in reports]
+        steps = [report.decode_step_s for report in reports]
+        return cls(
+            mean(filter(None, prefills)) if any(prefills) else PRIOR_PREFILL_TOKENS_PER_S,
+            mean(filter(None, steps)) if any(steps) else PRIOR_DECODE_STEP_S,
+        )
+
+
+def load_of(
+    slot: Slot,
+    cached_blocks: int,
+    book: LoadBook,
+    adapter: str = "",
+    rates: Rates = Rates(),
+) -> WorkerLoad:
     """One worker's load: its last report, and what was booked since."""
     link = slot.link
     if link is None or link.status is None:
@@ -62,8 +94,8 @@ def load_of(slot: Slot, cached_blocks: int, book: LoadBook, adapter: str = "") -
         total_blocks=status.kv_blocks.total,
         cached_blocks=cached_blocks,
         adapter_s=PRIOR_ADAPTER_LOAD_S if adapter and not has_adapter else 0.0,
-        prefill_tokens_per_s=status.prefill_tokens_per_s or PRIOR_PREFILL_TOKENS_PER_S,
-        decode_step_s=status.decode_step_s or PRIOR_DECODE_STEP_S,
+        prefill_tokens_per_s=status.prefill_tokens_per_s or rates.prefill_tokens_per_s,
+        decode_step_s=status.decode_step_s or rates.decode_step_s,
         block_bytes=sum(
             len(group.layer_ids)
             * 2

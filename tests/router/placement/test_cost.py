@@ -16,6 +16,7 @@ from router.placement.booked_load import LoadBook
 from router.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
+    PRIOR_PREFILL_TOKENS_PER_S,
     Edge,
     Terms,
     WorkerLoad,
@@ -23,7 +24,7 @@ from router.placement.cost import (
     choose,
 )
 from router.placement.prefix_index import PrefixIndex
-from router.placement.worker_load import load_of
+from router.placement.worker_load import load_of, loads_of
 
 TRACE = Path(__file__).with_name("conversation_sample.jsonl")
 
@@ -266,3 +267,23 @@ def test_a_measured_edge_is_taken_as_it_is_reported():
     link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"d")
     slot = SimpleNamespace(worker_id="decode-0", role="decode", link=link)
     assert load_of(slot, 0, LoadBook()).edges["prefill-0"] == Edge(bytes_per_s=1e9)
+
+
+def test_who_has_not_measured_is_expected_to_be_like_its_peers():
+    """A prior that is faster than this machine would draw requests away from what is cached."""
+
+    def slot(name: str, **measured: float) -> SimpleNamespace:
+        status = WorkerStatus(**measured)
+        link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"i")
+        return SimpleNamespace(worker_id=name, role="prefill", link=link)
+
+    slots = [
+        slot("prefill-0", prefill_tokens_per_s=100.0, decode_step_s=0.2),
+        slot("prefill-1", prefill_tokens_per_s=300.0),
+        slot("prefill-2"),
+    ]
+    loads = loads_of(slots, [], PrefixIndex(), LoadBook(), 0)
+    assert [load.prefill_tokens_per_s for load in loads] == [100.0, 300.0, 200.0]
+    assert [load.decode_step_s for load in loads] == [0.2, 0.2, 0.2]
+    (alone,) = loads_of(slots[2:], [], PrefixIndex(), LoadBook(), 0)
+    assert alone.prefill_tokens_per_s == PRIOR_PREFILL_TOKENS_PER_S
