@@ -421,6 +421,7 @@ class StreamMachine(RuleBasedStateMachine):
         assert self.shown[active.id] == self.tokenizer.decode(golden(seed, 0))
 
 
+@pytest.mark.slow  # real time passes in it: on a busy machine hypothesis finds its draws flaky
 @pytest.mark.parametrize("examples", [100])
 def test_whatever_happens_to_the_streams_each_request_has_one_right_end(model, examples):
     """Defects 6 and 9 among others: no orphan, no 500, tokens equal to golden."""
