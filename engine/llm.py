@@ -102,7 +102,7 @@ class LLM:
         self.tokenizer = load_tokenizer(self.artifact.tokenizer_source())
         with torch.inference_mode():
             model = load_model(self.artifact, dtype, numerics, quantisation=weights)
-            tiling = attention_tiling(self.artifact.config, dtype, numerics)
+            tiling = attention_tiling(self.artifact.config, dtype, numerics, kv_dtype)
         if numerics == "exact":
             verify_exact(model, tiling, dtype, kv_dtype)
         geometry = kv_geometry(self.artifact.config, kv_dtype or dtype, kv_blocks)

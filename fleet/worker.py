@@ -98,6 +98,7 @@ class Worker:
         self._settings = settings
         self._parts = parts
         self._undo = undo
+        self._closed = asyncio.Event()
         self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._engine_metrics = EngineMetrics(
             parts.engine, parts.metrics, settings.engine.max_adapters
@@ -207,6 +208,10 @@ class Worker:
         """Exit code of the worker: 0 after ``stop``, otherwise something died."""
         return await asyncio.shield(self._done)
 
+    async def closed(self) -> None:
+        """Returns when nothing of the worker is left in this process."""
+        await self._closed.wait()
+
     async def drain(self, timeout_s: float = 30.0) -> bool:
         """Take no new work and wait for what is there; True when nothing was left."""
         decode, prefill = self._parts.decode, self._parts.prefill
@@ -234,6 +239,7 @@ class Worker:
         await self._tasks.close()
         await self._parts.server.stop(0.2 if code == 0 else None)
         await self._undo.aclose()
+        self._closed.set()
 
     async def _fail(self, why: str, code: int) -> None:
         """The worker fails as one.

@@ -95,7 +95,8 @@ def _load(
         progress=_in_tenths(progress),
         shard=shard,
     )
-    tiling = attention_tiling(c, dtype, numerics)
+    split = shard is not None
+    tiling = attention_tiling(c, dtype, numerics, settings.kv_dtype, split=split)
     if shard is not None:
         progress(f"checking the split over {settings.tensor_parallel} ranks")
         prepare_ranks(shard, tiling, dtype, numerics, quantisation)

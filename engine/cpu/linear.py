@@ -25,6 +25,8 @@ TILE_ROWS = 16
 _SMALL = (*range(1, 34), 40, 47, 48, 63, 64, 65)
 _HEAD = (*range(1, 10), 12, 13, 15, 16, 17, 23, 24, 31, 32, 33, 48)
 _LARGE = (100, 128, 129, 192, 257, 384, 511, 512, 768, 1001, 1024, 2048)
+_TRIED = (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 50, 64)  # of 64 rows, on a loaded weight
+_TRIED_OF_HEAD = (1, 3, 7, 16, 17, 33)
 _PROBE_FLOPS = 4e10  # keeps the search below about a second for each shape of any model
 _NARROW_COLUMNS = 16_384  # wider weights are LM heads, which never see a whole prefill chunk
 
@@ -151,6 +153,7 @@ class Linear:
         self.outputs, self.inputs = weight_NK.shape
         self.dtype = weight_NK.dtype
         self.rows = rows
+        self._is_head = self.outputs >= _NARROW_COLUMNS
         self._packed = self._pack(weight_NK)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -185,8 +188,10 @@ class Linear:
         x = cancelling(64, self.inputs, self.dtype, sign=-1.0, seed=4)
         x += cancelling(64, self.inputs, self.dtype, sign=1.0, seed=5, scale=1e-3)
         tiles = torch.cat([self._multiply(tile) for tile in torch.split(x, TILE_ROWS)])
-        for count in (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 50, 64):
-            for start in range(0, 64 - count + 1, max(count, 4)):
+        # The head is large, and each product reads all of it.
+        counts, step = (_TRIED_OF_HEAD, 64) if self._is_head else (_TRIED, 4)
+        for count in counts:
+            for start in {*range(0, 64 - count + 1, max(count, step)), 64 - count}:
                 part = slice(start, start + count)
                 if not same_bits(self(x[part]), tiles[part]):
                     raise NumericsSetupError(

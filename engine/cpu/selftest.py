@@ -1,8 +1,8 @@
 """Proof at start that ``exact`` keeps its promise on this machine, and what it computes here.
 
-First attention alone: the cheapest tiling whose bits do not depend on batch and chunking. Then the
-loaded model. The numerics id is a digest of computed bits, so two workers that say the same id can
-hand over to each other.
+First attention alone, where it is torch's: the cheapest tiling whose bits do not depend on batch
+and chunking. Then the loaded model. The numerics id is a digest of computed bits, so two workers
+that say the same id can hand over to each other.
 """
 
 # ruff: noqa: N803 - suffixes such as q_THD give shapes
@@ -16,6 +16,7 @@ from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.plan import PlanRow, StepPlan
 from engine.cpu.attention import AttentionTiling, PagedAttention, Span
 from engine.cpu.decoder import Decoder
+from engine.cpu.native.attention import native_library
 from engine.cpu.runner import CpuRunner
 from engine.loading.memory import kv_geometry
 from engine.models.rope import ROPE_ORDER
@@ -36,16 +37,35 @@ _WINDOW = 512  # a longer one is probed as if it were this long
 _MODEL_BLOCKS = 24  # of the pool in which the loaded model is probed
 
 
-def attention_tiling(config: ModelConfig, dtype: str, numerics: Numerics) -> AttentionTiling:
+def attention_tiling(
+    config: ModelConfig, dtype: str, numerics: Numerics, kv_dtype: str = "", *, split: bool = False
+) -> AttentionTiling:
     """How attention is cut on this machine.
+
+    Args:
+        config: Of the model.
+        dtype: Of the activations.
+        numerics: ``exact`` is proved by trying, but where the native kernel serves, which cuts
+            nothing.
+        kv_dtype: Of the pool, if another.
+        split: Ranks share the heads, and not every share may suit the native kernel.
 
     Raises:
         NumericsSetupError: ``exact`` cannot be kept.
     """
     c = config
+    group = c.num_heads // c.num_kv_heads
     if numerics == "fast":
-        return fast_tiling(c.num_heads // c.num_kv_heads)
+        return fast_tiling(group)
+    if not split and _is_native(c, kv_dtype or dtype):
+        return candidate_tilings(group)[0]
     return choose_tiling(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
+
+
+def _is_native(config: ModelConfig, kv_dtype: str) -> bool:
+    """Whether the native kernel attends over such a pool, all heads of the model at once."""
+    geometry = kv_geometry(config, kv_dtype, 1)
+    return native_library(geometry, config.num_heads, config.num_kv_heads) is not None
 
 
 def fast_tiling(group: int) -> AttentionTiling:
@@ -196,14 +216,14 @@ def _compare(
 def verify_exact(model: Decoder, tiling: AttentionTiling, dtype: str, kv_dtype: str = "") -> None:
     """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
 
+    Attention alone was tried when its tiling was chosen.
+
     Raises:
         NumericsSetupError: The message names what differs.
     """
     for linear in model.linears().values():
         linear.check()
     c = model.config
-    if fault := attention_fault(tiling, c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window):
-        raise NumericsSetupError(f"numerics exact: attention differs in {fault}")
     runner = _runner(model, tiling, kv_dtype or dtype)
     length = 5 * BLOCK_TOKENS + 3
     tokens = [(7919 * i + 13) % c.vocab_size for i in range(length)]
@@ -252,7 +272,8 @@ def numerics_id(
         StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=blocks),))
     )[0]
     logits = model.logits(hidden[-1:]).raw_SV
-    cut = f"u{tiling.unit}t{tiling.tile}"
+    is_uncut = _is_native(c, kv_dtype or dtype)
+    cut = "native" if is_uncut else f"u{tiling.unit}t{tiling.tile}"
     kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
     return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
 

@@ -20,7 +20,7 @@ SECOND_NS = 1_000_000_000
 
 BACKOFF_FIRST_NS = SECOND_NS // 2
 BACKOFF_LIMIT_NS = 30 * SECOND_NS
-HEALTHY_AFTER_NS = 30 * SECOND_NS  # a life this long is followed at once, and resets the back-off
+HEALTHY_AFTER_NS = 30 * SECOND_NS
 START_LIMIT_NS = 300 * SECOND_NS
 DRAIN_LIMIT_NS = 30 * SECOND_NS
 _NEVER_NS = 1 << 62
@@ -43,6 +43,7 @@ class Launch:
     worker_id: str
     role: Role
     epoch: int
+    reuse: bool = False  # of the process that the last life ran in
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Slot:
     after_drain: Phase = Phase.WAITING  # where DRAINING leads to
     leaving: bool = False  # removed from its pool
     stopping: bool = False  # Stop was sent for this life
+    reusable: bool = False  # the last life was healthy, and its process is still there
 
 
 class FleetController:
@@ -106,11 +108,16 @@ class FleetController:
     Args:
         pools: Replicas wanted by role.
         now_ns: The time. Call `tick` for the first actions.
+        healthy_after_ns: A life so long is followed at once, in the same process where that is
+            still there, and resets the back-off.
     """
 
-    def __init__(self, pools: dict[Role, int], now_ns: int) -> None:
+    def __init__(
+        self, pools: dict[Role, int], now_ns: int, healthy_after_ns: int = HEALTHY_AFTER_NS
+    ) -> None:
         self.slots: dict[str, Slot] = {}
         self.stopped = False
+        self._healthy_after_ns = healthy_after_ns
         self._rolling: list[str] = []
         self._wanted = dict(pools)
         self._past_epochs: dict[str, int] = {}
@@ -207,8 +214,19 @@ class FleetController:
         slot = self._current(worker_id, epoch)
         return self._stop_life(slot) if slot and slot.phase is Phase.DRAINING else []
 
-    def ended(self, worker_id: str, epoch: int, reason: str, now_ns: int) -> list[Action]:
-        """A life's processes are gone, wanted or not."""
+    def ended(
+        self, worker_id: str, epoch: int, reason: str, now_ns: int, *, reusable: bool = False
+    ) -> list[Action]:
+        """A life is gone, wanted or not.
+
+        Args:
+            worker_id: Of the slot.
+            epoch: The life.
+            reason: Why it ended.
+            now_ns: The time.
+            reusable: Its engine alone is gone; the process around it can begin another life. It
+                does if a ``Launch`` with ``reuse`` comes back; else it must end.
+        """
         slot = self._current(worker_id, epoch)
         if slot is None or slot.phase in (Phase.WAITING, Phase.PARKED):
             return []
@@ -219,8 +237,9 @@ class FleetController:
             lived_ns = now_ns - slot.since_ns if slot.phase is Phase.READY else 0
             slot.reason = slot.reason if slot.stopping else reason
             self._enter(slot, Phase.WAITING, now_ns)  # due now, which is right for a healthy one
-            if lived_ns >= HEALTHY_AFTER_NS:
+            if lived_ns >= self._healthy_after_ns:
                 slot.backoff_ns = BACKOFF_FIRST_NS
+                slot.reusable = reusable
             else:
                 slot.due_ns = now_ns + slot.backoff_ns
                 slot.backoff_ns = min(2 * slot.backoff_ns, BACKOFF_LIMIT_NS)
@@ -298,7 +317,8 @@ class FleetController:
         slot.epoch += 1
         self._enter(slot, Phase.STARTING, now_ns)
         slot.due_ns = now_ns + START_LIMIT_NS
-        return [self.describe(slot), Launch(slot.worker_id, slot.role, slot.epoch)]
+        reuse, slot.reusable = slot.reusable, False
+        return [self.describe(slot), Launch(slot.worker_id, slot.role, slot.epoch, reuse)]
 
     def _stop_life(self, slot: Slot) -> list[Action]:
         slot.due_ns = _NEVER_NS

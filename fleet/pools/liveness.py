@@ -35,14 +35,15 @@ class ShellProcess(msgspec.Struct, frozen=True):
 
     host: str
     key: ProcessKey
+    epoch: int = 0  # of the life; its actor may have been named after an earlier one
 
     @classmethod
-    def own(cls) -> "ShellProcess":
+    def own(cls, epoch: int) -> "ShellProcess":
         """This one."""
         key = ProcessKey.of(os.getpid())
         if key is None:
             raise RuntimeError("cannot read /proc")
-        return cls(socket.gethostname(), key)
+        return cls(socket.gethostname(), key, epoch)
 
 
 class Life:
@@ -85,6 +86,21 @@ class Life:
             end_at_once(process.key)
         with contextlib.suppress(RayError):
             ray.kill(self.actor)
+
+
+async def epoch_of(actor: Any, *, named: int) -> int:
+    """Which life an actor is in: the one that it was named after, or a later one.
+
+    Args:
+        actor: A `WorkerActor`, as Ray has it. One that says nothing is taken by its name: it is
+            frozen or gone, which its `Life` will find out.
+        named: The epoch in its name.
+    """
+    with contextlib.suppress(RayError, TimeoutError):
+        async with asyncio.timeout(ASK_EVERY_S):
+            process = msgspec.msgpack.decode(await actor.ping.remote(), type=ShellProcess)
+            return max(named, process.epoch)
+    return named
 
 
 class StandstillGuard:

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from config.fleet_file import FleetConfig
 from fleet.pools.controller import (
+    HEALTHY_AFTER_NS,
     Action,
     Drain,
     FleetController,
@@ -33,7 +34,7 @@ from fleet.pools.controller import (
     Remove,
     Stop,
 )
-from fleet.pools.liveness import FROZEN_AFTER_S, Life
+from fleet.pools.liveness import FROZEN_AFTER_S, Life, epoch_of
 from fleet.pools.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
 from fleet.pools.resources import (
     NAMESPACE,
@@ -66,6 +67,7 @@ class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
     host: str  # that workers bind; "" is each node's own address
     log_dir: str
     program: str = WORKER_PROGRAM
+    healthy_after_ns: int = HEALTHY_AFTER_NS
 
 
 class ControllerActor:
@@ -81,8 +83,13 @@ class ControllerActor:
         self._config = FleetConfig.model_validate_json(self._spec.config_json)
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
         pools = {"prefill": self._config.pools.prefill, "decode": self._config.pools.decode}
-        self._machine = FleetController(pools, time.monotonic_ns())  # type: ignore[arg-type]
+        self._machine = FleetController(
+            pools,  # type: ignore[arg-type]
+            time.monotonic_ns(),
+            self._spec.healthy_after_ns,
+        )
         self._lives: dict[str, Life] = {}
+        self._reused: dict[str, Any] = {}  # actors that wait for their slot's next life
         self._groups: dict[str, PlacementGroup] = {}
         self._tasks = BackgroundTasks("controller")
         self._placing: dict[str, asyncio.Event] = {}  # set when a life is not wanted any more
@@ -99,7 +106,7 @@ class ControllerActor:
             if self._running:
                 return
             await self._learn_epochs()
-            self._adopt()
+            await self._adopt()
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._running = True
@@ -185,6 +192,10 @@ class ControllerActor:
     async def _live(self, launch: Launch) -> None:
         """From the start of a life to its end."""
         worker_id, epoch = launch.worker_id, launch.epoch
+        if launch.reuse and (actor := self._reused.pop(worker_id, None)) is not None:
+            record = actor.begin_next_life.remote(self._settings(launch))
+            await self._watch(worker_id, epoch, actor, record)
+            return
         unwanted = self._placing[worker_id] = asyncio.Event()
         try:
             group = await self._group(worker_id, launch.role, unwanted)
@@ -198,18 +209,22 @@ class ControllerActor:
             return
         finally:
             self._placing.pop(worker_id, None)
-        await self._watch(worker_id, epoch, actor, actor.start)
+        await self._watch(worker_id, epoch, actor, actor.start.remote())
 
-    async def _watch(self, worker_id: str, epoch: int, actor: Any, first: Any) -> None:
-        """Follow a life; ``first`` is the actor's method that gives its record."""
+    async def _watch(
+        self, worker_id: str, epoch: int, actor: Any, record: Awaitable[bytes]
+    ) -> None:
+        """Follow a life, whose ``record`` comes when it has started."""
+        reusable = False
         life = self._lives[worker_id] = Life(epoch, actor)
         incarnation = b""
         try:
             async with self._tasks.beside(life.ask(), "ask"):
-                raw = await first.remote()
+                raw = await record
                 incarnation = msgspec.msgpack.decode(raw, type=WorkerRecord).incarnation
                 self._apply(self._machine.started(worker_id, epoch, _now_ns()))
                 reason = await self._until_it_ends(life)
+                reusable = True
         except RayTaskError as error:
             reason = f"failed: {error.cause!r}"
         except RayActorError:
@@ -218,11 +233,15 @@ class ControllerActor:
             reason = f"frozen: it did not answer for {FROZEN_AFTER_S:g} s"
         except RayError as error:  # its node died, it cannot be scheduled any more, ...
             reason = f"lost: {error!r}"
-        life.end()
         self._lives.pop(worker_id, None)
+        actions = self._machine.ended(worker_id, epoch, reason, _now_ns(), reusable=reusable)
+        if any(isinstance(action, Launch) and action.reuse for action in actions):
+            self._reused[worker_id] = actor
+        else:
+            life.end()
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.forget(incarnation)
-        self._apply(self._machine.ended(worker_id, epoch, reason, _now_ns()))
+        self._apply(actions)
 
     async def _until_it_ends(self, life: Life) -> str:
         """Why it ended, or that it froze."""
@@ -235,10 +254,9 @@ class ControllerActor:
             async with self._tasks.beside(lose_patience(), "freeze"):
                 return exit_reason(await life.actor.wait.remote())
 
-    def _start_actor(self, launch: Launch, group: PlacementGroup) -> Any:
-        config = self._config
-        settings = worker_settings(
-            config,
+    def _settings(self, launch: Launch) -> dict[str, Any]:
+        return worker_settings(
+            self._config,
             worker_id=launch.worker_id,
             role=launch.role,
             epoch=launch.epoch,
@@ -247,6 +265,9 @@ class ControllerActor:
             host=self._spec.host,
             log_dir=self._spec.log_dir,
         )
+
+    def _start_actor(self, launch: Launch, group: PlacementGroup) -> Any:
+        config = self._config
         options = ray.remote(WorkerActor).options(
             name=actor_name(config.fleet, launch.worker_id, launch.epoch),
             namespace=NAMESPACE,
@@ -259,7 +280,7 @@ class ControllerActor:
             ),
             runtime_env={"env_vars": worker_environment(config)},
         )
-        return options.remote(self._spec.program, settings)
+        return options.remote(self._spec.program, self._settings(launch))
 
     async def _drain(self, drain: Drain) -> None:
         life = self._lives.get(drain.worker_id)
@@ -309,7 +330,7 @@ class ControllerActor:
         if group is not None:
             remove_placement_group(group)
 
-    def _adopt(self) -> None:
+    async def _adopt(self) -> None:
         names = ray.util.list_named_actors(all_namespaces=True)
         for worker_id, epoch in lives_among(names, self._config.fleet).items():
             name = actor_name(self._config.fleet, worker_id, epoch)
@@ -318,13 +339,14 @@ class ControllerActor:
             except ValueError:  # it ended since it was listed
                 self._machine.note_epoch(worker_id, epoch)
                 continue
+            epoch = await epoch_of(actor, named=epoch)
             with contextlib.suppress(ValueError):
                 group = get_placement_group(f"baton-{self._config.fleet}-{worker_id}")
                 self._groups[worker_id] = group
             _LOG.info("%s life %d: adopted", worker_id, epoch)
             self._machine.adopt(worker_id, epoch, ready=False, now_ns=_now_ns())
             role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
-            life = self._watch(worker_id, epoch, actor, actor.record)
+            life = self._watch(worker_id, epoch, actor, actor.record.remote())
             self._follow(Launch(worker_id, role, epoch), life)
 
     # ---- the registry ---------------------------------------------------------------------------

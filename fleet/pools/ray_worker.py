@@ -1,7 +1,12 @@
-"""The Ray actor around one worker: one life of one slot. The engine is a child of this process."""
+"""The Ray actor around one worker. The engine is a child of this process.
+
+A worker ends with its engine. If it had lived long, its actor begins the slot's next life in the
+same process, which spares a start of Python and the imports; else the actor ends too.
+"""
 
 import asyncio
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -17,6 +22,7 @@ from registry.types import WorkerRecord
 from telemetry.tasks import BackgroundTasks
 
 WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
+_CLOSING_LIMIT_S = 3.0  # for what is left of a life, before the next one begins
 _LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
 
 
@@ -29,6 +35,9 @@ class RunningWorker(Protocol):
 
     async def wait(self) -> int:
         """The exit code, once the engine died or a stop was asked for."""
+
+    async def closed(self) -> None:
+        """Returns when nothing of it is left in this process."""
 
     async def drain(self, timeout_s: float) -> bool:
         """Move all requests away; whether none was left."""
@@ -49,20 +58,17 @@ class WorkerActor:
     """
 
     def __init__(self, program: str, settings: Mapping[str, Any]) -> None:
-        fields = dict(settings)
-        if not fields["host"]:
-            import ray
-
-            fields["host"] = ray.util.get_node_ip_address()
-        log_to(Path(fields["log_dir"]) / f"{fields['worker_id']}.log")
+        log_to(Path(settings["log_dir"]) / f"{settings['worker_id']}.log")
         module = importlib.import_module(program)
-        self._settings = msgspec.convert(fields, module.WorkerSettings)
+        self._settings_type: type[Any] = module.WorkerSettings
+        self._settings = self._settings_of(settings)
         self._start_worker: StartWorker = module.Worker.start
         self._tasks = BackgroundTasks("worker's actor")
         self._starting: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._started = asyncio.Event()
         self._worker: RunningWorker | None = None
+        self._guard: asyncio.Task[None] | None = None
 
     async def start(self) -> bytes:
         """Start the worker; its record, as msgpack.
@@ -80,15 +86,41 @@ class WorkerActor:
 
     async def _begin(self) -> None:
         self._worker = await self._start_worker(self._settings)
-        self._tasks.keep(StandstillGuard().run, "standstill")
+        if self._guard is None:
+            self._guard = self._tasks.keep(StandstillGuard().run, "standstill")
         self._started.set()
+
+    async def begin_next_life(self, settings: Mapping[str, Any]) -> bytes:
+        """Start the slot's next worker once the last one has ended; its record, as msgpack.
+
+        Args:
+            settings: Of the next life.
+
+        Raises:
+            TimeoutError: What is left of the last life does not end.
+        """
+        async with asyncio.timeout(_CLOSING_LIMIT_S):
+            await self._running().closed()
+        self._started.clear()
+        self._worker = None
+        gc.collect()  # whatever still points to the last life's KV pool keeps its memory
+        self._settings = self._settings_of(settings)
+        return await self.start()
+
+    def _settings_of(self, fields: Mapping[str, Any]) -> Any:
+        host = fields["host"]
+        if not host:
+            import ray
+
+            host = ray.util.get_node_ip_address()
+        return msgspec.convert({**fields, "host": host}, self._settings_type)
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = error
 
     async def ping(self) -> bytes:
-        """This process, as msgpack: who answers is not frozen."""
-        return msgspec.msgpack.encode(ShellProcess.own())
+        """This process and which life it is in, as msgpack: who answers is not frozen."""
+        return msgspec.msgpack.encode(ShellProcess.own(self._settings.epoch))
 
     async def record(self) -> bytes:
         """The record, once it has started. For a controller that was restarted."""

@@ -16,9 +16,10 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -227,9 +228,9 @@ class WorkerLink:
         self._heard_ns, opened_ns = self._heard_ns, monotonic_ns()
         ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
         parts = [
-            self._tasks.spawn(_part(self._read(call), ended), "read"),
-            self._tasks.spawn(_part(self._write(call), ended), "write"),
-            self._tasks.spawn(_part(self._watch(opened_ns), ended), "watch"),
+            self._tasks.spawn(_part(partial(self._read, call), ended), "read"),
+            self._tasks.spawn(_part(partial(self._write, call), ended), "write"),
+            self._tasks.spawn(_part(partial(self._watch, opened_ns), ended), "watch"),
         ]
         try:
             return await ended
@@ -314,11 +315,13 @@ class WorkerLink:
                     await self._wake.wait()
 
 
-async def _part(work: Coroutine[Any, Any, None], ended: "asyncio.Future[tuple[str, bool]]") -> None:
+async def _part(
+    work: Callable[[], Awaitable[None]], ended: "asyncio.Future[tuple[str, bool]]"
+) -> None:
     """One of the loops of a stream. The first that ends, ends the stream, and says why."""
     reason, refused = "the stream ended", False
     try:
-        await work
+        await work()
     except grpc.aio.AioRpcError as error:
         reason = error.details() or error.code().name
         refused = "Connection refused" in reason

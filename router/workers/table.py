@@ -61,6 +61,11 @@ class Slot:
         return "starting"
 
     @property
+    def is_begun(self) -> bool:
+        """Whether the controller has begun another life, however long that takes."""
+        return self.listed and self.record.state == "starting"
+
+    @property
     def incarnation(self) -> bytes:
         """Of the life that is connected, or was last; empty before the first."""
         return self.link.incarnation if self.link is not None else b""
@@ -173,7 +178,7 @@ class WorkerTable:
                 # At a slot's address a new life may start at any time: keep trying to connect.
                 listed = slot.listed and slot.record.state != "dead"
                 connecting = slot.link is not None and (listed or slot.link.known)
-                if _long_dead(slot, limit_ns) and not connecting:
+                if _long_dead(slot, limit_ns) and not (connecting or slot.is_begun):
                     self._hang_up(slot, died=False)
                     del self._slots[worker_id]
 
@@ -290,7 +295,11 @@ class WorkerTable:
         """The answer to ``GET /fleet``."""
         count, payload, failures = self._transfers.total()
         limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
-        shown = sorted(name for name, slot in self._slots.items() if not _long_dead(slot, limit_ns))
+        shown = sorted(
+            name
+            for name, slot in self._slots.items()
+            if slot.is_begun or not _long_dead(slot, limit_ns)
+        )
         return {
             "workers": [self._slots[name].describe() for name in shown],
             "transfers": {"count": count, "bytes": payload, "failures": failures},

@@ -28,6 +28,7 @@ class Worker:
     def __init__(self, engine: asyncio.subprocess.Process, presence: Presence) -> None:
         self._engine = engine
         self._presence = presence
+        self._closed = asyncio.Event()
         self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watch_engine())
 
@@ -61,6 +62,11 @@ class Worker:
         code = await self._engine.wait()
         if not self._done.done():
             self._done.set_result(code)
+        await self._presence.stop()
+        self._closed.set()
+
+    async def closed(self) -> None:
+        await self._closed.wait()
 
     async def wait(self) -> int:
         return await self._done

@@ -56,6 +56,26 @@ def test_a_crashed_worker_comes_back_as_its_next_life() -> None:
     assert actions[-1] == Launch("decode-0", "decode", 2)
 
 
+def test_a_healthy_life_is_followed_at_once_in_its_process() -> None:
+    fleet = running()
+    *_, launch = fleet.ended("decode-0", 1, "killed", HEALTHY_AFTER_NS, reusable=True)
+    assert launch == Launch("decode-0", "decode", 2, reuse=True)
+    # A process that fails to begin another life is not tried again.
+    fleet.ended("decode-0", 2, "failed", HEALTHY_AFTER_NS)
+    *_, launch = fleet.tick(fleet.next_due_ns)
+    assert launch == Launch("decode-0", "decode", 3, reuse=False)
+
+
+def test_the_process_of_a_short_or_unwanted_life_is_not_used_again() -> None:
+    fleet = running(prefill=2)
+    fleet.ended("decode-0", 1, "killed", HEALTHY_AFTER_NS - 1, reusable=True)
+    assert fleet.tick(fleet.next_due_ns)[-1] == Launch("decode-0", "decode", 2)
+    fleet.drain("prefill-0", 0)
+    assert not only(Launch, fleet.ended("prefill-0", 1, "", HEALTHY_AFTER_NS, reusable=True))
+    fleet.stop(0)
+    assert not only(Launch, fleet.ended("prefill-1", 1, "", HEALTHY_AFTER_NS, reusable=True))
+
+
 def test_repeated_crashes_wait_longer_up_to_a_limit_and_a_healthy_life_resets_it() -> None:
     fleet, now, waits = running(), 0, []
     for epoch in range(1, 10):

@@ -33,6 +33,9 @@ pytestmark = [
 ]
 
 
+HEALTHY_AFTER_S = 3
+
+
 class Fleet(NamedTuple):
     controller: Controller
     redis_url: str
@@ -56,6 +59,7 @@ def fleet() -> Iterator[Fleet]:
             host="127.0.0.1",
             log_dir=str(folder / "logs"),
             program="tests.fleet.small_worker",
+            healthy_after_ns=HEALTHY_AFTER_S * 1_000_000_000,
         )
         yield Fleet(Controller.start("test", spec), redis.url, folder / "logs")
     finally:
@@ -137,6 +141,17 @@ async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: Fleet) -
     after = await record_of(fleet, "decode-0")
     assert after.incarnation != before.incarnation
     assert "dead frozen: it did not answer for 8 s" in (fleet.logs / "controller.log").read_text()
+
+
+async def test_an_engine_that_dies_late_is_followed_in_the_same_process(fleet: Fleet) -> None:
+    await asyncio.sleep(HEALTHY_AFTER_S)
+    before = await record_of(fleet, "decode-0")
+    os.kill(before.pid, signal.SIGKILL)
+    wait_ready(fleet, "decode-0", before.epoch + 1)
+    after = await record_of(fleet, "decode-0")
+    assert after.address == before.address, "the small worker's address has its shell's pid"
+    assert after.pid != before.pid
+    assert after.incarnation != before.incarnation
 
 
 async def test_operators_drain_and_restart_through_redis(fleet: Fleet) -> None:

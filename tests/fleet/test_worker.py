@@ -3,15 +3,20 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
 from engine.settings import EngineSettings
+from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import ray_worker
+from fleet.pools.liveness import ShellProcess
 from fleet.pools.ray_worker import WorkerActor
 from fleet.worker import WorkerSettings, serve
+from registry.redis_store import Registry
+from registry.types import WorkerRecord
 
 SETTINGS = WorkerSettings(
     worker_id="decode-0",
@@ -56,3 +61,39 @@ async def test_an_actor_that_is_stopped_while_the_model_loads_leaves_no_process_
     with pytest.raises(RuntimeError, match="before it was ready"):
         await starting
     assert children() == before
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def pools_in_memory() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")
+
+
+async def test_an_actor_begins_its_next_life_and_keeps_nothing_of_the_last(
+    monkeypatch: pytest.MonkeyPatch, redis_server: EmbeddedRedis
+) -> None:
+    """The engine is killed: another incarnation in the same process, and one KV pool, not two."""
+    monkeypatch.setattr(ray_worker, "log_to", lambda _: None)
+    first = msgspec.structs.replace(SETTINGS, redis_url=redis_server.url)
+    files_before = open_files()
+    actor = WorkerActor("fleet.worker", msgspec.to_builtins(first))
+    record = msgspec.msgpack.decode(await actor.start(), type=WorkerRecord)
+    files_of_a_life = open_files()
+    for epoch in (2, 3, 4):
+        os.kill(record.pid, signal.SIGKILL)
+        assert await actor.wait() == -signal.SIGKILL
+        settings = msgspec.to_builtins(msgspec.structs.replace(first, epoch=epoch))
+        raw = await actor.begin_next_life(settings)
+        last, record = record, msgspec.msgpack.decode(raw, type=WorkerRecord)
+        assert record.epoch == epoch
+        assert record.incarnation != last.incarnation
+        assert msgspec.msgpack.decode(await actor.ping(), type=ShellProcess).epoch == epoch
+        assert pools_in_memory() == 1
+        assert open_files() <= files_of_a_life + 4
+        registry = Registry(redis_server.url, "test")
+        assert [r.epoch for r in (await registry.records())[1].values()] == [epoch]
+        await registry.close()
+    await actor.stop()
+    assert open_files() <= files_before + 8

@@ -208,7 +208,7 @@ def test_the_scale_counts_in_the_size_of_the_pool() -> None:
 @pytest.fixture(scope="module")
 def loaded(artifact: ModelArtifact) -> Callable[[str], tuple[Decoder, AttentionTiling]]:
     with torch.inference_mode():
-        tiling = attention_tiling(artifact.config, "bf16", "exact")
+        tiling = attention_tiling(artifact.config, "bf16", "exact", "int8")
 
     @functools.cache
     def load(weights: str) -> tuple[Decoder, AttentionTiling]:
@@ -312,7 +312,7 @@ def test_windows_norms_and_experts_go_with_it(
     tokens = tiny.tokens(90)
     hidden = {}
     with torch.inference_mode():
-        tiling = attention_tiling(artifact.config, "bf16", "exact")
+        tiling = attention_tiling(artifact.config, "bf16", "exact", kv)
         for kind, kv_dtype in (("none", "bf16"), (weights, kv)):
             model = load_model(artifact, "bf16", "exact", quantisation=kind)
             geometry = kv_geometry(artifact.config, kv_dtype, 8)

@@ -19,9 +19,9 @@ from engine.settings import EngineSettings
 
 async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_something() -> None:
     inbox = ReportInbox()
-    waiting = asyncio.create_task(inbox.until_ready(0.2))
+    waiting = asyncio.create_task(inbox.until_ready(1.0))
     for _ in range(6):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.25)
         inbox.dispatch([messages.Progress("convert weights: 10 %")])
     assert not waiting.done()
     with pytest.raises(InternalError, match="said nothing"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from dataclasses import replace
 
 import msgspec
@@ -12,6 +13,7 @@ from config.fleet_file import DEFAULT_MODEL
 from registry.types import WorkerRecord
 from router.settings import RouterSettings
 from router.workers.directory import StaticDirectory
+from router.workers.link import WorkerLink
 from router.workers.table import WorkerTable
 from tests.router.conftest import record_of, until
 from tests.router.emulated_worker import EmulatedWorker
@@ -92,6 +94,32 @@ async def test_a_worker_off_the_list_that_does_not_answer_is_dead_at_once(worker
         await until(lambda: state(table) == "starting")
         directory.remove("decode-0")
         await until(lambda: state(table) == "dead")
+        await until(lambda: table.get("decode-0") is None, timeout_s=4)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_link_that_is_closed_as_it_opens_leaves_nothing_half_begun(worker, turns):
+    """A loop of the stream that never ran a line was once a warning in whatever came next."""
+    hello = Hello(router_id="r", router_incarnation=b"r" * 16, wire=own_wire())
+    link = WorkerLink("decode-0", worker.address, Listener(), hello)
+    link.start()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await link.close()
+    gc.collect()
+
+
+async def test_a_worker_whose_next_life_takes_long_to_start_stays_in_sight():
+    dead = record_of("decode-0", "127.0.0.1:1")
+    directory = StaticDirectory([dead])
+    async with running(directory) as (table, _):
+        directory.put(msgspec.structs.replace(dead, state="dead"))
+        await until(lambda: state(table) == "dead")
+        next_life = msgspec.structs.replace(dead, state="starting", epoch=dead.epoch + 1)
+        directory.put(msgspec.structs.replace(next_life, address=""))
+        await asyncio.sleep(1.3)  # the dead are shown for 0.5 s
+        assert [worker["id"] for worker in table.describe()["workers"]] == ["decode-0"]
+        directory.put(msgspec.structs.replace(next_life, address="", state="dead"))
         await until(lambda: table.get("decode-0") is None, timeout_s=4)
 
 
