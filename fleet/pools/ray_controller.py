@@ -331,15 +331,20 @@ class ControllerActor:
             remove_placement_group(group)
 
     async def _adopt(self) -> None:
+        """Follow the lives that are there; none is followed before all are known."""
         names = ray.util.list_named_actors(all_namespaces=True)
-        for worker_id, epoch in lives_among(names, self._config.fleet).items():
+        actors: dict[str, Any] = {}
+        named = lives_among(names, self._config.fleet)
+        for worker_id, epoch in named.items():
             name = actor_name(self._config.fleet, worker_id, epoch)
             try:
-                actor = ray.get_actor(name, namespace=NAMESPACE)
+                actors[worker_id] = ray.get_actor(name, namespace=NAMESPACE)
             except ValueError:  # it ended since it was listed
                 self._machine.note_epoch(worker_id, epoch)
-                continue
-            epoch = await epoch_of(actor, named=epoch)
+        epochs = await asyncio.gather(
+            *(epoch_of(actor, named=named[worker_id]) for worker_id, actor in actors.items())
+        )
+        for (worker_id, actor), epoch in zip(actors.items(), epochs, strict=True):
             with contextlib.suppress(ValueError):
                 group = get_placement_group(f"baton-{self._config.fleet}-{worker_id}")
                 self._groups[worker_id] = group

@@ -25,7 +25,7 @@ async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_someth
         inbox.dispatch([messages.Progress("convert weights: 10 %")])
     assert not waiting.done()
     with pytest.raises(InternalError, match="said nothing"):
-        await asyncio.wait_for(waiting, 2.0)
+        await asyncio.wait_for(waiting, 10.0)
 
 
 def children() -> set[int]:
