@@ -35,6 +35,7 @@ _POSITIONS = 704  # crosses the flash kernel's 512-key split
 _LATE_UNIT = 9  # one behind that split
 _WINDOW = 512  # a longer one is probed as if it were this long
 _MODEL_BLOCKS = 24  # of the pool in which the loaded model is probed
+_IDENTITY_TOKENS = 160  # two units and a half
 
 
 def attention_tiling(
@@ -266,8 +267,8 @@ def numerics_id(
     """
     c = model.config
     runner = _runner(model, tiling, kv_dtype or dtype)
-    tokens = [(104729 * i + 5) % c.vocab_size for i in range(300)]
-    blocks = list(range(19))
+    tokens = [(104729 * i + 5) % c.vocab_size for i in range(_IDENTITY_TOKENS)]
+    blocks = list(range(_IDENTITY_TOKENS // BLOCK_TOKENS))
     hidden = runner.hidden(
         StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=blocks),))
     )[0]
