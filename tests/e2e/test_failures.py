@@ -120,6 +120,7 @@ async def test_garbage_is_answered_and_forgotten(shared):
     assert "Paris" in await text_of(shared.url, chat("What is the capital of France?"))
 
 
+@pytest.mark.slow
 async def test_over_the_queue_limit_is_429(shared):
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=shared.url, timeout=120, limits=limits) as client:
@@ -274,6 +275,7 @@ async def test_a_request_that_kills_workers_stops_after_two(tmp_path):
         await asyncio.to_thread(running.assert_baseline)
 
 
+@pytest.mark.slow
 async def test_no_worker_is_503(tmp_path):
     with fleet(tmp_path, "decode-0") as running:
         async with httpx.AsyncClient(base_url=running.url, timeout=10) as client:

@@ -23,6 +23,7 @@ def ask(running, mode: str, **fields) -> list[str]:
     return [choice.message.content for choice in answer.choices]
 
 
+@pytest.mark.slow
 def test_both_modes_answer_and_agree(quantised):
     for fields in (
         {"temperature": 0},

@@ -106,6 +106,7 @@ def test_the_dense_yardstick_computes_the_same_model(llm: LLM) -> None:
     assert drawn == llm.generate([prompt], max_tokens=6, ignore_eos=True)[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_grammar_holds_through_preemption_and_forks(llm: LLM) -> None:
     grammar = translate("json", '{"type": "array", "items": {"type": "string"}, "minItems": 99}')
     prompts = [[(i * 31 + j * 7) % 40_000 for j in range(310)] for i in range(4)]

@@ -130,6 +130,7 @@ def router(tmp_path: Path, redis_server: EmbeddedRedis) -> Iterator[tuple[Router
     process.finish_stop(5.0)
 
 
+@pytest.mark.slow
 def test_connections_made_while_a_router_is_started_again_wait(
     router: tuple[RouterProcess, Callable],
 ) -> None:

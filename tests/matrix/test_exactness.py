@@ -64,10 +64,15 @@ def test_every_pair_on_a_tiny_model(tiny: Rig, case: Case) -> None:
     check(tiny, case)
 
 
+def is_long(case: Case) -> bool:
+    """Two ranks or a draft model take this model ten seconds and more."""
+    return case.ranks > 1 or case.speculation == "draft"
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.ranks > 1 else [])
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] if is_long(case) else [])
         for case in every_pair()
         if case.ranks < 3
     ],

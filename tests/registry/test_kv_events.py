@@ -157,6 +157,7 @@ async def test_a_dead_incarnation_is_forgotten_at_once(
         assert client.zcard("baton:{test}:kv:live") == 0
 
 
+@pytest.mark.slow
 async def test_the_stream_stays_bounded(redis_server: EmbeddedRedis, registry: Registry) -> None:
     incarnation = secrets.token_bytes(16)
     batches = [EventBatch(incarnation=incarnation, sequence=n) for n in range(STREAM_BATCHES + 500)]

@@ -66,6 +66,7 @@ async def only_its_own_request_pays_for_a_bad_grammar(
     assert len((await calm)[0]) == 30
 
 
+@pytest.mark.slow
 async def test_prefill_and_decode_keep_busy_together_on_two_cores():
     """Spinning threads once made an 18 ms step take 950 ms; this keeps that from coming back."""
     async with workers("prefill-0", "decode-0", model=MODEL, kv_blocks=300) as (prefill, decode):

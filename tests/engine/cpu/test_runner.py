@@ -27,7 +27,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 WAYS = [
     pytest.param(SEEDED, "bf16", id="seeded-bf16"),
-    pytest.param(GREEDY, "fp32", id="greedy-fp32"),
+    pytest.param(GREEDY, "fp32", id="greedy-fp32", marks=pytest.mark.slow),
     pytest.param(GREEDY, "bf16", id="greedy-bf16", marks=pytest.mark.slow),
     pytest.param(SEEDED, "fp32", id="seeded-fp32", marks=pytest.mark.slow),
 ]

@@ -144,6 +144,7 @@ def test_quantised_weights_are_fp8_of_even_widths(
         cuda_build.build_cuda_runner(settings, artifact, 36, memory, print, device=tiny.CPU)
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_refused_and_a_step_that_differs_is_found_out(
     monkeypatch: pytest.MonkeyPatch, artifact: Any
 ) -> None:

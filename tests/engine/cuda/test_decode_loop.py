@@ -43,6 +43,7 @@ def prefilled() -> tuple[CudaDecoder, list[DecodeRow]]:
     return decoder, rows
 
 
+@pytest.mark.slow
 def test_steps_launched_ahead_give_the_tokens_of_steps_that_were_waited_for() -> None:
     decoder, rows = prefilled()
     loop = DecodeLoop(decoder, max_blocks=4)

@@ -104,6 +104,7 @@ def test_exact_bits_depend_neither_on_the_batch_nor_on_the_chunks() -> None:
         verify_exact(small)
 
 
+@pytest.mark.slow
 def test_a_device_that_sums_otherwise_in_a_batch_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

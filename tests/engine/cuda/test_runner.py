@@ -116,6 +116,7 @@ def test_copies_happen_before_anything_else_and_in_both_pools() -> None:
     torch.testing.assert_close(view(mine, c)[:, :, 9], view(theirs, c)[:, :, 9])
 
 
+@pytest.mark.slow
 def test_nan_is_a_typed_error_for_its_row_and_the_other_goes_on() -> None:
     c = tiny.config()
     mine, _ = pools(c, "fp32")

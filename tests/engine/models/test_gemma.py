@@ -45,6 +45,7 @@ def test_it_continues_text_and_begins_with_bos(llm: LLM) -> None:
     assert france.text.startswith(" France")
 
 
+@pytest.mark.slow
 def test_answers_beyond_the_window_do_not_depend_on_the_path(llm: LLM) -> None:
     long = [2, *((7919 * i + 13) % 200_000 for i in range(620))]
     alone = llm.generate([long], max_tokens=6)[0]

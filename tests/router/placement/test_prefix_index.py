@@ -162,6 +162,6 @@ def test_what_was_just_placed_counts_until_it_should_have_come():
 def test_expectations_are_bounded_and_old_ones_leave():
     prefix_index = PrefixIndex()
     for second in range(5):
-        many = [f"{second}/{i}".encode() for i in range(30_000)]
+        many = [f"{second}/{i}".encode() for i in range(14_000)]
         prefix_index.expect(A, many, now_ns=second * 1_000_000_000)
     assert len(prefix_index._expected) <= 65_536
