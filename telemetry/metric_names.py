@@ -107,6 +107,10 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_predicted_seconds": _seconds("Predicted cost of the placement chosen.", "mode"),
     "baton_actual_seconds": _seconds("Measured cost of the placement chosen.", "mode"),
     "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
+    "baton_router_regret_seconds": _seconds(
+        "Cost of the placement chosen less that of the best candidate, both priced afterwards.",
+        "mode",
+    ),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
     "baton_client_timeouts": _count(
         "Clients that were too slow and were dropped: header, body, write.", "kind"
