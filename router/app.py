@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from router.adapter_table import AdapterSharedTable
-from router.api import errors, generation, models, operations
+from router.api import errors, generation, models, operations, page
 from router.api.parts import RouterParts
 from router.placement.index_feed import EventSource, IndexFeeder
 from router.requests.tickets import TicketFeed, TicketSource
@@ -23,7 +23,7 @@ _POLL_S = 0.01
 _SAMPLE_S = 1.0
 
 # An endpoint is added to one of these files, or to a new one that is listed here.
-_ENDPOINTS = (generation.routes, models.routes, operations.routes)
+_ENDPOINTS = (generation.routes, models.routes, operations.routes, page.routes)
 
 
 class Router:

@@ -153,6 +153,11 @@ class LiveSeries:
         self._samples.append(sample)
         return sample
 
+    @property
+    def last(self) -> int:
+        """The number of the latest sample; 0 before the first."""
+        return self._number
+
     def after(self, number: int) -> list[Sample]:
         """The samples that are still here of those after ``number`` (0: all)."""
         return [sample for sample in self._samples if sample.number > number]

@@ -58,8 +58,10 @@ def routes(router: RouterParts) -> Endpoints:
     async def series(request: Request, after: int = 0) -> dict[str, Any]:
         """One sample for each of the last 600 seconds, those after number ``after``."""
         check_operator(request.headers, router.settings)
+        samples = router.observer.series
         return {
-            "samples": [sample.as_dict() for sample in router.observer.series.after(after)],
+            "last": samples.last,
+            "samples": [sample.as_dict() for sample in samples.after(after)],
             "workers": rates(router.gateway.workers),
         }
 
