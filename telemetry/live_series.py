@@ -112,11 +112,14 @@ class LiveSeries:
         if edge in self._open.handoffs or len(self._open.handoffs) < MAX_EDGES:
             self._open.handoffs[edge] += 1
 
-    def ended(self, prompt_tokens: int, *, failed: bool) -> None:
+    def prompt(self, computed_tokens: int) -> None:
+        """A prompt was read: so many of its tokens were computed for it."""
+        self._open.prompt_tokens += computed_tokens
+
+    def ended(self, *, failed: bool) -> None:
         """A request is over."""
         self._open.ended += 1
         self._open.failed += failed
-        self._open.prompt_tokens += prompt_tokens
 
     def close(self, at_s: float, *, queued: int, running: int) -> Sample:
         """End the interval that runs, and begin the next.

@@ -50,16 +50,16 @@ def list_of(requests: list[dict[str, Any]]) -> RenderableType:
     """The list of requests, a sentence for each."""
     if not requests:
         return Text("no request yet")
-    table = Table("request", "took", "first token", "tokens", "route", "why", box=None)
+    table = Table("took", "first token", "tokens", "request", box=None, padding=(0, 1))
+    for column in table.columns[:3]:
+        column.no_wrap = True
     for one in requests:
-        first_s = one["first_token_s"]
+        first_s, route = one["first_token_s"], route_of(one)
         table.add_row(
-            escape(one["id"]),
             _s(one["elapsed_s"]),
             _s(first_s) if first_s is not None else "-",
             f"{one['prompt_tokens']} → {one['completion_tokens']}",
-            escape(route_of(one)),
-            escape(one["sentence"]),
+            Text.assemble((one["id"], "bold"), f"  {route}\n{one['sentence']}"),
         )
     return table
 

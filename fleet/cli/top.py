@@ -16,9 +16,9 @@ from fleet.local.state import FleetState
 
 _COLOURS = {"ready": "green", "dead": "red"}
 _BLOCKS = (("leased", "blue"), ("cached", "cyan"), ("quarantined", "red"), ("free", "bright_black"))
-_BAR = 24
+_BAR = 16
 _SPARKS = "▁▂▃▄▅▆▇█"
-_SHOWN_S = 60
+_SHOWN_S = 40
 _SHOWN_REQUESTS = 8
 
 
@@ -30,7 +30,11 @@ def top(
         bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
     ] = False,
 ) -> None:
-    """Watch workers, blocks, hand-offs, latency and the slowest requests. Ctrl-C ends it."""
+    """Watch workers, blocks, hand-offs, latency and the slowest requests. Ctrl-C ends it.
+
+    tok/s is the rate at which a worker computes prompts, step its decode step, moved its hand-offs
+    of the last ten seconds.
+    """
     state, console = running_fleet(fleet), Console()
     order = "newest" if newest else "slowest"
     if once:
@@ -90,9 +94,10 @@ def frame(
 def _workers(
     workers: list[dict[str, Any]], rates: dict[str, Any], samples: list[dict[str, Any]]
 ) -> Table:
-    table = Table("worker", "state", "KV blocks", "running", "waiting", box=None)
-    for header in ("prefill tokens/s", "step", "to compute", "hand-offs in 10 s"):
-        table.add_column(header)
+    headers = ("worker", "state", "KV blocks: leased+cached/all", "run", "wait", "tok/s", "step")
+    table = Table(*headers, "moved", box=None, padding=(0, 1))
+    for column in table.columns:
+        column.no_wrap = True
     for worker in workers:
         rate = rates.get(worker["id"], {})
         prefill, step_s = rate.get("prefill_tokens_per_s"), rate.get("decode_step_s")
@@ -110,7 +115,6 @@ def _workers(
             str(worker["waiting"]),
             f"{prefill:.0f}" if prefill else "-",
             f"{step_s * 1000:.1f} ms" if step_s else "-",
-            str(rate.get("queued_prompt_tokens", 0)),
             str(handed),
         )
     return table

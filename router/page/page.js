@@ -5,7 +5,7 @@
 const POLL_MS = 1000;
 const KEPT_SAMPLES = 600;
 const HANDOFF_SHOWN = 3; // samples: so long after a hand-off its line moves
-const SLOW_SHARE = 0.67; // of the median of its peers
+const SLOW_SHARE = 0.5; // of the median of its peers
 const SVG = "http://www.w3.org/2000/svg";
 const BLOCK_STATES = ["leased", "cached", "quarantined", "free"];
 
@@ -186,12 +186,13 @@ function makePlots() {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 0.5 }, ticks: { show: false }, size: 46 };
+  const clock = (_, times) => times.map((time) => new Date(time * 1000).toLocaleTimeString([], { hourCycle: "h23" }));
   const line = (label, name) => ({ label, stroke: colour(name), width: 1.5, points: { show: true, size: 3 } });
   const make = (id, series, values, now) => {
     const options = {
       width: byId(id).clientWidth || 300, height: 150, legend: { show: false }, cursor: { show: false },
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
-      axes: [{ ...axis, size: 26 }, axis], series: [{}, ...series],
+      axes: [{ ...axis, size: 26, space: 90, values: clock }, axis], series: [{}, ...series],
     };
     return { uplot: new uPlot(options, [[], ...series.map(() => [])], byId(id)), id, values, now };
   };

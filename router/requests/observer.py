@@ -90,6 +90,7 @@ class Observer:
         record = active.record
         if not before_ns:
             self.series.tokens(0.0, fresh)
+            self.series.prompt(record.prompt_tokens - record.cached_tokens)
             if active.prefill_id is not None and active.decode_id is not None:
                 self.series.handed_over(active.prefill_id, active.decode_id)
             if active.placement is not None:
@@ -136,13 +137,16 @@ class Observer:
             observe("baton_transfer_exposed_seconds", exposed_s)
         active.exposed_s = exposed_s
         self._regret(active)
-        self.series.ended(record.prompt_tokens, failed=record.error is not None)
+        self.series.ended(failed=record.error is not None)
         for phase, took_s in phases(active, exposed_s).items():
             observe("baton_phase_seconds", took_s, phase=phase)
         if not record.begun:
             return
         inc("baton_prompt_tokens", record.prompt_tokens, tenant=tenant)
         inc("baton_generation_tokens", record.completion_tokens, tenant=tenant)
+        observe("baton_request_prompt_tokens", record.prompt_tokens)
+        observe("baton_request_generation_tokens", record.completion_tokens)
+        inc("baton_prefix_queries_tokens", record.prompt_tokens)
         inc("baton_prefix_tokens", record.cached_tokens, source="local")
         computed = record.prompt_tokens - record.cached_tokens
         inc("baton_prefix_tokens", computed, source="computed")

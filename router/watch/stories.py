@@ -141,10 +141,21 @@ def _placed_on(active: ActiveRequest) -> str:
 
 
 def _phases_so_far(active: ActiveRequest) -> dict[str, float]:
-    """Of a request that runs, only what is certain already."""
-    if not active.placed_ns:
-        return {"queue": elapsed_s(active)}
-    return {"queue": max(active.placed_ns - active.submitted_ns, 0) / 1e9}
+    """Of a request whose last byte is not out: the parts that are over, and the one that runs."""
+    record, now_ns = active.record, monotonic_ns()
+    marks = [
+        ("tokenize", active.submitted_ns),
+        ("queue", active.placed_ns),
+        ("prefill", record.first_token_ns),
+        ("decode", now_ns),
+    ]
+    parts, begin_ns = {}, record.request.arrived_ns
+    for name, end_ns in marks:
+        parts[name] = ((end_ns or now_ns) - begin_ns) / 1e9
+        if not end_ns:
+            break
+        begin_ns = end_ns
+    return parts
 
 
 def _peers_rate(others: list[WorkerLoad]) -> float:

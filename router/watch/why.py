@@ -12,8 +12,10 @@ from typing import NamedTuple
 TOLD_FROM_S = 0.05
 TOLD_SHARE = 0.15
 """A cause is told from this part of the request's time on, and from ``TOLD_FROM_S``."""
-SLOWER_THAN_PEERS = 0.67
+SLOWER_THAN_PEERS = 0.5
 """A prefill worker is slow when it computes less than this part of its peers' tokens a second."""
+JUDGED_TOKENS = 32
+"""Of fewer tokens no rate can be told: every prefill has a fixed cost."""
 LONG_STALL_GAPS = 5.0
 """A gap is a stall when it is so many times the usual one, and over ``TOLD_FROM_S``."""
 LONG_PROMPT_TOKENS = 256
@@ -119,7 +121,7 @@ def _computing(facts: Facts) -> Iterator[Why]:
     if facts.prefill_s <= 0:
         return
     rate, peers = computed / facts.prefill_s, facts.peers_prefill_tokens_per_s
-    slow = peers > 0 and rate < SLOWER_THAN_PEERS * peers
+    slow = computed >= JUDGED_TOKENS and rate < SLOWER_THAN_PEERS * peers
     if slow:
         told = f"{facts.prefill_worker} computed the prompt at {rate:.0f} tokens/s"
         told += f" where its peers do {peers:.0f}: {_s(facts.prefill_s)} for {computed} tokens."

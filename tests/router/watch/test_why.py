@@ -114,5 +114,11 @@ def test_a_request_that_waits_says_so() -> None:
     assert why(Facts(elapsed_s=2.0, state="queued")).cause == "queued"
 
 
+def test_of_a_few_tokens_no_rate_is_told() -> None:
+    assert why(facts(0.3, {"prefill": 0.2}, prefill_s=0.2, cached_tokens=117)).cause != (
+        "slow_prefill_worker"
+    )
+
+
 def test_nothing_measured_is_nothing_claimed() -> None:
     assert why(Facts(elapsed_s=0.0)).cause == "nothing_slow"
