@@ -1,11 +1,16 @@
 """A real Prometheus beside a real fleet: targets, names, sums, every query of every dashboard."""
 
+import contextlib
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -187,6 +192,74 @@ def test_every_query_of_a_dashboard_returns_data(prometheus: Prometheus, load, n
             assert numbers or panel["title"] in MAY_BE_NAN, (panel["title"], expression, found)
             asked += 1
     assert asked > 4
+
+
+@contextlib.contextmanager
+def slowed(pid: int, runs_s: float = 0.03, stands_s: float = 0.17) -> Iterator[None]:
+    """A process that runs for a part of each fifth of a second only."""
+    over = threading.Event()
+
+    def throttle() -> None:
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            over.wait(stands_s)
+            os.kill(pid, signal.SIGCONT)
+            over.wait(runs_s)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_planted_slow_prefill_worker_is_found_in_three_ways(
+    shared: Fleet, prometheus: Prometheus, load: None
+) -> None:
+    """By the explanation of its requests, by what the page marks, by the dashboards' query."""
+    slow, answers = "prefill-1", []
+    began_s = time.monotonic()
+    with slowed(shared.workers[slow].record.pid):
+        with (
+            httpx.Client(base_url=shared.url, timeout=120) as client,
+            ThreadPoolExecutor(2) as pool,
+        ):
+
+            def ask(number: int) -> str:
+                answer = client.post(
+                    "/v1/chat/completions",
+                    json=chat(f"{number} " * 120 + "and then?", max_tokens=2),
+                    headers={"x-baton-mode": "disaggregated"},
+                )
+                assert answer.status_code == 200, answer.text
+                return answer.headers["x-request-id"]
+
+            answers = list(pool.map(ask, range(100, 112)))
+            stories = [client.get(f"/fleet/requests/{name}").json() for name in answers]
+            rates = client.get("/fleet/series").json()["workers"]
+        served = [story for story in stories if story["route"]["prefill"] == slow]
+        others = [story for story in stories if story["route"]["prefill"] != slow]
+        assert served
+        assert others
+        named = [story for story in served if story["why"]["cause"] == "slow_prefill_worker"]
+        assert named, [story["why"] for story in served]
+        assert all(slow in story["why"]["sentence"] for story in named)
+        blamed = [story for story in others if story["why"]["cause"] == "slow_prefill_worker"]
+        assert blamed == [], "its peer is not blamed"
+        speed = {name: rates[name]["prefill_tokens_per_s"] for name in ("prefill-0", slow)}
+        assert speed[slow] < 0.5 * speed["prefill-0"], "what the page marks"
+        time.sleep(2 * SCRAPE_S)
+        latency = json.loads((FOLDER / "latency.json").read_text())
+        [panel] = [p for p in latency["panels"] if "time spent on prompts" in p["title"]]
+        expression = panel["targets"][0]["expr"].replace("$fleet", "e2e")
+        found = prometheus.query(expression.replace("$__rate_interval", "2m"))
+        shown = {one["metric"]["worker"]: float(one["value"][1]) for one in found}
+        assert shown[slow] < 0.5 * shown["prefill-0"], shown
+    assert time.monotonic() - began_s < 60, "within a minute"
 
 
 def test_the_rules_record_and_no_alert_of_a_sick_fleet_fires(prometheus, load) -> None:
