@@ -16,7 +16,7 @@ from fleet.local.state import FleetState
 
 _COLOURS = {"ready": "green", "dead": "red"}
 _BLOCKS = (("leased", "blue"), ("cached", "cyan"), ("quarantined", "red"), ("free", "bright_black"))
-_BAR = 16
+_BAR = 10
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SHOWN_S = 40
 _SHOWN_REQUESTS = 8
@@ -94,7 +94,7 @@ def frame(
 def _workers(
     workers: list[dict[str, Any]], rates: dict[str, Any], samples: list[dict[str, Any]]
 ) -> Table:
-    headers = ("worker", "state", "KV blocks: leased+cached/all", "run", "wait", "tok/s", "step")
+    headers = ("worker", "state", "KV leased+cached/all", "run", "wait", "tok/s", "step")
     table = Table(*headers, "moved", box=None, padding=(0, 1))
     for column in table.columns:
         column.no_wrap = True

@@ -127,7 +127,8 @@ function card(worker, rates, peers) {
     notes.push(`slow: its peers read ${usual.toFixed(0)} tokens/s`);
   }
   const usualStep = median(others.map((other) => other.decode_step_s));
-  if (worker.role === "decode" && step && usualStep && step > usualStep / SLOW_SHARE) {
+  // An idle worker's last step says nothing of now: it may have had company.
+  if (worker.role === "decode" && worker.running && step && usualStep && step > usualStep / SLOW_SHARE) {
     notes.push(`slow: its peers' step takes ${seconds(usualStep)}`);
   }
   const figures = [`${worker.running} running`, `${worker.waiting} waiting`];
