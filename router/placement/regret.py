@@ -21,6 +21,10 @@ from typing import NamedTuple
 from router.placement.cost import Candidate, Terms, WorkerLoad, price
 
 
+REPRICED_CANDIDATES = 12
+"""So many of the cheapest are priced again: the event loop pays for it at each request's end."""
+
+
 class FittedRates(NamedTuple):
     """What a worker reports of itself when the request is over; 0 where it has not measured."""
 
@@ -70,17 +74,24 @@ def regret(
 
     Args:
         chosen: The placement that the request ran on.
-        compared: Those that were priced when it was chosen.
+        compared: Those that were priced when it was chosen, the cheapest first.
         measured: What it took.
         fitted: Rates by worker; workers that are gone keep those of then.
         prompt_tokens: Length of the prompt.
         choices: Answers that ran at once.
     """
+    refitted_workers: dict[str, WorkerLoad] = {}
+
+    def refit(worker: WorkerLoad) -> WorkerLoad:
+        known = refitted_workers.get(worker.worker_id)
+        if known is None:
+            known = refitted_workers[worker.worker_id] = _refit(worker, fitted)
+        return known
 
     def cost_s(candidate: Candidate) -> float:
         refitted = price(
-            prefill=None if candidate.prefill is None else _refit(candidate.prefill, fitted),
-            decode=_refit(candidate.decode, fitted),
+            prefill=None if candidate.prefill is None else refit(candidate.prefill),
+            decode=refit(candidate.decode),
             prompt_tokens=prompt_tokens,
             expected_tokens=measured.answer_tokens,
             choices=choices,
@@ -90,7 +101,7 @@ def regret(
 
     chosen_s = cost_s(chosen)
     best_s, best = chosen_s, chosen
-    for candidate in compared:
+    for candidate in compared[:REPRICED_CANDIDATES]:
         if (other_s := cost_s(candidate)) < best_s:
             best_s, best = other_s, candidate
     return Regret(seconds=chosen_s - best_s, chosen_s=chosen_s, best_s=best_s, best=best)

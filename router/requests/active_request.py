@@ -40,6 +40,7 @@ class ActiveRequest:
         self.gaps = TokenGaps()
         self.exposed_s = 0.0  # known when it is over, and so is the regret
         self.regret: Regret | None = None
+        self.summary: dict[str, Any] | None = None  # of the list; made once it is over
         self.timer: asyncio.TimerHandle | None = None
         self.repair_timer: asyncio.TimerHandle | None = None
         # Attempt, next index of each choice, and when: of the last resume. No attempt is 0.

@@ -41,7 +41,14 @@ def story_of(kept: KeptRecords, name: str) -> dict[str, Any] | None:
 
 
 def summary(active: ActiveRequest) -> dict[str, Any]:
-    """One line of the list of requests."""
+    """One line of the list of requests; of one that is over it is made once."""
+    made = active.summary or _summary(active)
+    if active.observed and active.delivered_ns:
+        active.summary = made
+    return {**made, "age_s": round((monotonic_ns() - active.request.arrived_ns) / 1e9, 3)}
+
+
+def _summary(active: ActiveRequest) -> dict[str, Any]:
     record, request = active.record, active.request
     facts = facts_of(active)
     cause, sentence, _ = why(facts)
@@ -50,7 +57,6 @@ def summary(active: ActiveRequest) -> dict[str, Any]:
         "id": active.id,
         "tenant": request.tenant,
         "state": facts.state,
-        "age_s": round((monotonic_ns() - request.arrived_ns) / 1e9, 3),
         "elapsed_s": round(facts.elapsed_s, 6),
         "first_token_s": round((first_ns - request.arrived_ns) / 1e9, 6) if first_ns else None,
         "prompt_tokens": record.prompt_tokens,

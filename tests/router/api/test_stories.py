@@ -34,7 +34,7 @@ async def told(fleet, name: str) -> dict:
 
 async def test_the_list_has_the_newest_or_the_slowest_first(make_fleet):
     fleet = await make_fleet({"decode-0": Script(step_s=0.02)})
-    ids = [(await fleet.chat(max_tokens=n)).json()["id"] for n in (2, 12, 4)]
+    ids = [(await fleet.chat(max_tokens=n)).json()["id"] for n in (2, 40, 16)]
     assert [one["id"] for one in await listed(fleet)] == ids[::-1]
     assert [one["id"] for one in await listed(fleet, "?order=slowest")] == [
         ids[1],
