@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from router.placement.cost import Candidate, Terms, WorkerLoad, price
 
-
 REPRICED_CANDIDATES = 12
 """So many of the cheapest are priced again: the event loop pays for it at each request's end."""
 
