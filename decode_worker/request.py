@@ -50,6 +50,7 @@ class DecodeRequest:
         self._error: BatonError | None = None
         self._began_ns = time.monotonic_ns()
         self._first_ns = 0
+        self._committed_ns = 0  # Unix time
         self._times = pb.RequestTimes()
         self._span = parts.tracing.tracer.start_span(
             "baton.decode", context=extract(submission.traceparent)
@@ -153,6 +154,7 @@ class DecodeRequest:
 
     def on_committed(self, payload_bytes: int) -> None:
         """See ``HandoffListener``."""
+        self._committed_ns = time.time_ns()
         self._parts.transfers.count += 1
         self._parts.transfers.bytes += payload_bytes
         self.session.transfers(self._parts.transfers)
@@ -268,6 +270,19 @@ class DecodeRequest:
             self._span.set_attribute("error.type", error.code)
         self._span.end()
 
+    def _trace_transfer(self, duration_ns: int) -> None:
+        """The hand-off as a span, from the first chunk that was asked for until the commit."""
+        if not self._committed_ns:
+            return
+        span = self._parts.tracing.tracer.start_span(
+            "baton.transfer",
+            context=extract(self.submission.traceparent),
+            start_time=self._committed_ns - duration_ns,
+        )
+        span.set_attribute("baton.transfer_bytes", self._times.transfer_bytes)
+        span.set_attribute("baton.repaired_chunks", self._times.repaired_chunks)
+        span.end(self._committed_ns)
+
     def _note_times(self, report: ev.Ended) -> None:
         times, parts = self._times, self._parts
         if self._first_ns:
@@ -280,6 +295,7 @@ class DecodeRequest:
             times.transfer_ns = transfer.duration_ns
             times.transfer_bytes = transfer.payload_bytes
             times.repaired_chunks = transfer.repaired_frames
+            self._trace_transfer(transfer.duration_ns)
         elif self._handoff is None:
             times.prefill_ns = report.prefill_ns
         if self.submission.probe:

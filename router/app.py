@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from router.adapter_table import AdapterSharedTable
-from router.api import errors, generation, models, operations
+from router.api import errors, generation, models, operations, page
 from router.api.parts import RouterParts
 from router.placement.index_feed import EventSource, IndexFeeder
 from router.requests.tickets import TicketFeed, TicketSource
@@ -19,9 +20,10 @@ from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 
 _POLL_S = 0.01
+_SAMPLE_S = 1.0
 
 # An endpoint is added to one of these files, or to a new one that is listed here.
-_ENDPOINTS = (generation.routes, models.routes, operations.routes)
+_ENDPOINTS = (generation.routes, models.routes, operations.routes, page.routes)
 
 
 class Router:
@@ -65,6 +67,7 @@ class Router:
         self._feeder.start()
         self._ticket_feed.start()
         await self._know_workers()
+        parts.tasks.keep(self._sample, "live series")
         # The first long text should not have to wait for what is the same for all of them.
         parts.tasks.spawn(asyncio.to_thread(parts.model.know_lengths), "lengths of tokens")
         try:
@@ -77,6 +80,17 @@ class Router:
             await parts.grammars.close()
             await parts.gateway.close()
             parts.tracing.shutdown()
+
+    async def _sample(self) -> None:
+        """Close a sample of what happens once a second."""
+        loop, gateway = asyncio.get_running_loop(), self.parts.gateway
+        at_s = loop.time()
+        while True:
+            at_s = max(at_s + _SAMPLE_S, loop.time())  # late is late: no two at once
+            await asyncio.sleep(at_s - loop.time())
+            queued = gateway.admission.waiting
+            running = gateway.in_flight - queued
+            self.parts.observer.series.close(time.time(), queued=queued, running=running)
 
     async def _know_workers(self) -> None:
         """Wait until every worker on the list answers, or for as long as a start may take.

@@ -16,25 +16,44 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
 
 
 class MetricSpec(NamedTuple):
-    """One metric. Counters are named without ``_total``, which the exposition adds."""
+    """One metric. Counters are named without ``_total``, which the exposition adds.
+
+    ``vllm`` is the alias of all series; ``vllm_by_label`` has pairs (value of the only label,
+    alias) where vLLM has a metric of its own for what is one series here. ``from_start`` has values
+    of the only label whose series are there before anything happened: a rate over a series that
+    appears with its first event misses that event.
+    """
 
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     vllm: str | None = None
+    vllm_by_label: tuple[tuple[str, str], ...] = ()
+    from_start: tuple[str, ...] = ()
 
 
-def _count(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
-    return MetricSpec("counter", text, labels, vllm=vllm)
+def _count(
+    text: str,
+    *labels: str,
+    vllm: str | None = None,
+    vllm_by_label: tuple[tuple[str, str], ...] = (),
+    from_start: tuple[str, ...] = (),
+) -> MetricSpec:
+    return MetricSpec("counter", text, labels, (), vllm, vllm_by_label, from_start)
 
 
 def _gauge(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
     return MetricSpec("gauge", text, labels, vllm=vllm)
 
 
-def _seconds(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
-    return MetricSpec("histogram", text, labels, _SECONDS, vllm)
+def _seconds(
+    text: str,
+    *labels: str,
+    vllm: str | None = None,
+    vllm_by_label: tuple[tuple[str, str], ...] = (),
+) -> MetricSpec:
+    return MetricSpec("histogram", text, labels, _SECONDS, vllm, vllm_by_label)
 
 
 def _sizes(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
@@ -50,13 +69,40 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "Choices that ended, by finish reason.", "reason", "tenant", vllm="request_success"
     ),
     "baton_rejections": _count("Requests refused, by error code.", "code", "tenant"),
-    "baton_timeouts": _count("Requests whose deadline passed, by phase.", "phase"),
-    "baton_cancellations": _count("Requests whose client went away, by phase.", "phase"),
+    "baton_timeouts": _count(
+        "Requests whose deadline passed, by phase.",
+        "phase",
+        from_start=(
+            "queue",
+            "prefill",
+            "decode",
+        ),
+    ),
+    "baton_cancellations": _count(
+        "Requests whose client went away, by phase.",
+        "phase",
+        from_start=(
+            "queue",
+            "prefill",
+            "decode",
+        ),
+    ),
     "baton_release_seconds": _seconds("Cancel or timeout to the worker's confirmed end."),
     "baton_phase_seconds": _seconds(
         "Parts of a request: queue, tokenize, prefill, transfer, decode, delivery, unattributed. "
         "They add up to baton_e2e_seconds.",
         "phase",
+        vllm_by_label=(
+            ("queue", "request_queue_time_seconds"),
+            ("prefill", "request_prefill_time_seconds"),
+            ("decode", "request_decode_time_seconds"),
+        ),
+    ),
+    "baton_request_prompt_tokens": _sizes(
+        "Prompt tokens of a request.", vllm="request_prompt_tokens"
+    ),
+    "baton_request_generation_tokens": _sizes(
+        "Tokens sent of a request.", vllm="request_generation_tokens"
     ),
     "baton_transfer_exposed_seconds": _seconds(
         "Hand-off time not hidden by compute: first to second token, less a median decode step."
@@ -79,9 +125,14 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "Arrival to the last byte out.", "tenant", vllm="e2e_request_latency_seconds"
     ),
     "baton_prompt_tokens": _count("Prompt tokens of all requests.", "tenant", vllm="prompt_tokens"),
+    "baton_prefix_queries_tokens": _count(
+        "Prompt tokens that were looked for in a cache.", vllm="prefix_cache_queries"
+    ),
     "baton_generation_tokens": _count("Tokens sent.", "tenant", vllm="generation_tokens"),
     "baton_prefix_tokens": _count(
-        "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
+        "Prompt tokens by where their KV came from: local, pulled, computed.",
+        "source",
+        vllm_by_label=(("local", "prefix_cache_hits"),),
     ),
     "baton_adapter_requests": _count("Requests that a LoRA adapter answered.", "adapter"),
     "baton_adapter_prompt_tokens": _count("Prompt tokens of these requests.", "adapter"),
@@ -99,17 +150,52 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
 
 # What the router decides and what goes wrong around it.
 ROUTER_METRICS: dict[str, MetricSpec] = {
-    "baton_routes": _count("Placements by mode: disaggregated, colocated.", "mode"),
-    "baton_fallbacks": _count("Placements that differ from the first choice.", "reason"),
-    "baton_retries": _count("Requests placed again, by reason.", "reason"),
-    "baton_stream_errors": _count("Streams to workers that broke.", "kind"),
+    "baton_routes": _count(
+        "Placements by mode: disaggregated, colocated.",
+        "mode",
+        from_start=(
+            "disaggregated",
+            "colocated",
+        ),
+    ),
+    "baton_fallbacks": _count(
+        "Placements that differ from the first choice.", "reason", from_start=("local prefill",)
+    ),
+    "baton_retries": _count(
+        "Requests placed again, by reason.",
+        "reason",
+        from_start=(
+            "worker lost",
+            "prefill replaced",
+            "submit failed",
+        ),
+    ),
+    "baton_stream_errors": _count(
+        "Streams to workers that broke.",
+        "kind",
+        from_start=(
+            "broken",
+            "refused",
+            "dead",
+        ),
+    ),
     "baton_poison_requests": _count("Requests ended because workers died of them."),
     "baton_predicted_seconds": _seconds("Predicted cost of the placement chosen.", "mode"),
     "baton_actual_seconds": _seconds("Measured cost of the placement chosen.", "mode"),
     "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
+    "baton_router_regret_seconds": _seconds(
+        "Cost of the placement chosen less that of the best candidate, both priced afterwards.",
+        "mode",
+    ),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
     "baton_client_timeouts": _count(
-        "Clients that were too slow and were dropped: header, body, write.", "kind"
+        "Clients that were too slow and were dropped: header, body, write.",
+        "kind",
+        from_start=(
+            "header",
+            "body",
+            "write",
+        ),
     ),
     "baton_connections_refused": _count("Connections beyond clients.max_connections."),
     "baton_open_connections": _gauge("Connections of clients."),
@@ -146,8 +232,22 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
     ),
     "baton_grammar_mask_seconds": _seconds("Of an engine step, what grammars took."),
-    "baton_transfers": _count("Hand-offs by outcome: committed, failed, abandoned.", "outcome"),
-    "baton_transfer_bytes": _count("KV payload bytes: sent, received.", "direction"),
+    "baton_transfers": _count(
+        "Hand-offs by outcome: committed, failed, abandoned.",
+        "outcome",
+        from_start=(
+            "committed",
+            "failed",
+        ),
+    ),
+    "baton_transfer_bytes": _count(
+        "KV payload bytes: sent, received.",
+        "direction",
+        from_start=(
+            "sent",
+            "received",
+        ),
+    ),
     "baton_transfer_seconds": _seconds("First chunk asked for to commit."),
     "baton_chunks_refused": _count("Chunks that failed verification, by cause.", "cause"),
     "baton_chunks_repaired": _count("Chunks pulled again after damage."),

@@ -49,6 +49,9 @@ class Metrics:
         self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
         self._label_sets: dict[str, int] = {}
         self._model = model
+        for name, spec in self._specs.items():
+            for value in spec.from_start:
+                self._child(name, {spec.labels[0]: value})
         self.before_page: list[Callable[[], None]] = []  # set what is only known when asked
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
@@ -135,16 +138,21 @@ class _Page(Collector):
                     sample for sample in family.samples if not sample.name.endswith("_created")
                 ]
                 yield family
-                alias = self._specs[name].vllm
-                if alias is not None:
-                    yield self._renamed(family, f"vllm:{alias}")
+                spec = self._specs[name]
+                if spec.vllm is not None:
+                    yield self._renamed(family, f"vllm:{spec.vllm}")
+                for value, alias in spec.vllm_by_label:
+                    yield self._renamed(family, f"vllm:{alias}", {spec.labels[0]: value})
 
-    def _renamed(self, family: Metric, name: str) -> Metric:
-        renamed = Metric(name, family.documentation, family.type)
+    def _renamed(self, family: Metric, name: str, only: Mapping[str, str] | None = None) -> Metric:
+        """The family under another name; with ``only`` the series of that label, without it."""
+        renamed, only = Metric(name, family.documentation, family.type), only or {}
         for sample in family.samples:
-            labels = {"model_name": self._model, **sample.labels}
+            if any(sample.labels[label] != value for label, value in only.items()):
+                continue
+            kept = {label: value for label, value in sample.labels.items() if label not in only}
             suffix = sample.name.removeprefix(family.name)
-            renamed.add_sample(name + suffix, labels, sample.value)
+            renamed.add_sample(name + suffix, {"model_name": self._model, **kept}, sample.value)
         return renamed
 
 

@@ -3,9 +3,11 @@
 import os
 import sys
 from datetime import UTC, datetime
+from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -62,6 +64,26 @@ def running_fleet(fleet: str | None) -> FleetState:
     if state is None or not state.running:
         fail("no fleet is running here: `baton up` starts one", NOT_RUNNING)
     return state
+
+
+def get_json(state: FleetState, path: str, **parameters: str | int) -> Any:
+    """What the fleet's router answers to a GET with the fleet's own token, an operator's.
+
+    The command fails where the router does not answer, or with another status than 200.
+    """
+    try:
+        answer = httpx.get(
+            f"{state.url}{path}",
+            params=parameters,
+            headers={"authorization": f"Bearer {state.fleet_token}"},
+            timeout=10.0,
+            trust_env=False,
+        )
+        if answer.status_code == HTTPStatus.NOT_FOUND:
+            fail(f"{path}: {answer.json()['error']['message']}")
+        return answer.raise_for_status().json()
+    except httpx.HTTPError as error:
+        fail(f"{state.url}{path}: {error}; see `baton logs router`")
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

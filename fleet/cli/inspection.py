@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -15,13 +14,13 @@ from fleet.cli.common import (
     FileArgument,
     FleetOption,
     fail,
+    get_json,
     known_fleet,
     load_fleet_file,
     running_fleet,
 )
 from fleet.local import preflight
 from fleet.local import state as fleet_state
-from fleet.local.state import FleetState
 
 
 def status(
@@ -33,7 +32,7 @@ def status(
     Exit code 0 when every worker is ready, 1 when some are not, 3 when nothing runs.
     """
     state = running_fleet(fleet)
-    answer = _get(state, "/fleet")
+    answer = get_json(state, "/fleet")
     workers = answer["workers"]
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
@@ -62,19 +61,6 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
             f"{blocks['leased']} leased, {blocks['cached']} cached, {blocks['free']} free",
         )
     return table
-
-
-def _get(state: FleetState, path: str) -> Any:
-    try:
-        answer = httpx.get(
-            f"{state.url}{path}",
-            headers={"authorization": f"Bearer {state.fleet_token}"},  # an operator's, where asked
-            timeout=10.0,
-            trust_env=False,
-        )
-        return answer.raise_for_status().json()
-    except httpx.HTTPError as error:
-        fail(f"{state.url}{path}: {error}; see `baton logs router`")
 
 
 def doctor(file: FileArgument = None) -> None:

@@ -7,9 +7,11 @@ import typer
 
 from fleet.cli.capacity import capacity
 from fleet.cli.chat import chat
+from fleet.cli.explain import explain
 from fleet.cli.inspection import config_check, doctor, logs, status
 from fleet.cli.lifecycle import down, up
 from fleet.cli.orders import drain, restart
+from fleet.cli.top import top
 
 app = typer.Typer(
     help="Baton serves a large language model from a fleet: prefill workers read prompts, decode "
@@ -20,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (capacity, up, down, status, doctor, chat, logs, drain, restart):
+for command in (capacity, up, down, status, top, explain, doctor, chat, logs, drain, restart):
     app.command()(command)
 
 config_app = typer.Typer(help="Look at fleet files.", no_args_is_help=True)

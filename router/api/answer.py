@@ -24,11 +24,13 @@ from engine.core.errors import BatonError
 from router.api.errors import error_response
 from router.api.prepare import off_loop
 from router.api.responses import AnswerFormat, usage
+from router.api.tracing import part_spans
 from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
 from router.requests.observer import Observer
 from telemetry.tasks import BackgroundTasks
+from telemetry.tracing import Tracing
 
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -40,6 +42,7 @@ class AnswerContext:
 
     gateway: Gateway
     observer: Observer
+    tracing: Tracing
     span: Span
     endpoint: str
     request_id: str
@@ -183,6 +186,7 @@ class Exchange(Response):
                 span.set_attribute("baton.route", active.route_header())
             if active.record.error is not None:
                 span.set_attribute("error.type", active.record.error.code)
+            part_spans(context.tracing, span, active)
         span.end()
 
 

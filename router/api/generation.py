@@ -175,6 +175,7 @@ class _Calls:
         return AnswerContext(
             gateway=self._router.gateway,
             observer=self._router.observer,
+            tracing=self._router.tracing,
             span=span,
             endpoint=endpoint,
             request_id=request_id,

@@ -5,12 +5,14 @@ told of a request is for its tenant and for operators.
 """
 
 from collections import Counter
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import HTTPException, Request, Response
+from fastapi import HTTPException, Query, Request, Response
 
 from router.access import access_of, check_operator, is_operator
 from router.api.parts import Endpoints, RouterParts
+from router.watch.rates import rates
+from router.watch.stories import Order, latest, story_of
 
 _ROLES = ("prefill", "decode")
 _WORKER_STATES = ("starting", "ready", "draining", "dead")
@@ -52,11 +54,34 @@ def routes(router: RouterParts) -> Endpoints:
         check_operator(request.headers, router.settings)
         return _targets(router, request.url.netloc)
 
+    @api.get("/fleet/series")
+    async def series(request: Request, after: int = 0) -> dict[str, Any]:
+        """One sample for each of the last 600 seconds, those after number ``after``."""
+        check_operator(request.headers, router.settings)
+        samples = router.observer.series
+        return {
+            "last": samples.last,
+            "samples": [sample.as_dict() for sample in samples.after(after)],
+            "workers": rates(router.gateway.workers),
+        }
+
+    @api.get("/fleet/requests")
+    async def requests(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=500)] = 50,
+        order: Order = "newest",
+    ) -> dict[str, Any]:
+        """The latest requests: all of them to an operator, to a tenant its own."""
+        access = access_of(request.headers, router.settings)
+        tenant = None if access.operator else access.tenant
+        found = latest(router.gateway.kept.newest_first(), tenant=tenant, limit=limit, order=order)
+        return {"requests": found}
+
     @api.get("/fleet/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
         """What was decided for a request, and why."""
         access = access_of(request.headers, router.settings)
-        explanation = router.gateway.explain(request_id)
+        explanation = story_of(router.gateway.kept, request_id)
         # A request of another tenant is not known to this one.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
             raise HTTPException(404, "this router does not know the request (any more)")

@@ -22,6 +22,7 @@ from engine.core.errors import (
 )
 from router.api.prepare import Preparer
 from router.placement.prefix_index import PrefixIndex
+from router.placement.worker_load import fitted_rates
 from router.requests.gateway import Gateway
 from router.requests.grammar_checker import GrammarChecker
 from router.requests.observer import Observer
@@ -69,6 +70,7 @@ class RouterParts:
             "router", lambda name: metrics.inc("baton_task_failures", task=name)
         )
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
+        observer.fitted = lambda: fitted_rates(gateway.workers)
         return cls(
             settings=settings,
             model=model,

@@ -1,16 +1,30 @@
-"""One span for each generation call, with OpenTelemetry's GenAI attributes."""
+"""One span for each generation call, with OpenTelemetry's GenAI attributes, and its parts.
+
+chat MODEL                          the call, at the router
+├── baton.queue                     waits for its place
+├── baton.attempt                   one placement; a later one links to the one before it
+├── baton.delivery                  the last token until the last byte out
+└── baton.decode                    at the decode worker, of every attempt
+    ├── baton.transfer              first chunk asked for until commit
+    └── baton.prefill               at the prefill worker
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from time import monotonic_ns, time_ns
 from typing import Any
 
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import Link, Span, SpanKind, set_span_in_context
 
 from engine.core.errors import BatonError
 from router.api.prepare import Caller
 from router.api.schema import ChatBody, EmbeddingBody, GenerationBody
+from router.requests.active_request import ActiveRequest
 from telemetry.tracing import Tracing, extract, inject
+
+PLACED = "placed on "
+"""How the event of the timeline begins that an attempt begins with."""
 
 
 def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller: Caller) -> Span:
@@ -90,3 +104,33 @@ def ended_on_error(span: Span) -> Iterator[None]:
         span.set_attribute("error.type", code)
         span.end()
         raise
+
+
+def part_spans(tracing: Tracing, span: Span, active: ActiveRequest) -> None:
+    """The parts of a request at the router, written when it is over, below the span of its call."""
+    if not span.is_recording():
+        return
+    record, context = active.record, set_span_in_context(span)
+    to_unix_ns = time_ns() - monotonic_ns()
+
+    def write(name: str, begin_ns: int, end_ns: int, **more: Any) -> Span:
+        part = tracing.tracer.start_span(
+            name, context=context, start_time=begin_ns + to_unix_ns, links=more.pop("links", ())
+        )
+        _set(part, {"baton.request_id": active.id, **more})
+        part.end(max(end_ns, begin_ns) + to_unix_ns)
+        return part
+
+    placed = [(at_ns, event) for event, at_ns in record.timeline if event.startswith(PLACED)]
+    end_ns = record.last_token_ns or active.delivered_ns or monotonic_ns()
+    if active.submitted_ns:
+        write("baton.queue", active.submitted_ns, placed[0][0] if placed else end_ns)
+    before: Span | None = None
+    for number, (begin_ns, event) in enumerate(placed, start=1):
+        until_ns = placed[number][0] if number < len(placed) else end_ns
+        links = [Link(before.get_span_context())] if before is not None else []
+        where = {"baton.placement": event.removeprefix(PLACED)}
+        attempt = {"baton.attempt": number, **where}
+        before = write("baton.attempt", begin_ns, until_ns, links=links, **attempt)
+    if record.last_token_ns and active.delivered_ns:
+        write("baton.delivery", record.last_token_ns, active.delivered_ns)

@@ -168,6 +168,29 @@ def choose(
     return pick([candidate for candidate in compared if candidate.terms.total_s < limit])
 
 
+def price(
+    *,
+    prefill: WorkerLoad | None,
+    decode: WorkerLoad,
+    prompt_tokens: int,
+    expected_tokens: int,
+    choices: int = 1,
+    moves_kv: bool = True,
+) -> Candidate:
+    """One placement, whether it may be chosen or not.
+
+    Args:
+        prefill: The worker that computes the prompt, or None for ``decode`` itself.
+        decode: The worker that holds the request.
+        prompt_tokens: As in `candidates`, and so are the others.
+        expected_tokens: Tokens that one answer is expected to have, or had.
+        choices: Answers to run at once.
+        moves_kv: Whether a pair hands anything over.
+    """
+    work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
+    return _alone(decode, work) if prefill is None else _pair(prefill, decode, work)
+
+
 @dataclass(frozen=True, slots=True)
 class _Work:
     prompt_tokens: int

@@ -1,6 +1,6 @@
 """The input of the cost model: a worker's last report, what was booked since, what it holds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
@@ -15,6 +15,7 @@ from router.placement.cost import (
     WorkerLoad,
 )
 from router.placement.prefix_index import PrefixIndex
+from router.placement.regret import FittedRates
 from router.workers.table import Slot
 from wire.compatibility import format_id
 
@@ -112,3 +113,12 @@ def load_of(
             for edge in status.edges
         },
     )
+
+
+def fitted_rates(slots: Iterable[Slot]) -> dict[str, FittedRates]:
+    """What live workers report of themselves now, by worker."""
+    return {
+        slot.worker_id: FittedRates(status.prefill_tokens_per_s, status.decode_step_s)
+        for slot in slots
+        if slot.link is not None and (status := slot.link.status) is not None
+    }

@@ -8,7 +8,9 @@ from batonpb.decode_pb2 import PrefillReplacement
 
 from engine.core.errors import BatonError, InternalError
 from router.placement.placer import Placement
+from router.placement.regret import Regret
 from router.request import GenerationRequest
+from router.requests.gaps import TokenGaps
 from router.requests.record import RequestRecord
 
 _LOG = logging.getLogger(__name__)
@@ -35,6 +37,10 @@ class ActiveRequest:
         self.delivered_ns = 0
         self.observed = False
         self.gaps_s: list[float] = []  # between tokens that came one by one, with a hand-off
+        self.gaps = TokenGaps()
+        self.exposed_s = 0.0  # known when it is over, and so is the regret
+        self.regret: Regret | None = None
+        self.summary: dict[str, Any] | None = None  # of the list; made once it is over
         self.timer: asyncio.TimerHandle | None = None
         self.repair_timer: asyncio.TimerHandle | None = None
         # Attempt, next index of each choice, and when: of the last resume. No attempt is 0.
@@ -118,6 +124,17 @@ class ActiveRequest:
                 "mode": route.mode,
                 "cached_tokens": route.cached_tokens,
             },
+            "regret_s": round(self.regret.seconds, 6) if self.regret else None,
+            "better": self.regret.best.explain() if self.regret and self.regret.seconds else None,
+            "usual_gap_s": round(self.gaps.usual_s, 6),
+            "longest_gaps": [
+                {
+                    "gap_s": round(gap.seconds, 6),
+                    "before_token": gap.before_token,
+                    "at_s": round((gap.ended_ns - request.arrived_ns) / 1e9, 6),
+                }
+                for gap in self.gaps.longest
+            ],
             "timeline": [
                 {"event": event, "at_s": round((at_ns - request.arrived_ns) / 1e9, 6)}
                 for event, at_ns in record.timeline

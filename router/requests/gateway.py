@@ -12,7 +12,6 @@ import asyncio
 import logging
 import secrets
 from time import monotonic_ns
-from typing import Any
 
 from batonpb.decode_pb2 import (
     Cancel,
@@ -100,7 +99,7 @@ class Gateway:
         )
         self._stream_repair = StreamRepair()
         self._active: dict[str, ActiveRequest] = {}
-        self._kept = KeptRecords(settings.kept_records)
+        self.kept = KeptRecords(settings.kept_records)
         self._pumping = False
         self._closing = False
         self.stopping = False  # the fleet is: answers may finish, lost workers were told to go
@@ -144,7 +143,7 @@ class Gateway:
             cost_tokens = self._placer.cost_tokens(request, len(request.prompt))
             entry = Waiting.of(request, cost_tokens)  # what of it is cached is not known yet
             loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
-            self._kept.keep(active)
+            self.kept.keep(active)
         self._active[active.id] = active
         loop = asyncio.get_running_loop()
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
@@ -169,10 +168,6 @@ class Gateway:
         if not active.record.ended:
             self._observer.cancelled(active)
         self._finish(active, CancelledError_("the client went away"))
-
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        """What was decided for a request and why; None when it is not known (any more)."""
-        return self._kept.explain(request_id)
 
     @property
     def in_flight(self) -> int:

@@ -1,8 +1,8 @@
 """The latest requests, for ``GET /fleet/requests/{id}``."""
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from router.requests.active_request import ActiveRequest
 
@@ -51,16 +51,17 @@ class KeptRecords:
             if not call.kept:
                 del self._calls[name]
 
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        """What was decided for a request and why; None when it is not known (any more).
+    def get(self, request_id: str) -> ActiveRequest | None:
+        """A request that is still here."""
+        return self._active.get(request_id)
 
-        Of a call with several prompts or inputs all parts are listed that are still here.
-        """
-        active = self._active.get(request_id)
-        if active is not None:
-            return active.explain()
-        call = self._calls.get(request_id)
+    def parts(self, call_id: str) -> tuple[int, list[ActiveRequest]] | None:
+        """Of a call with several prompts or inputs: how many, and those that are still here."""
+        call = self._calls.get(call_id)
         if call is None:
             return None
-        parts = [self._active[name].explain() for name in call.kept]
-        return {"id": request_id, "requests": call.requests, "parts": parts}
+        return call.requests, [self._active[name] for name in call.kept]
+
+    def newest_first(self) -> Iterator[ActiveRequest]:
+        """All that are here."""
+        return reversed(self._active.values())

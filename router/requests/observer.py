@@ -4,10 +4,13 @@ All durations are on the router's clock except the parts that the worker reports
 left of a request's time is the phase ``unattributed``, so that the phases always add up.
 """
 
+from collections.abc import Callable, Mapping
 from statistics import median
 
+from router.placement.regret import FittedRates, Measured, regret
 from router.requests.active_request import ActiveRequest
 from router.requests.record import RequestRecord
+from telemetry.live_series import LiveSeries
 from telemetry.metrics import Metrics
 
 
@@ -20,6 +23,9 @@ class Observer:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
+        self.series = LiveSeries()
+        self.fitted: Callable[[], Mapping[str, FittedRates]] = dict
+        """Asked for the rates that workers report, when a request is over."""
 
     def queue(self, waiting: int, limit: int) -> None:
         """The length of the queue changed."""
@@ -83,6 +89,10 @@ class Observer:
             return
         record = active.record
         if not before_ns:
+            self.series.tokens(0.0, fresh)
+            self.series.prompt(record.prompt_tokens - record.cached_tokens)
+            if active.prefill_id is not None and active.decode_id is not None:
+                self.series.handed_over(active.prefill_id, active.decode_id)
             if active.placement is not None:
                 chosen, placed_ns = active.placement.chosen, active.placement.placed_ns
                 mode, actual_s = chosen.mode, (now_ns - placed_ns) / 1e9
@@ -96,17 +106,17 @@ class Observer:
         gap_s = (now_ns - before_ns) / 1e9 / fresh
         for _ in range(fresh):
             self.metrics.observe("baton_inter_token_seconds", gap_s)
+        self.series.tokens(gap_s, fresh)
+        active.gaps.add(gap_s, fresh, record.completion_tokens - fresh, now_ns)
         if fresh == 1 and active.prefill_id is not None:
             active.gaps_s.append(gap_s)
 
     def first_byte(self, active: ActiveRequest, now_ns: int) -> None:
         """The first content byte of an answer went out."""
         if not active.request.probe and not active.request.pooling:
-            self.metrics.observe(
-                "baton_time_to_first_token_seconds",
-                (now_ns - active.request.arrived_ns) / 1e9,
-                tenant=active.request.tenant,
-            )
+            wait_s, tenant = (now_ns - active.request.arrived_ns) / 1e9, active.request.tenant
+            self.metrics.observe("baton_time_to_first_token_seconds", wait_s, tenant=tenant)
+            self.series.first_token(wait_s)
 
     def over(self, active: ActiveRequest) -> None:
         """A request is over for client and worker: count it once."""
@@ -125,12 +135,18 @@ class Observer:
         if len(gaps_s) >= 3:
             exposed_s = max(gaps_s[0] - median(gaps_s[1:]), 0.0)
             observe("baton_transfer_exposed_seconds", exposed_s)
+        active.exposed_s = exposed_s
+        self._regret(active)
+        self.series.ended(failed=record.error is not None)
         for phase, took_s in phases(active, exposed_s).items():
             observe("baton_phase_seconds", took_s, phase=phase)
         if not record.begun:
             return
         inc("baton_prompt_tokens", record.prompt_tokens, tenant=tenant)
         inc("baton_generation_tokens", record.completion_tokens, tenant=tenant)
+        observe("baton_request_prompt_tokens", record.prompt_tokens)
+        observe("baton_request_generation_tokens", record.completion_tokens)
+        inc("baton_prefix_queries_tokens", record.prompt_tokens)
         inc("baton_prefix_tokens", record.cached_tokens, source="local")
         computed = record.prompt_tokens - record.cached_tokens
         inc("baton_prefix_tokens", computed, source="computed")
@@ -149,6 +165,35 @@ class Observer:
             whole = reason in ("stop", "tool_calls") and choice.stop_reason not in own_stop
             if sampling.grammar and not whole:
                 inc("baton_grammar_incomplete", reason=reason)
+
+    def _regret(self, active: ActiveRequest) -> None:
+        """What the choice of workers cost too much, where the request ran as it was placed."""
+        record, placement = active.record, active.placement
+        times = record.times
+        replaced = placement is None or active.prefill_id != placement.prefill_id
+        if placement is None or replaced or times is None or not record.finished:
+            return
+        if active.request.pooling:
+            return
+        found = regret(
+            placement.chosen,
+            placement.candidates,
+            Measured(
+                queue_s=times.queue_ns / 1e9,
+                compute_s=times.prefill_ns / 1e9,
+                exposed_s=active.exposed_s,
+                decode_s=max(
+                    _between_s(record.first_token_ns, record.last_token_ns) - active.exposed_s, 0
+                ),
+                answer_tokens=max(record.completion_tokens // active.request.sampling.n, 1),
+            ),
+            self.fitted(),
+            prompt_tokens=record.prompt_tokens,
+            choices=active.request.sampling.n,
+        )
+        active.regret = found
+        mode = placement.chosen.mode
+        self.metrics.observe("baton_router_regret_seconds", found.seconds, mode=mode)
 
     def _answered_by(self, adapter: str, record: RequestRecord) -> None:
         inc = self.metrics.inc

@@ -125,16 +125,26 @@ async def test_one_trace_per_request_across_all_processes(tmp_path, monkeypatch)
         with fleet(tmp_path, "prefill-0", "decode-0") as running:
             ask(running, "Trace me.", "disaggregated", max_tokens=3)
             trace = await soon(
-                lambda: next((t for t in list(spans.values()) if len(t) >= 3), None), 15
+                lambda: next((t for t in list(spans.values()) if len(t) >= 7), None), 15
             )
     finally:
         server.shutdown()
         server.server_close()
     names = {span.name for _, span in trace}
-    assert {"baton.prefill", "baton.decode", f"chat {NAME}"} <= names
+    assert names == {
+        *(f"chat {NAME}", "baton.queue", "baton.attempt", "baton.delivery"),
+        *("baton.decode", "baton.prefill", "baton.transfer"),
+    }
+    services = {span.name: service for service, span in trace}
+    assert services["baton.prefill"] == services["baton.decode"] == "baton-worker"
+    assert services["baton.attempt"] == "baton-router"
     by_name = {span.name: span for _, span in trace}
     assert by_name["baton.decode"].parent_span_id == by_name[f"chat {NAME}"].span_id
     assert by_name["baton.prefill"].parent_span_id == by_name["baton.decode"].span_id
+    assert by_name["baton.transfer"].parent_span_id == by_name["baton.decode"].span_id
+    transfer, prefill = by_name["baton.transfer"], by_name["baton.prefill"]
+    assert transfer.start_time_unix_nano < transfer.end_time_unix_nano
+    assert prefill.start_time_unix_nano < transfer.end_time_unix_nano, "it streams as it computes"
     attributes = {a.key for a in by_name[f"chat {NAME}"].attributes}
     assert {
         "gen_ai.operation.name",

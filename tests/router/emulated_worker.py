@@ -58,6 +58,7 @@ class Script:
     lose_end: bool = False  # never confirm the end
     lose_ack: bool = False  # a submission on a call of its own arrives, and its answer is lost
     decode_step_s: float = 0.02
+    prefill_tokens_per_s: float = 3000.0
     scores_slice: int = 0  # prompt tokens whose scores come in one run; 0 = all
 
 
@@ -184,7 +185,7 @@ class EmulatedWorker(DecodeServicer):
             transfers=common.TransferTotals(
                 count=self.transfer_count, bytes=self.transfer_count * 1000
             ),
-            prefill_tokens_per_s=3000,
+            prefill_tokens_per_s=self.script.prefill_tokens_per_s,
             decode_step_s=self.script.decode_step_s,
             highest_ticket=max((s.ticket for s in self.submissions), default=0),
         )
@@ -373,7 +374,11 @@ class EmulatedWorker(DecodeServicer):
         end = pb.RequestEnd(
             request_id=submission.request_id,
             attempt=submission.attempt,
-            times=pb.RequestTimes(queue_ns=1000, prefill_ns=2000000, decode_ns=1000),
+            times=pb.RequestTimes(
+                queue_ns=1000,
+                prefill_ns=int(self.script.prefill_s * 1e9) + 2_000_000,
+                decode_ns=1000,
+            ),
         )
         if error is not None:
             code, message, retryable = error

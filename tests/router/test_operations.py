@@ -384,7 +384,7 @@ async def test_what_is_kept_of_an_ended_request_is_its_story_not_its_tokens(make
         max_tokens=5, logprobs=True, top_logprobs=3, logit_bias={"5": 1}, guided_regex=".*"
     )
     name, counted = response.json()["id"], response.json()["usage"]
-    [active] = fleet.router.gateway._kept._active.values()
+    [active] = fleet.router.gateway.kept._active.values()
     await until(lambda: not active.request.prompt)
     assert [choice.token_ids for choice in active.record.choices] == [[]]
     sampling = active.request.sampling

@@ -50,6 +50,19 @@ def test_what_is_counted_is_on_the_page_also_under_its_vllm_name() -> None:
     assert not any("_created" in name for name in shown)
 
 
+def test_what_is_one_series_here_and_a_metric_of_its_own_at_vllm() -> None:
+    metrics = Metrics("router", model="m")
+    metrics.observe("baton_phase_seconds", 0.25, phase="queue")
+    metrics.observe("baton_phase_seconds", 0.5, phase="prefill")
+    metrics.inc("baton_prefix_tokens", 30, source="local")
+    metrics.inc("baton_prefix_tokens", 70, source="computed")
+    shown, model = page(metrics), "[('model_name', 'm')]"
+    assert shown[f"vllm:request_queue_time_seconds_sum{model}"] == 0.25
+    assert shown[f"vllm:request_prefill_time_seconds_count{model}"] == 1
+    assert f"vllm:request_decode_time_seconds_count{model}" not in shown
+    assert shown[f"vllm:prefix_cache_hits_total{model}"] == 30
+
+
 def test_an_undeclared_name_or_label_is_a_fault() -> None:
     metrics = Metrics("worker")
     with pytest.raises(KeyError):

@@ -4,9 +4,10 @@ import asyncio
 import hmac
 
 import pytest
+import typer
 
 from config.clients import ApiKeyConfig
-from fleet.cli import inspection
+from fleet.cli.common import get_json
 from fleet.local.state import FleetState
 from fleet.process_key import ProcessKey
 from router import access
@@ -146,5 +147,9 @@ async def test_baton_status_needs_no_key(fleet):
     state = FleetState(
         name="x", fleet="x", supervisor=me, url=fleet.url, fleet_token="secret", **fields
     )
-    answer = await asyncio.to_thread(inspection._get, state, "/fleet")
+    answer = await asyncio.to_thread(get_json, state, "/fleet")
     assert [worker["id"] for worker in answer["workers"]] == ["decode-0"]
+    listed = await asyncio.to_thread(get_json, state, "/fleet/requests", limit=5, order="slowest")
+    assert isinstance(listed["requests"], list)
+    with pytest.raises(typer.Exit):
+        await asyncio.to_thread(get_json, state, "/fleet/requests/never-was")

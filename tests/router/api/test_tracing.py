@@ -1,9 +1,10 @@
 """One span for each call, with GenAI attributes, and the workers' spans below it."""
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
@@ -16,13 +17,19 @@ async def fleet(make_fleet):
     return await make_fleet({"decode-0": Script(step_s=0)})
 
 
-@pytest.fixture
-def spans(fleet):
+def recorded(fleet) -> InMemorySpanExporter:
+    """Everything that a router traces from now on."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     fleet.router.tracing.tracer = provider.get_tracer("test")
-    yield exporter.get_finished_spans
-    provider.shutdown()
+    return exporter
+
+
+@pytest.fixture
+def spans(fleet):
+    exporter = recorded(fleet)
+    # The parts of a call are spans of their own, and end before it.
+    yield lambda: [s for s in exporter.get_finished_spans() if s.kind is SpanKind.SERVER]
 
 
 async def test_a_call_is_one_span_between_client_and_worker(fleet, spans):
@@ -67,3 +74,37 @@ async def test_a_fault_of_ours_is_a_span_and_a_500_in_the_metrics(fleet, spans, 
     [line] = [line for line in page.splitlines() if line.startswith("baton_requests_total{")]
     assert 'endpoint="chat",status="500"' in line
     await until(lambda: fleet.router.gateway.in_flight == 0)
+
+
+async def test_the_parts_of_a_call_lie_in_its_time_and_a_retry_links_to_what_it_replaces(
+    make_fleet,
+):
+    failing = Script(fail=("unavailable", "not now", True))
+    fleet = await make_fleet({"decode-0": failing, "decode-1": failing})
+    exporter = recorded(fleet)
+    assert (await fleet.chat()).status_code == 503
+    fleet.workers["decode-0"].script = fleet.workers["decode-1"].script = Script()
+    assert (await fleet.chat()).status_code == 200
+
+    def calls() -> list[ReadableSpan]:
+        return [s for s in exporter.get_finished_spans() if s.kind is SpanKind.SERVER]
+
+    await until(lambda: len(calls()) == 2)
+    refused, answered = calls()
+
+    def parts(call: ReadableSpan) -> dict[str, list[ReadableSpan]]:
+        found: dict[str, list[ReadableSpan]] = {}
+        for span in exporter.get_finished_spans():
+            if span.parent is not None and span.parent.span_id == call.context.span_id:
+                assert call.start_time - 50_000_000 <= span.start_time <= span.end_time
+                assert span.end_time <= call.end_time + 50_000_000
+                found.setdefault(span.name, []).append(span)
+        return found
+
+    first, second = parts(refused)["baton.attempt"]
+    assert list(first.links) == []
+    assert [link.context.span_id for link in second.links] == [first.context.span_id]
+    assert second.attributes["baton.attempt"] == 2
+    assert first.attributes["baton.placement"] != second.attributes["baton.placement"]
+    assert set(parts(answered)) == {"baton.queue", "baton.attempt", "baton.delivery"}
+    assert first.end_time == second.start_time

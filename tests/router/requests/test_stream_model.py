@@ -207,7 +207,7 @@ class StreamMachine(RuleBasedStateMachine):
         self._gateway_of(active).cancel(active)
 
     def _gateway_of(self, active: ActiveRequest):
-        return next(g for g in self.gateways if g.explain(active.id) is not None)
+        return next(g for g in self.gateways if g.kept.get(active.id) is not None)
 
     # --- workers --------------------------------------------------------------------------------
 

@@ -1,0 +1,170 @@
+"""`baton top`: the fleet in a terminal, once a second; the live page shows the same."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from fleet.cli.common import FleetOption, get_json, running_fleet
+from fleet.cli.explain import list_of
+from fleet.local.state import FleetState
+
+_COLOURS = {"ready": "green", "dead": "red"}
+_BLOCKS = (("leased", "blue"), ("cached", "cyan"), ("quarantined", "red"), ("free", "bright_black"))
+_BAR = 10
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SHOWN_S = 40
+_SHOWN_REQUESTS = 8
+
+
+def top(
+    fleet: FleetOption = None,
+    every_s: Annotated[float, typer.Option("--every", help="Seconds.", min=0.2, max=60)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One frame, then end.")] = False,
+    newest: Annotated[
+        bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
+    ] = False,
+) -> None:
+    """Watch workers, blocks, hand-offs, latency and the slowest requests. Ctrl-C ends it.
+
+    tok/s is the rate at which a worker computes prompts, step its decode step, moved its hand-offs
+    of the last ten seconds.
+    """
+    state, console = running_fleet(fleet), Console()
+    order = "newest" if newest else "slowest"
+    if once:
+        console.print(_now(state, order))
+        return
+    try:
+        with Live(_now(state, order), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                live.update(_now(state, order), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _now(state: FleetState, order: str) -> RenderableType:
+    requests = get_json(state, "/fleet/requests", limit=_SHOWN_REQUESTS, order=order)
+    return frame(
+        state.name,
+        get_json(state, "/fleet"),
+        get_json(state, "/fleet/series"),
+        requests["requests"],
+        order,
+    )
+
+
+def frame(
+    name: str,
+    fleet: dict[str, Any],
+    series: dict[str, Any],
+    requests: list[dict[str, Any]],
+    order: str = "slowest",
+) -> RenderableType:
+    """One picture of the fleet.
+
+    Args:
+        name: Of the fleet.
+        fleet: The answer of ``GET /fleet``.
+        series: Of ``GET /fleet/series``.
+        requests: Of ``GET /fleet/requests``.
+        order: In which the requests are.
+    """
+    moved = fleet["transfers"]
+    handed = f"{moved['count']}, {moved['bytes'] / 2**20:.1f} MiB, {moved['failures']} failed"
+    head = Text.assemble((name, "bold"), f"  hand-offs: {handed}")
+    return Group(
+        head,
+        Text(),
+        _workers(fleet["workers"], series["workers"], series["samples"][-10:]),
+        Text(),
+        _latency(series["samples"][-_SHOWN_S:]),
+        Text(),
+        Text(f"{order} requests", style="bold"),
+        list_of(requests),
+    )
+
+
+def _workers(
+    workers: list[dict[str, Any]], rates: dict[str, Any], samples: list[dict[str, Any]]
+) -> Table:
+    headers = ("worker", "state", "KV leased+cached/all", "run", "wait", "tok/s", "step")
+    table = Table(*headers, "moved", box=None, padding=(0, 1))
+    for column in table.columns:
+        column.no_wrap = True
+    for worker in workers:
+        rate = rates.get(worker["id"], {})
+        prefill, step_s = rate.get("prefill_tokens_per_s"), rate.get("decode_step_s")
+        handed = sum(
+            count
+            for sample in samples
+            for edge, count in sample["handoffs"].items()
+            if worker["id"] in edge.split(">")
+        )
+        table.add_row(
+            escape(worker["id"]),
+            Text(worker["state"], style=_COLOURS.get(worker["state"], "yellow")),
+            _block_bar(worker["kv_blocks"]),
+            str(worker["running"]),
+            str(worker["waiting"]),
+            f"{prefill:.0f}" if prefill else "-",
+            f"{step_s * 1000:.1f} ms" if step_s else "-",
+            str(handed),
+        )
+    return table
+
+
+def _block_bar(blocks: dict[str, int]) -> Text:
+    """Leased, cached, quarantined and free in proportion; what there is at all is seen."""
+    bar, total = Text(), max(blocks["total"], 1)
+    for state, colour in _BLOCKS[:-1]:
+        cells = blocks[state] * _BAR / total
+        bar.append("█" * (max(round(cells), 1) if blocks[state] else 0), style=colour)
+    bar.truncate(_BAR)
+    bar.append("░" * (_BAR - len(bar)), style=_BLOCKS[-1][1])
+    bar.append(f" {blocks['leased']}+{blocks['cached']}/{blocks['total']}")
+    return bar
+
+
+def _latency(samples: list[dict[str, Any]]) -> Table:
+    table = Table("", f"last {_SHOWN_S} s", "now", "worst", box=None)
+    rows = {
+        "TTFT p99": [sample["ttft_p99_s"] for sample in samples],
+        "ITL p99": [sample["itl_p99_s"] for sample in samples],
+    }
+    for name, values in rows.items():
+        known = [value for value in values if value is not None]
+        now = next((value for value in reversed(values) if value is not None), None)
+        table.add_row(name, _sparks(values), _ms(now), _ms(max(known, default=None)))
+    rates = [sample["generated_tokens"] / sample["took_s"] for sample in samples]
+    now, best = (rates[-1], max(rates)) if rates else (0.0, 0.0)
+    table.add_row("tokens/s", _sparks(rates), f"{now:.0f}", f"{best:.0f} (best)")
+    queued = [float(sample["queued"]) for sample in samples]
+    table.add_row("queued", _sparks(queued), *(f"{v:.0f}" for v in (_last(queued), _most(queued))))
+    return table
+
+
+def _last(values: list[float]) -> float:
+    return values[-1] if values else 0.0
+
+
+def _most(values: list[float]) -> float:
+    return max(values, default=0.0)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.0f} ms"
+
+
+def _sparks(values: list[float] | list[float | None]) -> str:
+    top = max((value for value in values if value is not None), default=0.0) or 1.0
+    return "".join(
+        " " if value is None else _SPARKS[min(int(value / top * len(_SPARKS)), len(_SPARKS) - 1)]
+        for value in values
+    )

@@ -1,0 +1,66 @@
+"""The live page at ``/``: static files that come with the package, from this host alone.
+
+The page itself holds nothing of the fleet and needs no key; its calls do, where the fleet has keys.
+"""
+
+import hashlib
+from importlib.resources import files
+from typing import NamedTuple
+
+from fastapi import HTTPException, Request, Response
+
+from router.api.parts import Endpoints, RouterParts
+
+_FILES = {
+    "page.css": ("page.css", "text/css"),
+    "page.js": ("page.js", "text/javascript"),
+    "uplot.css": ("vendor/uPlot.min.css", "text/css"),
+    "uplot.js": ("vendor/uPlot.iife.min.js", "text/javascript"),
+}
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+class _File(NamedTuple):
+    body: bytes
+    media_type: str
+    etag: str
+
+
+def routes(router: RouterParts) -> Endpoints:
+    """``/`` and ``/page/*``."""
+    api = Endpoints()
+    index = _read("index.html", "text/html")
+    loaded = {name: _read(path, kind) for name, (path, kind) in _FILES.items()}
+
+    @api.get("/", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        """The page."""
+        return _answer(request, index)
+
+    @api.get("/page/{name}", include_in_schema=False)
+    async def part(request: Request, name: str) -> Response:
+        """What the page loads."""
+        if name not in loaded:
+            raise HTTPException(404, f"the page has no part {name[:40]!r}")
+        return _answer(request, loaded[name])
+
+    return api
+
+
+def _read(path: str, media_type: str) -> _File:
+    body = files("router").joinpath("page", path).read_bytes()
+    return _File(body, f"{media_type}; charset=utf-8", f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+
+
+def _answer(request: Request, file: _File) -> Response:
+    headers = {**_HEADERS, "etag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, media_type=file.media_type, headers=headers)

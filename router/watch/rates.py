@@ -1,0 +1,26 @@
+"""How fast the workers are, as they report it: what `GET /fleet` does not tell."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from router.workers.table import Slot
+
+
+def rates(slots: Iterable[Slot]) -> dict[str, dict[str, Any]]:
+    """By worker: what it has measured of itself, None where it has measured nothing yet.
+
+    Prefill in tokens/s, a decode step in seconds, prompt tokens that wait or are being computed,
+    and, for a decode worker, bytes/s by the prefill worker that they come from.
+    """
+    return {
+        slot.worker_id: {
+            "prefill_tokens_per_s": status.prefill_tokens_per_s or None,
+            "decode_step_s": status.decode_step_s or None,
+            "queued_prompt_tokens": status.queued_prompt_tokens,
+            "edges_bytes_per_s": {
+                edge.prefill_worker_id: edge.bytes_per_s for edge in status.edges
+            },
+        }
+        for slot in slots
+        if slot.state != "dead" and slot.link is not None and (status := slot.link.status)
+    }

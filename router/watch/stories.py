@@ -1,0 +1,191 @@
+"""A request's story for operators and its tenant: what is known of it, and why it was slow."""
+
+import heapq
+from collections.abc import Iterable
+from statistics import median
+from time import monotonic_ns
+from typing import Any, Literal
+
+from engine.core.geometry import BLOCK_TOKENS
+from router.placement.cost import WorkerLoad
+from router.requests.active_request import ActiveRequest
+from router.requests.history import KeptRecords
+from router.requests.observer import phases
+from router.watch.why import Facts, why
+
+Order = Literal["newest", "slowest"]
+
+
+def story(active: ActiveRequest) -> dict[str, Any]:
+    """All that is told of one request. No text, no tokens."""
+    facts = facts_of(active)
+    cause, sentence, cost_s = why(facts)
+    return {
+        **active.explain(),
+        "elapsed_s": round(facts.elapsed_s, 6),
+        "phases_s": {name: round(took_s, 6) for name, took_s in facts.phases_s.items()},
+        "why": {"cause": cause, "sentence": sentence, "cost_s": round(cost_s, 6)},
+    }
+
+
+def story_of(kept: KeptRecords, name: str) -> dict[str, Any] | None:
+    """The story of a request, or of all parts of a call that are still here; None if unknown."""
+    active = kept.get(name)
+    if active is not None:
+        return story(active)
+    parts = kept.parts(name)
+    if parts is None:
+        return None
+    count, active_parts = parts
+    return {"id": name, "requests": count, "parts": [story(part) for part in active_parts]}
+
+
+def summary(active: ActiveRequest) -> dict[str, Any]:
+    """One line of the list of requests; of one that is over it is made once."""
+    made = active.summary or _summary(active)
+    if active.observed and active.delivered_ns:
+        active.summary = made
+    return {**made, "age_s": round((monotonic_ns() - active.request.arrived_ns) / 1e9, 3)}
+
+
+def _summary(active: ActiveRequest) -> dict[str, Any]:
+    record, request = active.record, active.request
+    facts = facts_of(active)
+    cause, sentence, _ = why(facts)
+    first_ns = record.first_token_ns
+    return {
+        "id": active.id,
+        "tenant": request.tenant,
+        "state": facts.state,
+        "elapsed_s": round(facts.elapsed_s, 6),
+        "first_token_s": round((first_ns - request.arrived_ns) / 1e9, 6) if first_ns else None,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "prefill": active.prefill_id or active.decode_id,
+        "decode": active.decode_id,
+        "mode": active.placement.chosen.mode if active.placement is not None else None,
+        "attempts": record.attempt,
+        "error": record.error.code if record.error is not None else None,
+        "regret_s": round(active.regret.seconds, 6) if active.regret is not None else None,
+        "cause": cause,
+        "sentence": sentence,
+    }
+
+
+def latest(
+    kept: Iterable[ActiveRequest], *, tenant: str | None, limit: int, order: Order
+) -> list[dict[str, Any]]:
+    """The list of requests.
+
+    Args:
+        kept: In the order of their arrival, the latest first.
+        tenant: Whose requests are told; None: everybody's.
+        limit: How many at most.
+        order: ``slowest`` looks at all that are kept, and takes those that took longest.
+    """
+    own = (active for active in kept if tenant is None or active.request.tenant == tenant)
+    if order == "slowest":
+        chosen = heapq.nlargest(limit, own, key=elapsed_s)
+    else:
+        chosen = [active for active, _ in zip(own, range(limit), strict=False)]
+    return [summary(active) for active in chosen]
+
+
+def elapsed_s(active: ActiveRequest) -> float:
+    """Arrival to the last byte, or until now."""
+    end_ns = active.delivered_ns or monotonic_ns()
+    return (end_ns - active.request.arrived_ns) / 1e9
+
+
+def facts_of(active: ActiveRequest) -> Facts:
+    """What `why` judges by."""
+    record, times = active.record, active.record.times
+    over = active.delivered_ns > 0
+    computes = active.prefill_id or active.decode_id or _placed_on(active)
+    route = record.route
+    if route is not None:
+        computes = route.prefill_worker_id or computes
+    gaps, chosen = active.gaps, active.placement.chosen if active.placement else None
+    compared = active.placement.candidates if active.placement else ()
+    others = {
+        worker.worker_id: worker
+        for candidate in compared
+        if (worker := candidate.computes).worker_id != computes
+    }
+    return Facts(
+        elapsed_s=elapsed_s(active),
+        phases_s=phases(active, active.exposed_s) if over else _phases_so_far(active),
+        state="ended" if record.ended else "running" if active.decode_id else "queued",
+        error=f"{record.error.code} ({record.error.message})" if record.error is not None else "",
+        worker_queue_s=times.queue_ns / 1e9 if times is not None else 0.0,
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        completion_tokens=record.completion_tokens,
+        prefill_worker=computes,
+        decode_worker=route.decode_worker_id if route is not None else active.decode_id or "",
+        prefill_s=times.prefill_ns / 1e9 if times is not None else 0.0,
+        peers_prefill_tokens_per_s=_peers_rate(list(others.values())),
+        held_elsewhere_tokens=min(
+            max((worker.cached_blocks for worker in others.values()), default=0) * BLOCK_TOKENS,
+            max(record.prompt_tokens - 1, 0),
+        ),
+        expected_step_s=chosen.decode.decode_step_s if chosen is not None else 0.0,
+        lost_to_repairs_s=_lost_to_repairs_s(active),
+        repairs=tuple(event for event, _ in record.timeline if _is_repair(event)),
+        repaired_frames=times.repaired_chunks if times is not None else 0,
+        transfer_bytes=times.transfer_bytes if times is not None else 0,
+        preemptions=times.preemptions if times is not None else 0,
+        usual_gap_s=gaps.usual_s,
+        stalls_s=tuple(gap.seconds for gap in gaps.longest),
+        stalled_before_token=gaps.longest[0].before_token if gaps.longest else 0,
+    )
+
+
+def _placed_on(active: ActiveRequest) -> str:
+    return active.placement.chosen.computes.worker_id if active.placement is not None else ""
+
+
+def _phases_so_far(active: ActiveRequest) -> dict[str, float]:
+    """Of a request whose last byte is not out: the parts that are over, and the one that runs."""
+    record, now_ns = active.record, monotonic_ns()
+    marks = [
+        ("tokenize", active.submitted_ns),
+        ("queue", active.placed_ns),
+        ("prefill", record.first_token_ns),
+        ("decode", now_ns),
+    ]
+    parts, begin_ns = {}, record.request.arrived_ns
+    for name, end_ns in marks:
+        parts[name] = ((end_ns or now_ns) - begin_ns) / 1e9
+        if not end_ns:
+            break
+        begin_ns = end_ns
+    return parts
+
+
+def _peers_rate(others: list[WorkerLoad]) -> float:
+    """What other workers do: those of the prefill pool if there are any, else all."""
+    prefills = [worker.prefill_tokens_per_s for worker in others if worker.role == "prefill"]
+    rates = prefills or [worker.prefill_tokens_per_s for worker in others]
+    return median(rates) if rates else 0.0
+
+
+def _is_repair(event: str) -> bool:
+    return (event.startswith("prefill ") and " failed: " in event) or event.startswith(
+        "worker lost"
+    )
+
+
+def _lost_to_repairs_s(active: ActiveRequest) -> float:
+    """From the first placement to the last thing that was repaired before the first token."""
+    timeline = active.record.timeline
+    placed = [at_ns for event, at_ns in timeline if event.startswith("placed on")]
+    repaired = [
+        at_ns
+        for event, at_ns in timeline
+        if _is_repair(event) or event.startswith(("prefill replaced", "placed on"))
+    ]
+    if not any(_is_repair(event) for event, _ in timeline) or not placed:
+        return 0.0
+    return max(max(repaired) - min(placed), 0) / 1e9

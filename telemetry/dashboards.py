@@ -1,0 +1,106 @@
+"""Grafana's dashboards, made of a table of queries: `python -m telemetry.dashboards`.
+
+The JSON files in ``deploy/grafana/`` are written from here, so that they differ only in what they
+ask; a test compares them, and runs every query against a real Prometheus.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from telemetry.dashboard_panels import DASHBOARDS, PRICE, Panel
+
+FOLDER = Path(__file__).parents[1] / "deploy" / "grafana"
+DEFAULT_PRICE = "1.0"
+
+_PANEL_WIDTH, _PANEL_HEIGHT = 12, 8
+
+
+def dashboard(name: str) -> dict[str, Any]:
+    """One dashboard as Grafana imports it."""
+    title, panels = DASHBOARDS[name]
+    return {
+        "uid": f"baton-{name}",
+        "title": title,
+        "tags": ["baton"],
+        "schemaVersion": 39,
+        "timezone": "",
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": _variables(name)},
+        "panels": [_panel(place, panel) for place, panel in enumerate(panels)],
+    }
+
+
+def _variables(name: str) -> list[dict[str, Any]]:
+    datasource = {"type": "prometheus", "uid": "${datasource}"}
+    found: list[dict[str, Any]] = [
+        {"name": "datasource", "type": "datasource", "query": "prometheus"},
+        {
+            "name": "fleet",
+            "type": "query",
+            "datasource": datasource,
+            "query": {"query": "label_values(baton_workers, fleet)", "refId": "fleet"},
+            "refresh": 2,
+        },
+    ]
+    if name == "cost":
+        found.append(
+            {
+                "name": PRICE,
+                "label": "price of a worker, an hour",
+                "type": "textbox",
+                "query": DEFAULT_PRICE,
+                "current": {"text": DEFAULT_PRICE, "value": DEFAULT_PRICE},
+            }
+        )
+    return found
+
+
+def _panel(place: int, panel: Panel) -> dict[str, Any]:
+    row, column = divmod(place, 2)
+    datasource = {"type": "prometheus", "uid": "${datasource}"}
+    stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
+    custom = {"fillOpacity": 30 if panel.stacked else 0, "stacking": stacking}
+    return {
+        "id": place + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": datasource,
+        "gridPos": {
+            "x": column * _PANEL_WIDTH,
+            "y": row * _PANEL_HEIGHT,
+            "w": _PANEL_WIDTH,
+            "h": _PANEL_HEIGHT,
+        },
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "min": 0, "custom": custom},
+            "overrides": [],
+        },
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": [
+            {
+                "refId": chr(ord("A") + number),
+                "datasource": datasource,
+                "expr": query,
+                "legendFormat": legend,
+            }
+            for number, (legend, query) in enumerate(panel.queries)
+        ],
+    }
+
+
+def text_of(name: str) -> str:
+    """A dashboard's file."""
+    return json.dumps(dashboard(name), indent=1) + "\n"
+
+
+def main() -> None:
+    """Write all files."""
+    for name in DASHBOARDS:
+        (FOLDER / f"{name}.json").write_text(text_of(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

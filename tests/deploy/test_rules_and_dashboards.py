@@ -1,0 +1,80 @@
+"""What lies in ``deploy/`` for Prometheus and Grafana is valid, tried, and as the table has it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from telemetry.dashboard_panels import DASHBOARDS
+from telemetry.dashboards import FOLDER, text_of
+from telemetry.metric_names import METRICS_BY_COMPONENT
+from telemetry.metrics import Metrics
+
+DEPLOY = FOLDER.parent
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="no promtool here: apt-get install prometheus"
+)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", "prometheus.yml"),
+        ("check", "rules", "--lint=all", "--lint-fatal", "prometheus/rules.yml"),
+        ("test", "rules", "prometheus/rules_test.yml"),
+    ],
+    ids=["config", "rules", "tests of the rules"],
+)
+def test_promtool_finds_nothing_wrong(arguments: tuple[str, ...]) -> None:
+    told = subprocess.run(
+        [str(PROMTOOL), *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize("component", METRICS_BY_COMPONENT)
+def test_our_names_follow_the_conventions(component: str) -> None:
+    page = Metrics(component).render().decode()
+    own = "\n".join(line for line in page.splitlines() if "vllm:" not in line) + "\n"
+    told = subprocess.run(
+        [str(PROMTOOL), "check", "metrics"], input=own, capture_output=True, text=True, check=False
+    )
+    assert told.stdout + told.stderr == ""
+
+
+def test_every_alert_is_tried() -> None:
+    rules = (DEPLOY / "prometheus" / "rules.yml").read_text()
+    tried = (DEPLOY / "prometheus" / "rules_test.yml").read_text()
+    alerts = re.findall(r"alert: (\w+)", rules)
+    assert len(alerts) > 10
+    assert [name for name in alerts if f"alertname: {name}" not in tried] == []
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_the_files_are_written_from_the_table(name: str) -> None:
+    written = (FOLDER / f"{name}.json").read_text()
+    assert written == text_of(name), "run: python -m telemetry.dashboards"
+    assert json.loads(written)["uid"] == f"baton-{name}"
+
+
+def test_rules_and_dashboards_name_only_metrics_that_exist() -> None:
+    declared = {
+        f"{name}{suffix}"
+        for specs in METRICS_BY_COMPONENT.values()
+        for name, spec in specs.items()
+        for suffix in {
+            "counter": ("_total",),
+            "gauge": ("",),
+            "histogram": ("_sum", "_count", "_bucket"),
+        }[spec.kind]
+    }
+    texts = [text_of(name) for name in DASHBOARDS]
+    texts.append((DEPLOY / "prometheus" / "rules.yml").read_text())
+    named = {name for text in texts for name in re.findall(r"\bbaton_\w+", text)}
+    assert len(named) > 30
+    assert sorted(named - declared) == []

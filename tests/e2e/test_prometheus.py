@@ -1,0 +1,270 @@
+"""A real Prometheus beside a real fleet: targets, names, sums, every query of every dashboard."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from telemetry.dashboard_panels import PRICE
+from telemetry.dashboards import DEFAULT_PRICE, FOLDER
+from tests.e2e.fleet_processes import Fleet, chat, free_port
+
+PROMETHEUS = shutil.which("prometheus")
+pytestmark = pytest.mark.skipif(
+    PROMETHEUS is None, reason="no Prometheus here: apt-get install prometheus"
+)
+WINDOW = "30s"
+SCRAPE_S = 1
+DASHBOARDS = sorted(path.stem for path in FOLDER.glob("*.json"))
+# Nothing was pulled out of the fleet in these tests, so nothing was released late.
+MAY_BE_NAN = ("Cancel to the worker's end",)
+
+
+class Prometheus:
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def query(self, expression: str) -> list[dict]:
+        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10)
+        told = answer.json()
+        assert told["status"] == "success", (expression, told)
+        return told["data"]["result"]
+
+    def value(self, expression: str) -> float:
+        found = self.query(expression)
+        assert len(found) == 1, (expression, found)
+        return float(found[0]["value"][1])
+
+    def targets(self) -> list[dict]:
+        answer = httpx.get(f"{self.url}/api/v1/targets", timeout=10).json()
+        return answer["data"]["activeTargets"]
+
+
+def until(condition, timeout_s: float = 30.0) -> None:
+    limit_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit_s, "it did not come true in time"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def prometheus(shared: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """The shipped config, with this fleet's address and a shorter interval."""
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    config = (FOLDER.parent / "prometheus.yml").read_text()
+    config = config.replace("http://127.0.0.1:8000", shared.url)
+    config = config.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s")
+    config = config.replace("evaluation_interval: 15s", "evaluation_interval: 2s")
+    config = config.replace("refresh_interval: 10s", "refresh_interval: 1s")
+    assert "8000" not in config
+    (folder / "prometheus.yml").write_text(config)
+    shutil.copytree(FOLDER.parent / "prometheus", folder / "prometheus")
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                str(PROMETHEUS),
+                *("--config.file", str(folder / "prometheus.yml")),
+                *("--storage.tsdb.path", str(folder / "data")),
+                *("--web.listen-address", f"127.0.0.1:{port}"),
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: _answers(url), 20)
+        yield Prometheus(url)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/-/ready", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def load(shared: Fleet, prometheus: Prometheus) -> None:
+    """Requests of every kind between two scrapes: both modes, a prefix hit, one that leaves."""
+    until(lambda: len(prometheus.targets()) == 4)
+    until(lambda: all(target["health"] == "up" for target in prometheus.targets()))
+    time.sleep(2 * SCRAPE_S)  # a rate needs the value before
+    with httpx.Client(base_url=shared.url, timeout=60) as client:
+        for number in range(6):
+            mode = ("disaggregated", "colocated", "disaggregated")[number % 3]
+            answer = client.post(
+                "/v1/chat/completions",
+                json=chat(f"Say {number % 2} and more " + "and more " * 40, max_tokens=8),
+                headers={"x-baton-mode": mode},
+            )
+            assert answer.status_code == 200, answer.text
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code in (400, 404)
+        long = chat("Leave me.", max_tokens=200, stream=True)
+        with client.stream("POST", "/v1/chat/completions", json=long) as leaving:
+            next(leaving.iter_lines())
+    ended = "sum(baton_e2e_seconds_count)"
+    until(lambda: prometheus.query(ended) and prometheus.value(ended) >= 7)
+    time.sleep(2 * SCRAPE_S)
+
+
+def test_every_process_is_found_and_answers(shared: Fleet, prometheus: Prometheus, load) -> None:
+    told = {target["labels"].get("worker", "router"): target for target in prometheus.targets()}
+    assert sorted(told) == ["decode-0", "prefill-0", "prefill-1", "router"]
+    assert {target["labels"]["fleet"] for target in told.values()} == {"e2e"}
+    assert told["prefill-1"]["labels"]["role"] == "prefill"
+    assert prometheus.value("sum(up)") == 4
+    assert prometheus.value("max(scrape_samples_post_metric_relabeling)") < 5000
+
+
+def test_labels_are_bounded(prometheus: Prometheus, load) -> None:
+    """No metric grows with requests: the largest has few series after all of them."""
+    [largest] = prometheus.query(
+        'topk(1, count by (__name__) ({__name__=~"baton_.*", job="baton"}))'
+    )
+    assert float(largest["value"][1]) < 1000, largest
+    assert prometheus.value("sum(baton_label_overflows_total or vector(0))") == 0
+
+
+def test_sums_add_up_after_load_and_a_cancellation(prometheus: Prometheus, load) -> None:
+    phases, e2e = (prometheus.value(f"sum({name}_seconds_sum)") for name in PHASES_AND_E2E)
+    assert phases == pytest.approx(e2e, rel=0.02)
+    prompt = prometheus.value("sum(baton_prompt_tokens_total)")
+    by_source = prometheus.value('sum(baton_prefix_tokens_total{component="router"})')
+    assert by_source == prompt > 0
+    assert prometheus.value("sum(baton_request_prompt_tokens_sum)") == prompt
+    generated = prometheus.value("sum(baton_generation_tokens_total)")
+    assert prometheus.value("sum(baton_request_generation_tokens_sum)") == generated
+    assert prometheus.value("sum(baton_cancellations_total)") >= 1
+    for worker in prometheus.query('baton_kv_blocks{state="total"}'):
+        name, total = worker["metric"]["worker"], float(worker["value"][1])
+        parts = f'sum(baton_kv_blocks{{worker="{name}", state!="total"}})'
+        assert prometheus.value(parts) == total
+    sent = prometheus.value('sum(baton_transfer_bytes_total{direction="sent"})')
+    received = prometheus.value('sum(baton_transfer_bytes_total{direction="received"})')
+    assert sent >= received > 0
+
+
+PHASES_AND_E2E = ("baton_phase", "baton_e2e")
+
+
+def test_the_names_that_people_graph_already(prometheus: Prometheus, load) -> None:
+    for name in (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("num_preemptions_total", "prompt_tokens_total", "generation_tokens_total"),
+        *("request_success_total", "time_to_first_token_seconds_count"),
+        *("inter_token_latency_seconds_count", "e2e_request_latency_seconds_count"),
+        *("request_queue_time_seconds_count", "request_prefill_time_seconds_count"),
+        *("request_decode_time_seconds_count", "request_prompt_tokens_count"),
+        *("request_generation_tokens_count", "prefix_cache_queries_total"),
+        *("prefix_cache_hits_total", "iteration_tokens_total_count"),
+    ):
+        assert prometheus.query(f'{{__name__="vllm:{name}", model_name!=""}}'), name
+    queries = prometheus.value('sum({__name__="vllm:prefix_cache_queries_total"})')
+    assert queries == prometheus.value('sum({__name__="vllm:prompt_tokens_total"})')
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_query_of_a_dashboard_returns_data(prometheus: Prometheus, load, name: str) -> None:
+    document = json.loads(Path(FOLDER / f"{name}.json").read_text())
+    asked = 0
+    for panel in document["panels"]:
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$__rate_interval", WINDOW)
+            expression = expression.replace("$fleet", "e2e").replace(f"${PRICE}", DEFAULT_PRICE)
+            assert "$" not in expression
+            found = [float(one["value"][1]) for one in prometheus.query(expression)]
+            assert found, (panel["title"], expression)
+            numbers = [value for value in found if math.isfinite(value)]
+            assert numbers or panel["title"] in MAY_BE_NAN, (panel["title"], expression, found)
+            asked += 1
+    assert asked > 4
+
+
+@contextlib.contextmanager
+def slowed(pid: int, runs_s: float = 0.03, stands_s: float = 0.17) -> Iterator[None]:
+    """A process that runs for a part of each fifth of a second only."""
+    over = threading.Event()
+
+    def throttle() -> None:
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            over.wait(stands_s)
+            os.kill(pid, signal.SIGCONT)
+            over.wait(runs_s)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_planted_slow_prefill_worker_is_found_in_three_ways(
+    shared: Fleet, prometheus: Prometheus, load: None
+) -> None:
+    """By the explanation of its requests, by what the page marks, by the dashboards' query."""
+    slow, answers = "prefill-1", []
+    began_s = time.monotonic()
+    with slowed(shared.workers[slow].record.pid):
+        with (
+            httpx.Client(base_url=shared.url, timeout=120) as client,
+            ThreadPoolExecutor(2) as pool,
+        ):
+
+            def ask(number: int) -> str:
+                answer = client.post(
+                    "/v1/chat/completions",
+                    json=chat(f"{number} " * 120 + "and then?", max_tokens=2),
+                    headers={"x-baton-mode": "disaggregated"},
+                )
+                assert answer.status_code == 200, answer.text
+                return answer.headers["x-request-id"]
+
+            answers = list(pool.map(ask, range(100, 112)))
+            stories = [client.get(f"/fleet/requests/{name}").json() for name in answers]
+            rates = client.get("/fleet/series").json()["workers"]
+        served = [story for story in stories if story["route"]["prefill"] == slow]
+        others = [story for story in stories if story["route"]["prefill"] != slow]
+        assert served
+        assert others
+        named = [story for story in served if story["why"]["cause"] == "slow_prefill_worker"]
+        assert named, [story["why"] for story in served]
+        assert all(slow in story["why"]["sentence"] for story in named)
+        blamed = [story for story in others if story["why"]["cause"] == "slow_prefill_worker"]
+        assert blamed == [], "its peer is not blamed"
+        speed = {name: rates[name]["prefill_tokens_per_s"] for name in ("prefill-0", slow)}
+        assert speed[slow] < 0.5 * speed["prefill-0"], "what the page marks"
+        time.sleep(2 * SCRAPE_S)
+        latency = json.loads((FOLDER / "latency.json").read_text())
+        [panel] = [p for p in latency["panels"] if "time spent on prompts" in p["title"]]
+        expression = panel["targets"][0]["expr"].replace("$fleet", "e2e")
+        found = prometheus.query(expression.replace("$__rate_interval", "2m"))
+        shown = {one["metric"]["worker"]: float(one["value"][1]) for one in found}
+        assert shown[slow] < 0.5 * shown["prefill-0"], shown
+    assert time.monotonic() - began_s < 60, "within a minute"
+
+
+def test_the_rules_record_and_no_alert_of_a_sick_fleet_fires(prometheus, load) -> None:
+    until(lambda: prometheus.query("baton:prefill_tokens_per_busy_second"), 15)
+    workers = prometheus.query("baton:prefill_tokens_per_busy_second")
+    assert all(float(one["value"][1]) > 0 for one in workers)
+    firing = {one["metric"]["alertname"] for one in prometheus.query('ALERTS{alertstate="firing"}')}
+    assert firing == set()

@@ -1,0 +1,86 @@
+"""What `baton explain` and `baton top` print of what the router says."""
+
+from rich.console import Console
+
+from fleet.cli.explain import list_of, story_of
+from fleet.cli.top import frame
+
+TERMS = dict.fromkeys(
+    ("queue_s", "adapter_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s"), 0.1
+)
+CANDIDATE = {"prefill": "prefill-0", "decode": "decode-0", "mode": "disaggregated"}
+CANDIDATE |= {"uncached_tokens": 40, "cost_s": 0.7, "terms": TERMS}
+STORY = {
+    "id": "chatcmpl-1",
+    "state": "ended",
+    "tenant": "a[b]",
+    "prompt_tokens": 40,
+    "elapsed_s": 1.5,
+    "why": {"cause": "slow_prefill_worker", "sentence": "prefill-0 is slow."},
+    "route": {
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "mode": "disaggregated",
+        "cached_tokens": 16,
+    },
+    "regret_s": 0.5,
+    "better": {"prefill": None, "decode": "decode-0"},
+    "phases_s": {"prefill": 1.2, "decode": 0.3},
+    "longest_gaps": [{"gap_s": 0.2, "before_token": 3, "at_s": 1.0}],
+    "usual_gap_s": 0.01,
+    "worker_times_s": {"preemptions": 2, "repaired_chunks": 0},
+    "candidates": [CANDIDATE, {**CANDIDATE, "prefill": None}] * 6,
+    "chosen": CANDIDATE,
+    "timeline": [{"event": "arrived", "at_s": 0.0}, {"event": "first token", "at_s": 1.2}],
+}
+BLOCKS = {"total": 100, "free": 59, "cached": 20, "leased": 20, "quarantined": 1}
+WORKER = {"id": "prefill-0", "state": "ready", "kv_blocks": BLOCKS, "running": 1, "waiting": 2}
+SAMPLE = {"ttft_p99_s": 0.25, "itl_p99_s": None, "generated_tokens": 90, "took_s": 1.0}
+SAMPLE |= {"queued": 3, "handoffs": {"prefill-0>decode-0": 4}}
+LISTED = {"id": "chatcmpl-1", "state": "ended", "elapsed_s": 1.5, "first_token_s": None}
+LISTED |= {"prompt_tokens": 40, "completion_tokens": 0, "prefill": None, "decode": None}
+
+
+def printed(shown, width: int = 160) -> str:
+    console = Console(width=width, record=True, quiet=False, file=None)
+    with console.capture() as captured:
+        console.print(shown)
+    return captured.get()
+
+
+def test_a_story_says_the_sentence_the_phases_and_the_prices() -> None:
+    text = printed(story_of(STORY))
+    assert text.index("prefill-0 is slow.") < text.index("phase")
+    for words in ("tenant a[b]", "16 of 40", "regret 500.0 ms", "better: decode-0 → decode-0"):
+        assert words in text
+    assert "200.0 ms before token 3 (usually 10.0 ms)" in text
+    assert "2 preemptions" in text
+    assert "and 4 more: --json" in text
+    [first, second] = [line.split() for line in text.splitlines() if " 700.0 ms" in line][:2]
+    assert first[:4] == ["→", "prefill-0", "→", "decode-0"]
+    assert second[0] == "decode-0"
+
+
+def test_a_story_of_what_never_ran() -> None:
+    bare = STORY | {"route": None, "regret_s": None, "candidates": [], "chosen": None}
+    bare |= {"longest_gaps": [], "worker_times_s": None, "phases_s": {}}
+    text = printed(story_of(bare))
+    assert "was not placed" in text
+    assert "no candidates" in text
+
+
+def test_the_list_and_an_empty_one() -> None:
+    assert "no request yet" in printed(list_of([]))
+    assert "40 → 0" in printed(list_of([LISTED | {"sentence": "It failed."}]))
+
+
+def test_a_frame_of_a_busy_and_of_an_empty_fleet() -> None:
+    moved = {"count": 5, "bytes": 2**20, "failures": 0}
+    rates = {"prefill-0": {"prefill_tokens_per_s": 1234.5, "decode_step_s": None}}
+    series = {"samples": [SAMPLE] * 70, "workers": rates}
+    text = printed(frame("f", {"workers": [WORKER], "transfers": moved}, series, []))
+    for words in ("prefill-0", "20+20/100", "1234", "250 ms", "90 (best)", "40"):
+        assert words in text, words
+    empty = {"samples": [], "workers": {}}
+    text = printed(frame("f", {"workers": [], "transfers": moved}, empty, []), 60)
+    assert "no request yet" in text

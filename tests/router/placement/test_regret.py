@@ -1,0 +1,89 @@
+"""Regret: 0 for the best choice, the difference for a worse one, and measured noise is none."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.placement.cost import WorkerLoad, candidates
+from router.placement.regret import FittedRates, Measured, regret
+
+FORMAT = {"format_id": "f", "block_bytes": 1000}
+QUICK = WorkerLoad(worker_id="prefill-0", incarnation=b"0", role="prefill", **FORMAT)
+OTHER = WorkerLoad(worker_id="prefill-1", incarnation=b"1", role="prefill", **FORMAT)
+DECODE = WorkerLoad(worker_id="decode-0", incarnation=b"2", role="decode", **FORMAT)
+PROMPT = 1500
+
+
+def compared(*workers: WorkerLoad, mode: str = "disaggregated"):
+    return candidates(workers, mode=mode, prompt_tokens=PROMPT, expected_tokens=128)
+
+
+def on(placements, computes: str):
+    return next(one for one in placements if one.computes.worker_id == computes)
+
+
+def as_predicted(candidate, **changes) -> Measured:
+    terms = candidate.terms
+    measured = Measured(
+        queue_s=terms.queue_s,
+        compute_s=terms.compute_s,
+        exposed_s=terms.transfer_s,
+        decode_s=terms.decode_s,
+        answer_tokens=128,
+    )
+    return replace(measured, **changes)
+
+
+def told(chosen, placements, measured, fitted=None):
+    return regret(chosen, placements, measured, fitted or {}, prompt_tokens=PROMPT, choices=1)
+
+
+def test_the_best_choice_has_none() -> None:
+    placements = compared(QUICK, DECODE)
+    [chosen] = placements
+    assert told(chosen, placements, as_predicted(chosen)).seconds == 0
+    assert told(chosen, placements, as_predicted(chosen, compute_s=9.0)).seconds == 0
+
+
+def test_a_worker_that_turned_out_slow_is_regretted_by_what_the_other_would_have_taken() -> None:
+    placements = compared(QUICK, OTHER, DECODE)
+    chosen = on(placements, "prefill-0")
+    fitted = {"prefill-0": FittedRates(300, 0.03), "prefill-1": FittedRates(1500, 0.03)}
+    found = told(chosen, placements, as_predicted(chosen, compute_s=5.01), fitted)
+    assert found.best.computes.worker_id == "prefill-1"
+    assert found.seconds == pytest.approx(4.0, abs=0.05)
+    assert found.chosen_s - found.best_s == found.seconds
+
+
+def test_what_all_candidates_share_is_nobodys_fault() -> None:
+    """The answer was longer and each step slower than expected: the same for both pairs."""
+    placements = compared(QUICK, OTHER, DECODE)
+    chosen = on(placements, "prefill-0")
+    slow = as_predicted(chosen, decode_s=60.0, answer_tokens=512)
+    assert told(chosen, placements, slow).seconds == pytest.approx(0, abs=1e-9)
+
+
+def test_a_queue_that_was_longer_than_reported_is_regretted() -> None:
+    placements = compared(QUICK, OTHER, DECODE)
+    chosen = on(placements, "prefill-0")
+    found = told(chosen, placements, as_predicted(chosen, queue_s=2.0))
+    assert found.seconds == pytest.approx(2.0)
+
+
+def test_a_worker_that_was_believed_slow_and_is_not_any_more() -> None:
+    slow = replace(OTHER, prefill_tokens_per_s=100.0, queued_tokens=0)
+    busy = replace(QUICK, queued_tokens=1500)
+    placements = compared(busy, slow, DECODE)
+    chosen = placements[0]
+    assert chosen.computes.worker_id == "prefill-0"
+    found = told(chosen, placements, as_predicted(chosen), {"prefill-1": FittedRates(1500, 0)})
+    assert found.seconds == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_pair_and_its_decode_worker_alone_share_what_decoding_took() -> None:
+    placements = compared(QUICK, DECODE, mode="auto")
+    placements = [c for c in placements if c.decode.worker_id == "decode-0"]
+    pair = next(c for c in placements if c.mode == "disaggregated")
+    found = told(pair, placements, as_predicted(pair, decode_s=30.0, exposed_s=3.0))
+    assert found.best.mode == "colocated"
+    assert found.seconds == pytest.approx(3.0, abs=0.1)
