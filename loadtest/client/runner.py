@@ -199,7 +199,9 @@ class RequestWriter:
 
 
 async def _sleep_until(moment_s: float) -> None:
-    await asyncio.sleep(max(0.0, moment_s - time.monotonic()))
+    """Never wake up early: uvloop's timers count whole milliseconds."""
+    while (left_s := moment_s - time.monotonic()) > 0:  # noqa: ASYNC110 - time is the event
+        await asyncio.sleep(left_s)
 
 
 def _cpu_s(process: psutil.Process) -> float:

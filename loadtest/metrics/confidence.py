@@ -18,7 +18,7 @@ class Interval(NamedTuple):
 
     mean: float
     half_width: float
-    count: int
+    runs: int
 
     @property
     def low(self) -> float:

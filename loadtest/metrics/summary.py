@@ -236,7 +236,7 @@ def _by_group(records: Sequence[RequestRecord]) -> dict[str, dict[str, Distribut
     for name in sorted(names):
         own = [record for record in records if name in (record.group, record.tenant)]
         whole = _distributions(own)
-        found[name] = {key: whole[key] for key in ("ttft_s", "tpot_s") if key in whole}
+        found[name] = {key: d for key, d in whole.items() if key in ("ttft_s", "tpot_s")}
     return found
 
 

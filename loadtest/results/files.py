@@ -13,7 +13,7 @@ import msgspec
 from loadtest.client.records import ClientReport, RequestRecord
 from loadtest.metrics.summary import Summary
 
-VERSION = 1
+VERSION: Literal[1] = 1
 _RESULTS, _PARTIAL = "results.json", "partial.jsonl"
 
 

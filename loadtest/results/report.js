@@ -17,6 +17,7 @@
   }
 
   const seconds = v => v == null ? "–" : v >= 1 ? v.toFixed(2) + " s" : (1e3 * v).toFixed(1) + " ms";
+  const short = v => v >= 1 ? +v.toPrecision(3) + " s" : +(1e3 * v).toPrecision(3) + " ms";
   const plain = v => v == null ? "–" : +v.toPrecision(3) + "";
   const axis = (values, extra = {}) => ({
     stroke: colours.ink, grid: { stroke: colours.line, width: 1 }, ticks: { stroke: colours.line },
@@ -45,8 +46,8 @@
     const columns = uPlot.join(found.map(([name]) => unique(data.cdfs[name])));
     draw(id, columns, {
       scales: { x: { time: false, distr: 3 }, y: { range: [0, 1] } },
-      axes: [axis(seconds), axis(v => Math.round(100 * v) + " %")],
-      series: [{ value: (_, v) => seconds(v) },
+      axes: [axis(short), axis(v => Math.round(100 * v) + " %")],
+      series: [{ label: "at", value: (_, v) => seconds(v) },
         ...found.map(([, label], i) => line(label, colours.series[i], v => v == null ? "–" : (100 * v).toFixed(1) + " %"))],
     });
   }
@@ -65,20 +66,20 @@
     const floor = Math.min(...[...ttft, ...gap].filter(v => v > 0), 1);
     draw("latency", [x, ttft, gap.map(v => v > 0 ? v : null), failed.map(v => v == null ? null : floor)], {
       scales: { x: { time: false }, y: { distr: 3 } },
-      axes: [axis(v => v + " s"), axis(seconds)],
-      series: [{ value: (_, v) => seconds(v) }, dots("TTFT", colours.series[0], seconds),
+      axes: [axis(v => v + " s"), axis(short)],
+      series: [{ label: "at", value: (_, v) => seconds(v) }, dots("TTFT", colours.series[0], seconds),
         dots("longest gap", colours.series[1], seconds), dots("failed", colours.bad, v => v == null ? "–" : "failed")],
     });
     const [t, [chunks, underWay, sent, good]] = data.rates;
     draw("goodput", [t, sent, good], {
       scales: { x: { time: false }, y: { range: (u, low, high) => [0, 1.1 * high || 1] } },
       axes: [axis(v => v + " s"), axis(plain)],
-      series: [{ value: (_, v) => seconds(v) }, line("sent/s", colours.series[1], plain), line("good/s", colours.series[2], plain)],
+      series: [{ label: "at", value: (_, v) => seconds(v) }, line("sent/s", colours.series[1], plain), line("good/s", colours.series[2], plain)],
     });
     draw("throughput", [t, chunks, underWay], {
       scales: { x: { time: false }, y: { range: (u, low, high) => [0, 1.1 * high || 1] }, n: { range: (u, low, high) => [0, 1.1 * high || 1] } },
       axes: [axis(v => v + " s"), axis(plain), axis(plain, { scale: "n", side: 1, grid: { show: false } })],
-      series: [{ value: (_, v) => seconds(v) }, line("chunks/s", colours.series[0], plain),
+      series: [{ label: "at", value: (_, v) => seconds(v) }, line("chunks/s", colours.series[0], plain),
         line("under way", colours.series[1], plain, { scale: "n" })],
     });
     if (data.search.length) {
@@ -86,7 +87,7 @@
       draw("search", [column(0), column(1), column(0).map(() => data.slo.quantile)], {
         scales: { x: { time: false }, y: { range: [0, 1] } },
         axes: [axis(v => v + "/s"), axis(v => Math.round(100 * v) + " %")],
-        series: [{ value: (_, v) => plain(v) + "/s" },
+        series: [{ label: "at", value: (_, v) => plain(v) + "/s" },
           line("good", colours.series[0], v => v == null ? "–" : (100 * v).toFixed(1) + " %", { points: { show: true, size: 7 } }),
           line("asked", colours.bad, v => (100 * v).toFixed(0) + " %", { dash: [6, 4], width: 1 })],
       });

@@ -16,7 +16,8 @@ Line = tuple[list[float], list[float | None]]
 
 _CDF_POINTS = 200
 _MAX_DOTS = 4_000
-_BINS = 60
+_MAX_BINS = 60
+_MIN_BIN_S = 1.0
 
 CDFS = ("ttft_s", "second_token_s", "itl_s", "tpot_s", "e2e_s")
 _FIGURES: dict[str, Callable[[RequestRecord], float | None]] = {
@@ -61,17 +62,18 @@ def latency_over_time(
 def rates_over_time(
     records: Sequence[RequestRecord], slo: Slo
 ) -> tuple[list[float], list[list[float | None]]]:
-    """Per bin of time: chunks/s, requests under way (mean), sent/s, good/s by intended send."""
+    """Per bin of a second or more: chunks/s, requests under way, sent/s, good/s (by intent)."""
     end_s = max((record.ended_s for record in records), default=0.0)
     begin_s = min((record.intended_s for record in records), default=0.0)
     if end_s <= begin_s:
         return [], [[], [], [], []]
-    edges = np.linspace(begin_s, end_s, _BINS + 1)
+    bins = int(np.clip((end_s - begin_s) / _MIN_BIN_S, 1, _MAX_BINS))
+    edges = np.linspace(begin_s, end_s, bins + 1)
     width_s = float(edges[1] - edges[0])
     chunks = np.concatenate([np.array(r.chunk_s, dtype=np.float64) for r in records])
     intended = np.array([r.intended_s for r in records])
     good = np.array([r.intended_s for r in records if slo.met_by(r)])
-    under_way = np.zeros(_BINS)
+    under_way = np.zeros(bins)
     for record in records:
         overlap = np.minimum(edges[1:], record.ended_s) - np.maximum(edges[:-1], record.intended_s)
         under_way += np.clip(overlap, 0, None) / width_s

@@ -16,8 +16,10 @@ _COLUMNS = ("p50", "p90", "p95", "p99", "max")
 
 
 def seconds(value: float) -> str:
-    """Milliseconds below a second."""
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+    """Milliseconds below a second, three digits or so."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{1e3 * value:.0f} ms" if value >= 0.1 else f"{1e3 * value:.1f} ms"
 
 
 def show(console: Console, results: Results) -> None:
@@ -165,7 +167,7 @@ def comparison_table(
         cells = ["–" if value is None else _value(value, is_time) for value in (a, b)]
         sure = ""
         if ratio is not None and math.isfinite(ratio.half_width):
-            sure = f"{ratio.low:.2f} to {ratio.high:.2f} ({ratio.count} seeds)"
+            sure = f"{ratio.low:.2f} to {ratio.high:.2f} ({ratio.runs} seeds)"
         quotient = f"{ratio.mean:.2f}" if ratio is not None else "–"
         table.add_row(what, *cells, quotient, sure)
     for column in table.columns[1:]:

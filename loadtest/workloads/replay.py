@@ -43,7 +43,7 @@ def replay_plan(
         for index, (start_s, request) in enumerate(zip(arrivals_s, requests, strict=True))
     )
     parameters: dict[str, str | int | float] = {"trace": name, "requests": len(requests)}
-    parameters |= {"speed": speed, "shrink": shrink}
+    parameters |= {"speed": float(speed), "shrink": float(shrink)}
     return Plan(name="replay", seed=seed, conversations=conversations, parameters=parameters)
 
 
