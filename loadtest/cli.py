@@ -7,6 +7,7 @@
 import typer
 
 from loadtest.commands.compare import compare
+from loadtest.commands.drill import drill
 from loadtest.commands.runs import poisson, replay, sessions
 from loadtest.commands.search import search
 
@@ -15,5 +16,5 @@ app = typer.Typer(
     "loadtest poisson --rate 2 --requests 100 --out /tmp/run`.",
     no_args_is_help=True,
 )
-for command in (replay, poisson, sessions, search, compare):
+for command in (replay, poisson, sessions, search, compare, drill):
     app.command()(command)

@@ -72,7 +72,9 @@ def open_loop_plan(load: OpenLoop, *, name: str, seed: int) -> Plan:
                 index=index,
                 prompt=prompt,
                 max_tokens=int(answers[index]),
-                abort_after_s=load.abort_after_s * (0.5 + aborts[index, 1]) if hangs_up else None,
+                abort_after_s=load.abort_after_s * float(0.5 + aborts[index, 1])
+                if hangs_up
+                else None,
                 group="long" if is_long else "",
                 tenant=_tenant(float(tenants[index]), load.hot_tenant),
             )

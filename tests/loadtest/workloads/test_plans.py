@@ -156,7 +156,9 @@ def test_disturbances_come_in_the_shares_asked_for():
         abort_share=0.25,
         abort_after_s=2.0,
     )
-    turns = list(open_loop_plan(load, name="mixed", seed=2).turns())
+    plan = open_loop_plan(load, name="mixed", seed=2)
+    assert plan.digest() == open_loop_plan(load, name="mixed", seed=2).digest()
+    turns = list(plan.turns())
     prefixes = Counter(turn.prompt[0] for turn in turns)
     assert len(prefixes) == 3
     assert {segment.tokens for segment in prefixes} == {32}

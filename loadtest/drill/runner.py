@@ -1,0 +1,212 @@
+"""Holds a drill: golden answers before, then load, the fault in the middle, and what is left."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from loadtest.client.processes import run_clients
+from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.commands.options import LocalFleet
+from loadtest.drill.drills import DRILLS, Drill
+from loadtest.drill.faults import Scene
+from loadtest.drill.fleet import DrillError, FleetView, all_at_rest
+from loadtest.drill.verdict import Verdict, WorkerState, judge
+from loadtest.workloads.arrivals import arrival_times_s
+from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
+from loadtest.workloads.prompts import UNIQUE_KEYS
+
+_PROMPTS = 12
+_PROMPT_TOKENS = (24, 60, 120, 240)
+_ANSWER_TOKENS = (8, 24, 48)
+_REST_LIMIT_S = 10.0
+_READY_LIMIT_S = 240.0
+_PROBE_GAP_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillOptions:
+    """How drills are held.
+
+    Args:
+        server: The fleet's router; greedy, and every answer as long as planned.
+        local: What its owner knows.
+        rate: Requests per second that the fleet serves with ease.
+        seed: Of prompts and arrivals.
+    """
+
+    server: ServerOptions
+    local: LocalFleet
+    rate: float = 1.0
+    seed: int = 0
+
+
+class DrillRunner:
+    """Holds drills one after another, all against the same golden answers.
+
+    Args:
+        options: How.
+    """
+
+    def __init__(self, options: DrillOptions) -> None:
+        self._options = options
+        self._golden: list[str] = []
+
+    async def take_golden_answers(self) -> None:
+        """Ask every prompt twice, alone, one after another; the two must agree.
+
+        Raises:
+            DrillError: They do not, or a request failed: such a fleet cannot be judged.
+        """
+        turns = [_turn(index, index % _PROMPTS) for index in range(2 * _PROMPTS)]
+        plan = self._plan((Conversation(start_s=0.0, turns=tuple(turns)),))
+        records = sorted(await self._send(plan), key=lambda record: record.index)
+        if bad := [record for record in records if record.end != "ok"]:
+            raise DrillError(f"no golden answers: {bad[0].end} {bad[0].status} {bad[0].detail}")
+        answers = [record.answer or "" for record in records]
+        if answers[:_PROMPTS] != answers[_PROMPTS:]:
+            raise DrillError("two greedy answers to one prompt differ without any fault")
+        self._golden = answers[:_PROMPTS]
+
+    async def hold(self, name: str) -> Verdict:
+        """Hold one drill on a fleet at rest.
+
+        Raises:
+            DrillError: It could not be held.
+        """
+        drill = DRILLS[name]
+        options = self._options
+        async with FleetView(options.local.url, options.local.operator_key) as fleet:
+            if not all_at_rest(workers := await fleet.wait(all_at_rest, _READY_LIMIT_S)):
+                raise DrillError(f"the fleet is not at rest before the drill: {_told(workers)}")
+            run = await self._load_and_fault(drill, Scene(fleet, options.local))
+            await self._probe_until_answered(run)
+            workers = await fleet.wait(all_at_rest, _READY_LIMIT_S if run.failed else _REST_LIMIT_S)
+            if not all_at_rest(workers):  # a new life may still be loading
+                workers = await fleet.wait(all_at_rest, _READY_LIMIT_S)
+        return judge(
+            drill=name,
+            what_was_done=run.what_was_done,
+            planned=run.planned,
+            records=run.records,
+            golden={index: self._golden[index % _PROMPTS] for index in run.planned},
+            fault_s=run.fault_s,
+            may_fail=drill.may_fail,
+            recovery_limit_s=drill.recovery_limit_s,
+            workers=workers,
+        )
+
+    async def _load_and_fault(self, drill: Drill, scene: Scene) -> "_Run":
+        rng = np.random.default_rng(self._options.seed)
+        rate = self._options.rate * drill.rate_factor
+        starts_s = arrival_times_s(rng, max(8, round(rate * drill.load_s)), rate)
+        aborts = rng.random((len(starts_s), 2))
+        conversations = tuple(
+            Conversation(start_s=float(start_s), turns=(_turn(index, index % _PROMPTS, abort_s),))
+            for index, start_s in enumerate(starts_s)
+            for abort_s in [_abort_s(drill, *map(float, aborts[index]))]
+        )
+        run = _Run(planned=list(range(len(conversations))))
+        began = asyncio.Event()
+
+        def start(zero_s: float) -> None:
+            run.zero_s = zero_s
+            began.set()
+
+        async def injure() -> None:
+            await began.wait()
+            wait_s = run.zero_s + drill.fault_after_s - time.monotonic()
+            await asyncio.sleep(max(0.0, wait_s))
+            run.fault_s = time.monotonic() - run.zero_s
+            try:
+                run.what_was_done = await drill.fault(scene)
+            except DrillError as error:  # the load goes on to its end, then this is told
+                run.undone = error
+
+        plan = self._plan(conversations)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(injure())
+            run.records = await self._send(plan, start)
+        if run.undone is not None:
+            raise run.undone
+        return run
+
+    async def _probe_until_answered(self, run: "_Run") -> None:
+        """Ask one prompt a second until one is answered, so that recovery has a moment."""
+        until_s = time.monotonic() + _READY_LIMIT_S
+        for index in itertools.count(len(run.planned)):
+            plan = self._plan((Conversation(start_s=0.0, turns=(_turn(index, index % _PROMPTS),)),))
+            zero: list[float] = []
+            [record] = await self._send(plan, zero.append)
+            moment_s = zero[0] - run.zero_s
+            run.planned.append(index)
+            run.records.append(_moved(record, moment_s))
+            if record.end == "ok" or time.monotonic() > until_s:
+                return
+            await asyncio.sleep(_PROBE_GAP_S)
+
+    async def _send(
+        self, plan: Plan, on_start: Callable[[float], None] | None = None
+    ) -> list[RequestRecord]:
+        records: list[RequestRecord] = []
+        await run_clients(
+            plan,
+            self._options.server,
+            clients=1,
+            record=records.append,
+            keep_answers=True,
+            on_start=on_start,
+        )
+        return records
+
+    def _plan(self, conversations: tuple[Conversation, ...]) -> Plan:
+        return Plan(name="drill", seed=self._options.seed, conversations=conversations)
+
+
+@dataclass
+class _Run:
+    planned: list[int]
+    records: list[RequestRecord] = field(default_factory=list)
+    zero_s: float = 0.0
+    fault_s: float = 0.0
+    what_was_done: str = ""
+    undone: DrillError | None = None
+
+    @property
+    def failed(self) -> bool:
+        return any(record.end not in ("ok", "aborted") for record in self.records)
+
+
+def _turn(index: int, prompt: int, abort_after_s: float | None = None) -> Turn:
+    """A request for golden prompt ``prompt``; half of the prompts share their beginning."""
+    shared = (Segment(1, 64),) if prompt % 2 else ()
+    own = Segment(UNIQUE_KEYS + prompt, _PROMPT_TOKENS[prompt % len(_PROMPT_TOKENS)])
+    return Turn(
+        index=index,
+        prompt=(*shared, own),
+        max_tokens=_ANSWER_TOKENS[prompt % len(_ANSWER_TOKENS)],
+        abort_after_s=abort_after_s,
+    )
+
+
+def _abort_s(drill: Drill, drawn: float, after: float) -> float | None:
+    """0.1 to 1 s after the send, for the drill's share of clients."""
+    return 0.1 + 0.9 * after if drawn < drill.abort_share else None
+
+
+def _moved(record: RequestRecord, by_s: float) -> RequestRecord:
+    return msgspec.structs.replace(
+        record,
+        intended_s=record.intended_s + by_s,
+        sent_s=None if record.sent_s is None else record.sent_s + by_s,
+        chunk_s=[moment_s + by_s for moment_s in record.chunk_s],
+        ended_s=record.ended_s + by_s,
+    )
+
+
+def _told(workers: list[WorkerState]) -> str:
+    return "; ".join(f"{w.id} {w.state} {' '.join(w.leaks())}".strip() for w in workers)
