@@ -6,7 +6,7 @@ import psutil
 import typer
 
 from fleet.cli.common import known_fleet
-from fleet.local.state import FleetState, processes_of
+from fleet.local.state import FleetState
 from loadtest.commands.options import LocalFleet
 from registry.redis_store import Registry, RegistryUnavailableError
 
@@ -24,20 +24,19 @@ def _local_fleet() -> LocalFleet | None:
         name=state.name,
         url=state.url,
         operator_key=state.fleet_token,
-        redis_pid=_redis_pid(state),
+        redis_pid=lambda: _redis_pid(state),
         roll=lambda: asyncio.run(_roll(state)),
     )
 
 
 def _redis_pid(state: FleetState) -> int | None:
-    """The fleet's own Redis; None where it uses another's."""
-    for process in processes_of(state.run_folder):
-        try:
-            if process.name().startswith("redis-server"):
-                return process.pid
-        except psutil.Error:
-            continue
-    return None
+    """The fleet's own Redis, now; None where it uses another's."""
+    supervisor = state.supervisor.find()
+    try:
+        children = supervisor.children() if supervisor is not None else []
+        return next((c.pid for c in children if c.name().startswith("redis-server")), None)
+    except psutil.Error:
+        return None
 
 
 async def _roll(state: FleetState) -> str:

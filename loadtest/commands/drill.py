@@ -78,7 +78,10 @@ def _hold(runner: DrillRunner, names: list[str]) -> list[Verdict]:
         await runner.take_golden_answers()
         for name in names:
             o.say(f"{name}: {DRILLS[name].title} …")
-            verdicts.append(await runner.hold(name))
+            try:
+                verdicts.append(await runner.hold(name))
+            except DrillError as error:  # the others may still be held
+                o.say(f"[bold red]{name} was not held:[/] {escape(str(error))}")
 
     try:
         asyncio.run(hold_all())

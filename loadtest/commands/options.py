@@ -28,7 +28,7 @@ class LocalFleet(NamedTuple):
     name: str
     url: str
     operator_key: str
-    redis_pid: int | None
+    redis_pid: Callable[[], int | None]  # None where the Redis is not the fleet's own
     roll: Callable[[], str]  # begins a rolling restart; says what went wrong, or ""
 
 

@@ -67,7 +67,7 @@ def _runs(process: psutil.Process) -> bool:
 
 async def kill_redis(scene: Scene) -> str:
     """SIGKILL to the fleet's own Redis; the supervisor starts another one, empty."""
-    pid = scene.local.redis_pid
+    pid = scene.local.redis_pid()
     if pid is None:
         raise DrillError("the fleet's Redis is not its own: this drill would stop another's")
     os.kill(pid, signal.SIGKILL)

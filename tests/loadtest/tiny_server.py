@@ -40,6 +40,9 @@ class Stream:
 
     async def done(self) -> None:
         await self.raw(b"data: [DONE]\n\n")
+        await self.end()
+
+    async def end(self) -> None:
         self._writer.write(b"0\r\n\r\n")
         await self._writer.drain()
 
