@@ -188,10 +188,13 @@ class RequestWriter:
     async def send(self, turn: Turn, body: dict[str, Any], *, keep_text: bool) -> Exchanged:
         """Send a turn and read its answer."""
         key = self._server.tenant_keys.get(turn.tenant, self._server.api_key)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        if turn.tenant and turn.tenant not in self._server.tenant_keys:
+            headers["x-baton-tenant"] = turn.tenant  # `user` says it to other servers
         return await exchange(
             self._target,
             body,
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            headers=headers,
             timeout_s=self._server.timeout_s,
             abort_after_s=turn.abort_after_s,
             keep_text=keep_text,

@@ -94,7 +94,8 @@ def _table(verdicts: list[Verdict]) -> Table:
     table = Table("drill", "verdict", "recovered", "compared", "ends", "what was done")
     for verdict in verdicts:
         recovered = "–" if verdict.recovered_s is None else f"{verdict.recovered_s:.1f} s"
-        ends = ", ".join(f"{count} {end}" for end, count in sorted(verdict.ends.items()))
+        good = {end: n for end, n in verdict.ends.items() if end in ("ok", "aborted")}
+        ends = ", ".join(f"{n} {end}" for end, n in sorted({**good, **verdict.errors}.items()))
         mark = "[green]pass[/]" if verdict.passed else "[bold red]FAIL[/]"
         table.add_row(
             verdict.drill, mark, recovered, str(verdict.compared), ends, verdict.what_was_done

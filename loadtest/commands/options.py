@@ -53,7 +53,7 @@ TenantKeys = Annotated[
     typer.Option(
         "--tenant-key",
         metavar="TENANT=KEY",
-        help="API key of a tenant of the load, such as hot=KEY. Else its name is sent as `user`.",
+        help="API key of a tenant of the load, such as hot=KEY. Else its name alone is sent.",
         rich_help_panel=_SERVER,
     ),
 ]

@@ -86,6 +86,11 @@ class FleetView:
             await asyncio.sleep(_POLL_S)
 
 
+def all_ready(workers: Sequence[WorkerState]) -> bool:
+    """Every worker takes requests."""
+    return all(worker.state == "ready" for worker in workers)
+
+
 def all_at_rest(workers: Sequence[WorkerState]) -> bool:
     """Every worker is ready and holds nothing."""
-    return all(worker.state == "ready" and not worker.leaks() for worker in workers)
+    return all_ready(workers) and not any(worker.leaks() for worker in workers)

@@ -3,18 +3,18 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from loadtest.client.processes import run_clients
+from loadtest.client.processes import ClientFailedError, run_clients
 from loadtest.client.records import RequestRecord, ServerOptions
 from loadtest.commands.options import LocalFleet
 from loadtest.drill.drills import DRILLS, Drill
 from loadtest.drill.faults import Scene
-from loadtest.drill.fleet import DrillError, FleetView, all_at_rest
+from loadtest.drill.fleet import DrillError, FleetView, all_at_rest, all_ready
 from loadtest.drill.verdict import Verdict, WorkerState, judge
 from loadtest.workloads.arrivals import arrival_times_s
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
@@ -85,9 +85,8 @@ class DrillRunner:
                 raise DrillError(f"the fleet is not at rest before the drill: {_told(workers)}")
             run = await self._load_and_fault(drill, Scene(fleet, options.local))
             await self._probe_until_answered(run)
-            workers = await fleet.wait(all_at_rest, _READY_LIMIT_S if run.failed else _REST_LIMIT_S)
-            if not all_at_rest(workers):  # a new life may still be loading
-                workers = await fleet.wait(all_at_rest, _READY_LIMIT_S)
+            await fleet.wait(all_ready, _READY_LIMIT_S)  # a new life may still be loading
+            workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
         return judge(
             drill=name,
             what_was_done=run.what_was_done,
@@ -128,26 +127,37 @@ class DrillRunner:
                 run.undone = error
 
         plan = self._plan(conversations)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(injure())
-            run.records = await self._send(plan, start)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(injure())
+                run.records = await self._send(plan, start)
+        except* ClientFailedError as failed:
+            run.undone = DrillError(str(failed.exceptions[0]))
         if run.undone is not None:
             raise run.undone
         return run
 
     async def _probe_until_answered(self, run: "_Run") -> None:
-        """Ask one prompt a second until one is answered, so that recovery has a moment."""
+        """Ask one prompt a second until one is answered: the moment of recovery. Then all."""
         until_s = time.monotonic() + _READY_LIMIT_S
         for index in itertools.count(len(run.planned)):
-            plan = self._plan((Conversation(start_s=0.0, turns=(_turn(index, index % _PROMPTS),)),))
-            zero: list[float] = []
-            [record] = await self._send(plan, zero.append)
-            moment_s = zero[0] - run.zero_s
-            run.planned.append(index)
-            run.records.append(_moved(record, moment_s))
-            if record.end == "ok" or time.monotonic() > until_s:
-                return
+            await self._send_more(run, [index])
+            if run.records[-1].end == "ok" or time.monotonic() > until_s:
+                break
             await asyncio.sleep(_PROBE_GAP_S)
+        # The healed fleet must still know the right answer to every prompt.
+        first = len(run.planned)
+        await self._send_more(run, range(first, first + _PROMPTS))
+
+    async def _send_more(self, run: "_Run", indexes: Sequence[int]) -> None:
+        """Requests after the load, one after another, on the run's clock."""
+        turns = tuple(_turn(index, index % _PROMPTS) for index in indexes)
+        zero: list[float] = []
+        records = await self._send(
+            self._plan((Conversation(start_s=0.0, turns=turns),)), zero.append
+        )
+        run.planned += indexes
+        run.records += [_moved(record, zero[0] - run.zero_s) for record in records]
 
     async def _send(
         self, plan: Plan, on_start: Callable[[float], None] | None = None
@@ -175,10 +185,6 @@ class _Run:
     fault_s: float = 0.0
     what_was_done: str = ""
     undone: DrillError | None = None
-
-    @property
-    def failed(self) -> bool:
-        return any(record.end not in ("ok", "aborted") for record in self.records)
 
 
 def _turn(index: int, prompt: int, abort_after_s: float | None = None) -> Turn:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from loadtest.client.records import RequestRecord
+from loadtest.metrics.summary import error_name
 
 _TYPED_ERRORS = ("http_error", "stream_error")
 _SHOWN = 3  # faults of one kind that a verdict names
@@ -58,6 +59,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     what_was_done: str
     requests: int
     ends: dict[str, int]
+    errors: dict[str, int]  # by name, such as "503 no_workers"
     compared: int  # answers, whole or in part, held against golden ones
     recovered_s: float | None  # after the fault; None: it did not
     faults: list[str]
@@ -109,6 +111,7 @@ def judge(
         what_was_done=what_was_done,
         requests=len(planned),
         ends=dict(Counter(record.end for record in records)),
+        errors=dict(Counter(error_name(r) for r in records if r.end not in ("ok", "aborted"))),
         compared=sum(bool(record.answer) for record in records),
         recovered_s=recovered_s,
         faults=faults,

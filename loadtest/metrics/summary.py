@@ -173,7 +173,7 @@ def summarise(
         duration_s=duration_s,
         sent=len(counted),
         ends=dict(Counter(record.end for record in counted)),
-        errors=dict(Counter(_error_name(r) for r in counted if r.end not in ("ok", "aborted"))),
+        errors=dict(Counter(error_name(r) for r in counted if r.end not in ("ok", "aborted"))),
         distributions=distributions,
         by_group=_by_group(counted),
         prompt_tokens=prompt_tokens,
@@ -240,7 +240,7 @@ def _by_group(records: Sequence[RequestRecord]) -> dict[str, dict[str, Distribut
     return found
 
 
-def _error_name(record: RequestRecord) -> str:
+def error_name(record: RequestRecord) -> str:
     """Few enough to count by: the end, the status, and the code before the colon."""
     if record.end == "http_error":
         code = record.detail.partition(":")[0]

@@ -115,6 +115,7 @@ async def test_tenants_and_options_reach_the_server():
         bodies = server.bodies
     assert (hot["authorization"], cold["authorization"]) == ("bearer k-hot", "bearer k")
     assert hot["x-a"] == "b"
+    assert (hot.get("x-baton-tenant"), cold["x-baton-tenant"]) == (None, "cold")
     assert [body.get("user") for body in bodies] == [None, "cold"]
     assert bodies[0]["prompt"] == bodies[1]["prompt"]
     assert bodies[0]["ignore_eos"] is True
