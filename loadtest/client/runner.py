@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 
@@ -145,8 +146,8 @@ class RequestWriter:
     def __init__(self, server: ServerOptions, seed: int) -> None:
         self._server = server
         self._prompts = PromptWriter(seed)
-        path = "/v1/chat/completions" if server.endpoint == "chat" else "/v1/completions"
-        self._target = Target.of(server.url, path, server.headers)
+        self._chat = Target.of(server.url, "/v1/chat/completions", server.headers)
+        self._completions = Target.of(server.url, "/v1/completions", server.headers)
 
     def prompt(self, turn: Turn) -> str:
         """The turn's own text."""
@@ -160,14 +161,14 @@ class RequestWriter:
             history: (question, answer) of the turns before.
         """
         server = self._server
-        body: dict[str, Any] = {
-            "model": server.model,
-            "max_tokens": turn.max_tokens,
-            "temperature": 0,
-            "stream": True,
-        }
+        body: dict[str, Any] = {"max_tokens": turn.max_tokens, "temperature": 0}
+        if turn.body:
+            body = msgspec.json.decode(turn.body)
+        body |= {"model": server.model, "stream": True}
         if server.include_usage:
             body["stream_options"] = {"include_usage": True}
+        if turn.body:
+            return body
         if server.ignore_eos:
             body["ignore_eos"] = True
         if turn.tenant and turn.tenant not in server.tenant_keys:
@@ -192,7 +193,7 @@ class RequestWriter:
         if turn.tenant and turn.tenant not in self._server.tenant_keys:
             headers["x-baton-tenant"] = turn.tenant  # `user` says it to other servers
         return await exchange(
-            self._target,
+            self._chat if "messages" in body else self._completions,
             body,
             headers=headers,
             timeout_s=self._server.timeout_s,

@@ -9,6 +9,8 @@ import typer
 from loadtest.commands import options as o
 from loadtest.commands.running import run_and_show
 from loadtest.workloads.lengths import LengthsError, parse_lengths
+from loadtest.workloads.plan import Plan
+from loadtest.workloads.recorded import is_recorded, recorded_plan
 from loadtest.workloads.replay import replay_plan
 from loadtest.workloads.synthetic import OpenLoop, Sessions, open_loop_plan, session_plan
 from loadtest.workloads.traces import TraceError, read_trace
@@ -16,7 +18,10 @@ from loadtest.workloads.traces import TraceError, read_trace
 
 def replay(
     ctx: typer.Context,
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, told by content.")],
+    trace: Annotated[
+        Path,
+        typer.Argument(help="Mooncake JSONL, Azure CSV or recorded requests, told by content."),
+    ],
     out: o.Out,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
     speed: Annotated[float, typer.Option(help="Gaps between arrivals are divided by it.")] = 1.0,
@@ -36,10 +41,12 @@ def replay(
     warmup_s: o.Warmup = 0.0,
     resume: o.Resume = False,
 ) -> None:
-    """Play a recorded trace: its arrivals, its lengths, and who shares which prefix."""
+    """Play a recorded trace: its arrivals, its lengths, and who shares which prefix.
+
+    Recorded requests are JSON lines such as {"timestamp": MS, "body": {"messages": …}}.
+    """
     try:
-        requests = read_trace(trace, limit)
-        plan = replay_plan(requests, name=trace.name, speed=speed, shrink=shrink, seed=seed)
+        plan = _replayed(trace, limit, speed=speed, shrink=shrink, seed=seed)
     except (TraceError, ValueError, OSError) as error:
         o.fail(str(error))
     choices = o.Choices(
@@ -57,6 +64,15 @@ def replay(
         warmup_s=warmup_s,
     )
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
+
+
+def _replayed(trace: Path, limit: int | None, *, speed: float, shrink: float, seed: int) -> Plan:
+    if not is_recorded(trace):
+        requests = read_trace(trace, limit)
+        return replay_plan(requests, name=trace.name, speed=speed, shrink=shrink, seed=seed)
+    if shrink != 1:
+        raise TraceError(f"{trace}: recorded texts can't be shrunk; leave --shrink out")
+    return recorded_plan(trace, limit=limit, speed=speed)
 
 
 def poisson(

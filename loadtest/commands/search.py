@@ -63,6 +63,7 @@ def search(
         o.fail(str(error))
     run_options = o.run_options(choices, ctx.obj)
     runs: list[Results] = []
+    interrupted = False
     while (tried := found.next_rate()) is not None:
         load = OpenLoop(
             requests=requests,
@@ -78,7 +79,7 @@ def search(
         warmup_s = warmup_share * max(c.start_s for c in plan.conversations)
         at_rate = replace(run_options, warmup_s=warmup_s)
         results = run(plan, at_rate, None, label=f"{tried:.2f}/s")
-        if not results.complete:
+        if interrupted := not results.complete:
             break
         runs.append(results)
         found.add(_point(tried, results))
@@ -88,6 +89,9 @@ def search(
     best = found.best
     number = found.points.index(best) if best is not None else len(runs) - 1
     leave(msgspec.structs.replace(runs[number], search=found.points), out)
+    if interrupted:
+        o.say("[yellow]interrupted: the rates tried so far are in the report[/]")
+        raise typer.Exit(INTERRUPTED)
     if best is None:
         o.fail(f"no rate that was tried meets {run_options.slo.label()}")
     Console().print(

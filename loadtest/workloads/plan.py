@@ -33,6 +33,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     abort_after_s: float | None = None  # the client hangs up so long after the send
     group: str = ""  # by which results are split: "long", "hot", "tool" …
     tenant: str = ""
+    body: str = ""  # a recorded request's own JSON, instead of a prompt
 
     @property
     def prompt_tokens(self) -> int:
