@@ -56,7 +56,8 @@ class Exchanged(NamedTuple):
     """What became of a request; times on the monotonic clock."""
 
     reader: AnswerReader
-    sent_s: float | None
+    sent_s: float
+    connected_s: float | None
     ended_s: float
     end: End
     detail: str
@@ -67,13 +68,13 @@ class _Connection(asyncio.Protocol):
         self._request = request
         self._reader = reader
         self._transport: asyncio.Transport | None = None
-        self.sent_s: float | None = None
+        self.connected_s: float | None = None
         self.lost = ""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment] # a stream's, as asyncio says
-        self.sent_s = time.monotonic()
+        self.connected_s = time.monotonic()
         transport.write(self._request)  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
@@ -110,7 +111,7 @@ async def exchange(
         body: Becomes JSON.
         headers: Of this request alone.
         timeout_s: For all of it, from now.
-        abort_after_s: Hang up so long after the send.
+        abort_after_s: Hang up so long after the bytes were written.
         keep_text: Whether the answer's text is kept.
     """
     payload = msgspec.json.encode(body)
@@ -121,6 +122,7 @@ async def exchange(
     loop = asyncio.get_running_loop()
     stopped: tuple[End, str] | None = None
     lost = ""
+    sent_s = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
             await loop.create_connection(
@@ -140,4 +142,4 @@ async def exchange(
         with contextlib.suppress(OSError):
             connection.hang_up()
     end, detail = stopped or reader.outcome(connection.lost or lost)
-    return Exchanged(reader, connection.sent_s, ended_s, end, detail)
+    return Exchanged(reader, sent_s, connection.connected_s, ended_s, end, detail)

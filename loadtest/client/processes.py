@@ -20,7 +20,7 @@ from loadtest.client.records import (
 )
 from loadtest.workloads.plan import Plan
 
-_START_DELAY_S = 0.5
+_START_DELAY_S = 0.3
 """Between the last client's readiness and 0 s, so that all of them have heard of it."""
 
 _MAX_LINE_BYTES = 1 << 26

@@ -33,7 +33,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     group: str = ""
     tenant: str = ""
     intended_s: float  # when the plan wanted it sent; latencies count from here
-    sent_s: float | None = None  # when its bytes were written; None: no connection
+    sent_s: float  # when the client turned to it: the connection was begun
+    connected_s: float | None = None  # when its bytes were written; None: no connection
     chunk_s: list[float] = []  # arrival of each chunk that holds text
     ended_s: float
     end: End

@@ -111,14 +111,15 @@ class PlanRunner:
     ) -> RequestRecord:
         reader = exchanged.reader
         details = reader.usage.prompt_tokens_details
-        sent_s = exchanged.sent_s
+        connected_s = exchanged.connected_s
         return RequestRecord(
             index=turn.index,
             client=self._order.client,
             group=turn.group,
             tenant=turn.tenant,
             intended_s=round(intended_s - zero_s, _ROUND),
-            sent_s=round(sent_s - zero_s, _ROUND) if sent_s is not None else None,
+            sent_s=round(exchanged.sent_s - zero_s, _ROUND),
+            connected_s=None if connected_s is None else round(connected_s - zero_s, _ROUND),
             chunk_s=[round(moment_s - zero_s, _ROUND) for moment_s in reader.chunk_s],
             ended_s=round(exchanged.ended_s - zero_s, _ROUND),
             end=exchanged.end,

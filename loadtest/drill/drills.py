@@ -14,7 +14,9 @@ class Drill:
         title: What it asks.
         fault: What is done, ``fault_after_s`` into the load.
         may_fail: Requests may end with typed errors (never wrong, silent or late).
-        rate_factor: Of the base rate.
+        of_capacity: Sent at so many times the rate that the fleet was seen to serve; None: at the
+            base rate.
+        mode: ``x-baton-mode`` of this drill; None: what was chosen for all.
         load_s: How long requests are sent.
         fault_after_s: See ``fault``.
         abort_share: This share of clients hangs up.
@@ -24,7 +26,8 @@ class Drill:
     title: str
     fault: Fault
     may_fail: bool = False
-    rate_factor: float = 1.0
+    of_capacity: float | None = None
+    mode: str | None = None
     load_s: float = 20.0
     fault_after_s: float = 5.0
     abort_share: float = 0.0
@@ -46,22 +49,24 @@ DRILLS: dict[str, Drill] = {
     ),
     "redis": Drill(title="kill -9 of Redis", fault=faults.kill_redis, recovery_limit_s=15.0),
     "abort-storm": Drill(
-        title="89 % of clients hang up, at three times the rate",
+        title="three times what the fleet can serve, and 89 % of clients hang up",
         fault=faults.only_traffic,
-        rate_factor=3.0,
+        of_capacity=3.0,
         abort_share=0.89,
         recovery_limit_s=30.0,
     ),
     "overload": Drill(
-        title="three times the rate",
+        title="three times what the fleet can serve",
         fault=faults.only_traffic,
         may_fail=True,
-        rate_factor=3.0,
+        of_capacity=3.0,
+        load_s=15.0,
         fault_after_s=0.0,
     ),
     "rolling-restart": Drill(
         title="every worker restarted, one after another",
         fault=faults.roll,
+        mode="auto",  # a role without a ready worker cannot be asked for by force
         load_s=60.0,
         recovery_limit_s=30.0,
     ),

@@ -55,22 +55,29 @@ class DrillRunner:
     def __init__(self, options: DrillOptions) -> None:
         self._options = options
         self._golden: list[str] = []
+        self._capacity = 0.0  # requests per second
 
     async def take_golden_answers(self) -> None:
-        """Ask every prompt twice, alone, one after another; the two must agree.
+        """Ask every prompt alone and then all at once; the answers must agree.
+
+        What the second pass takes says how many requests per second the fleet can serve.
 
         Raises:
             DrillError: They do not, or a request failed: such a fleet cannot be judged.
         """
-        turns = [_turn(index, index % _PROMPTS) for index in range(2 * _PROMPTS)]
-        plan = self._plan((Conversation(start_s=0.0, turns=tuple(turns)),))
-        records = sorted(await self._send(plan), key=lambda record: record.index)
-        if bad := [record for record in records if record.end != "ok"]:
-            raise DrillError(f"no golden answers: {bad[0].end} {bad[0].status} {bad[0].detail}")
-        answers = [record.answer or "" for record in records]
-        if answers[:_PROMPTS] != answers[_PROMPTS:]:
+        turns = [_turn(index, index) for index in range(_PROMPTS)]
+        alone = self._plan((Conversation(start_s=0.0, turns=tuple(turns)),))
+        together = self._plan(tuple(Conversation(start_s=0.0, turns=(turn,)) for turn in turns))
+        passes: list[list[str]] = []
+        for plan in (alone, together):
+            records = sorted(await self._send(plan), key=lambda record: record.index)
+            if bad := [record for record in records if record.end != "ok"]:
+                raise DrillError(f"no golden answers: {bad[0].end} {bad[0].status} {bad[0].detail}")
+            passes.append([record.answer or "" for record in records])
+            self._capacity = _PROMPTS / max(record.ended_s for record in records)
+        if passes[0] != passes[1]:
             raise DrillError("two greedy answers to one prompt differ without any fault")
-        self._golden = answers[:_PROMPTS]
+        self._golden = passes[0]
 
     async def hold(self, name: str) -> Verdict:
         """Hold one drill on a fleet at rest.
@@ -101,7 +108,9 @@ class DrillRunner:
 
     async def _load_and_fault(self, drill: Drill, scene: Scene) -> "_Run":
         rng = np.random.default_rng(self._options.seed)
-        rate = self._options.rate * drill.rate_factor
+        rate = self._options.rate
+        if drill.of_capacity is not None:
+            rate = drill.of_capacity * self._capacity
         starts_s = arrival_times_s(rng, max(8, round(rate * drill.load_s)), rate)
         aborts = rng.random((len(starts_s), 2))
         conversations = tuple(
@@ -130,7 +139,7 @@ class DrillRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(injure())
-                run.records = await self._send(plan, start)
+                run.records = await self._send(plan, start, mode=drill.mode)
         except* ClientFailedError as failed:
             run.undone = DrillError(str(failed.exceptions[0]))
         if run.undone is not None:
@@ -160,12 +169,19 @@ class DrillRunner:
         run.records += [_moved(record, zero[0] - run.zero_s) for record in records]
 
     async def _send(
-        self, plan: Plan, on_start: Callable[[float], None] | None = None
+        self,
+        plan: Plan,
+        on_start: Callable[[float], None] | None = None,
+        mode: str | None = None,
     ) -> list[RequestRecord]:
         records: list[RequestRecord] = []
+        server = self._options.server
+        if mode is not None:
+            headers = {**server.headers, "x-baton-mode": mode}
+            server = msgspec.structs.replace(server, headers=headers)
         await run_clients(
             plan,
-            self._options.server,
+            server,
             clients=1,
             record=records.append,
             keep_answers=True,
@@ -208,7 +224,8 @@ def _moved(record: RequestRecord, by_s: float) -> RequestRecord:
     return msgspec.structs.replace(
         record,
         intended_s=record.intended_s + by_s,
-        sent_s=None if record.sent_s is None else record.sent_s + by_s,
+        sent_s=record.sent_s + by_s,
+        connected_s=None if record.connected_s is None else record.connected_s + by_s,
         chunk_s=[moment_s + by_s for moment_s in record.chunk_s],
         ended_s=record.ended_s + by_s,
     )

@@ -13,7 +13,7 @@ from loadtest.client.records import RequestRecord
 
 FORMULAS = {
     "ttft_s": "first chunk with text − intended send; time to first token",
-    "ttft_from_send_s": "first chunk with text − actual send",
+    "ttft_from_send_s": "first chunk with text − actual send (to connect is part of it)",
     "second_token_s": "second chunk with text − intended send",
     "itl_s": "every gap between two chunks of one answer, pooled over all answers",
     "itl_mean_s": "mean gap of one answer",
@@ -31,9 +31,7 @@ def ttft_s(record: RequestRecord) -> float | None:
 
 def ttft_from_send_s(record: RequestRecord) -> float | None:
     """Time to the first token, from the actual send."""
-    if not record.chunk_s or record.sent_s is None:
-        return None
-    return record.chunk_s[0] - record.sent_s
+    return record.chunk_s[0] - record.sent_s if record.chunk_s else None
 
 
 def second_token_s(record: RequestRecord) -> float | None:
@@ -87,6 +85,6 @@ def answer_tokens(record: RequestRecord) -> int:
     return len(record.chunk_s) if record.answer_tokens is None else record.answer_tokens
 
 
-def late_s(record: RequestRecord) -> float | None:
-    """How late the client sent; connecting counts."""
-    return None if record.sent_s is None else record.sent_s - record.intended_s
+def late_s(record: RequestRecord) -> float:
+    """How late the client turned to the request; how long connecting took is the server's."""
+    return record.sent_s - record.intended_s

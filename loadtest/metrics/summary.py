@@ -200,7 +200,7 @@ def judge_clients(
     ttft: Distribution | None,
 ) -> ClientVerdict:
     """Whether the clients' own delay is small beside what they measured."""
-    late = Distribution.of(s for s in map(figures.late_s, records) if s is not None)
+    late = Distribution.of(map(figures.late_s, records))
     late_p99_s = late.p99 if late else 0.0
     lag_p99_s = max((client.lag_p99_s for client in clients), default=0.0)
     cpu_share = max((client.cpu_share for client in clients), default=0.0)

@@ -78,7 +78,7 @@ def test_the_report_stands_alone_and_lets_nothing_in(tmp_path):
         assert formula in page
 
 
-@pytest.mark.parametrize("records", [[], [record(end="connection", chunk_s=[], sent_s=None)]])
+@pytest.mark.parametrize("records", [[], [record(end="connection", chunk_s=[])]])
 def test_a_run_without_an_answer_has_a_report_too(records):
     empty = results(records=records, summary=summarise(records, [], slo=Slo()))
     assert "Load test" in report(empty)

@@ -97,7 +97,7 @@ async def test_nobody_listens():
         target = Target.of(f"http://127.0.0.1:{taken.getsockname()[1]}", "/v1/completions", {})
         found = await exchange(target, BODY, headers={}, timeout_s=5.0)
     assert found.end == "connection"
-    assert found.sent_s is None
+    assert found.connected_s is None
 
 
 async def test_the_client_gives_up_or_hangs_up_as_told():

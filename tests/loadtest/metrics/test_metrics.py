@@ -63,7 +63,7 @@ def test_the_worst_tenth_is_rounded_up_to_whole_gaps():
 
 
 def test_what_never_came_has_no_latency():
-    r = record(chunk_s=[], sent_s=None, end="connection", answer_tokens=None)
+    r = record(chunk_s=[], end="connection", answer_tokens=None)
     for figure in (
         figures.ttft_s,
         figures.ttft_from_send_s,
@@ -125,7 +125,7 @@ def any_record(draw) -> RequestRecord:
         moment += gap
     return record(
         intended_s=intended,
-        sent_s=draw(st.sampled_from([None, intended + late])),
+        sent_s=intended + late,
         chunk_s=chunks,
         ended_s=moment,
         end=draw(st.sampled_from(ENDS)),
