@@ -18,7 +18,7 @@ class Drill:
             base rate.
         mode: ``x-baton-mode`` of this drill; None: what was chosen for all.
         load_s: How long requests are sent.
-        fault_after_s: See ``fault``.
+        fault_after_s: See ``fault``. Where the load is the fault, its end: recovery counts from there.
         abort_share: This share of clients hangs up.
         recovery_limit_s: From the fault to answers again.
     """
@@ -52,6 +52,7 @@ DRILLS: dict[str, Drill] = {
         title="three times what the fleet can serve, and 89 % of clients hang up",
         fault=faults.only_traffic,
         of_capacity=3.0,
+        fault_after_s=20.0,
         abort_share=0.89,
         recovery_limit_s=30.0,
     ),
@@ -61,7 +62,7 @@ DRILLS: dict[str, Drill] = {
         may_fail=True,
         of_capacity=3.0,
         load_s=15.0,
-        fault_after_s=0.0,
+        fault_after_s=15.0,
     ),
     "rolling-restart": Drill(
         title="every worker restarted, one after another",

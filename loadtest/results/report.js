@@ -87,9 +87,9 @@
       draw("search", [column(0), column(1), column(0).map(() => data.slo.quantile)], {
         scales: { x: { time: false }, y: { range: [0, 1] } },
         axes: [axis(v => v + "/s"), axis(v => Math.round(100 * v) + " %")],
-        series: [{ label: "at", value: (_, v) => plain(v) + "/s" },
+        series: [{ label: "at", value: (_, v) => v == null ? "–" : plain(v) + "/s" },
           line("good", colours.series[0], v => v == null ? "–" : (100 * v).toFixed(1) + " %", { points: { show: true, size: 7 } }),
-          line("asked", colours.bad, v => (100 * v).toFixed(0) + " %", { dash: [6, 4], width: 1 })],
+          line("asked", colours.bad, v => v == null ? "–" : (100 * v).toFixed(0) + " %", { dash: [6, 4], width: 1 })],
       });
     }
     cdf("cdf-slow", [["ttft_s", "TTFT"], ["second_token_s", "second token"], ["e2e_s", "E2E"]]);
