@@ -18,7 +18,7 @@ class Drill:
             base rate.
         mode: ``x-baton-mode`` of this drill; None: what was chosen for all.
         load_s: How long requests are sent.
-        fault_after_s: See ``fault``. Where the load is the fault, its end: recovery counts from there.
+        fault_after_s: See ``fault``; the end of a load that is itself the fault.
         abort_share: This share of clients hangs up.
         recovery_limit_s: From the fault to answers again.
     """
