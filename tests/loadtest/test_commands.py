@@ -44,6 +44,17 @@ def test_replay_leaves_results_and_report(tmp_path):
     assert len({text.split()[0] for text in sent}) == 1  # block 0 is in every request
 
 
+def test_sessions_are_held_turn_by_turn(tmp_path):
+    load = ("--users", 2, "--sessions", 1, "--turns", 2, "--think-s", 0.01, "--tool-calls", 1)
+    lengths = ("--prompt-tokens", 5, "--answer-tokens", 2, "--tool-s", 0.01)
+    with tiny_server() as server:
+        run("sessions", "--url", server.url, "--out", tmp_path, *load, *lengths)
+    found = read_results(tmp_path)
+    assert found.summary.ends == {"ok": 8}
+    assert set(found.summary.by_group) == {"turn 1", "turn 2", "tool"}
+    assert sorted(len(body["messages"]) for body in server.bodies[1:]) == [1, 1, 3, 3, 5, 5, 7, 7]
+
+
 def test_what_a_server_refuses_is_left_out_and_said(tmp_path):
     async def picky(body: dict, stream: Stream) -> None:
         if "ignore_eos" in body:
