@@ -10,8 +10,10 @@ from fleet.cli.chat import chat
 from fleet.cli.explain import explain
 from fleet.cli.inspection import config_check, doctor, logs, status
 from fleet.cli.lifecycle import down, up
+from fleet.cli.loadtest import give_local_fleet
 from fleet.cli.orders import drain, restart
 from fleet.cli.top import top
+from loadtest.cli import app as loadtest_app
 
 app = typer.Typer(
     help="Baton serves a large language model from a fleet: prefill workers read prompts, decode "
@@ -28,6 +30,7 @@ for command in (capacity, up, down, status, top, explain, doctor, chat, logs, dr
 config_app = typer.Typer(help="Look at fleet files.", no_args_is_help=True)
 config_app.command("check")(config_check)
 app.add_typer(config_app, name="config")
+app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 
 
 @app.callback(invoke_without_command=True)

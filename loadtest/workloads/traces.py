@@ -53,10 +53,10 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
         OSError: The file can't be opened.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
-        first = file.read(1)
-        file.seek(0)
-        lines = _mooncake(path, file) if first == "{" else _azure(path, file)
         try:
+            first = file.read(1)
+            file.seek(0)
+            lines = _mooncake(path, file) if first == "{" else _azure(path, file)
             requests = sorted(islice(lines, limit), key=lambda request: request.arrival_s)
         except UnicodeDecodeError as error:
             raise TraceError(f"{path}: not a text file ({error.reason})") from error

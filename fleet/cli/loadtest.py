@@ -1,0 +1,50 @@
+"""What `baton loadtest` is told of the fleet on this machine."""
+
+import asyncio
+
+import psutil
+import typer
+
+from fleet.cli.common import known_fleet
+from fleet.local.state import FleetState
+from loadtest.commands.options import LocalFleet
+from registry.redis_store import Registry, RegistryUnavailableError
+
+
+def give_local_fleet(ctx: typer.Context) -> None:
+    """Load any OpenAI-compatible server and see what its users would see."""
+    ctx.obj = _local_fleet
+
+
+def _local_fleet() -> LocalFleet | None:
+    state = known_fleet(None)
+    if state is None or not state.running:
+        return None
+    return LocalFleet(
+        name=state.name,
+        url=state.url,
+        operator_key=state.fleet_token,
+        redis_pid=lambda: _redis_pid(state),
+        roll=lambda: asyncio.run(_roll(state)),
+    )
+
+
+def _redis_pid(state: FleetState) -> int | None:
+    """The fleet's own Redis, now; None where it uses another's."""
+    supervisor = state.supervisor.find()
+    try:
+        children = supervisor.children() if supervisor is not None else []
+        return next((c.pid for c in children if c.name().startswith("redis-server")), None)
+    except psutil.Error:
+        return None
+
+
+async def _roll(state: FleetState) -> str:
+    registry = Registry(state.redis_url, state.fleet)
+    try:
+        answer = await registry.ask("roll", [])
+    except RegistryUnavailableError as error:
+        return str(error)
+    finally:
+        await registry.close()
+    return "the controller did not answer" if answer is None else answer

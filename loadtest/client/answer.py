@@ -1,0 +1,185 @@
+"""Reads a streamed answer from the bytes of a connection; sends nothing, waits for nothing.
+
+POST /v1/chat/completions ─▶ HTTP head ─▶ "data: {…}" events ─▶ "data: [DONE]"
+"""
+
+from typing import Any
+
+import httptools
+import msgspec
+
+from loadtest.client.records import End
+
+_MAX_ERROR_BYTES = 65_536
+_MAX_DETAIL = 300
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None  # of a chat
+    text: str | None = None  # of a completion
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    id: str | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class AnswerReader:
+    """One answer, as far as it has come.
+
+    Args:
+        keep_text: Whether ``text`` is put together.
+    """
+
+    def __init__(self, *, keep_text: bool) -> None:
+        self.status = 0
+        self.request_id = ""
+        self.chunk_s: list[float] = []
+        self.finish_reason = ""
+        self.usage = _Usage()
+        self._keep_text = keep_text
+        self._texts: list[str] = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._events = msgspec.json.Decoder(_Event)
+        self._line = b""
+        self._error_body = b""
+        self._complete = False  # the server says that this was all
+        self._done = False  # [DONE] came
+        self._failure: tuple[End, str] | None = None
+        self._now_s = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more is to come: the client may close the connection."""
+        return self._complete or self._done or self._failure is not None
+
+    @property
+    def text(self) -> str:
+        """What was answered."""
+        return "".join(self._texts)
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Bytes that arrived at ``now_s``."""
+        self._now_s = now_s
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail("broken_stream" if self.status else "connection", f"not HTTP: {error}")
+
+    def outcome(self, lost: str = "") -> tuple[End, str]:
+        """How the request ended, now that the connection is closed.
+
+        Args:
+            lost: Why the connection was lost, if it was.
+
+        Returns:
+            The end and, unless all is well, a detail for people.
+        """
+        if self._failure is not None:
+            return self._failure
+        if self.status == 0:
+            return "connection", lost or "closed before it answered"
+        if self.status != 200:
+            return "http_error", self._error_detail()
+        if self._done or (self._complete and self.finish_reason):
+            return "ok", ""
+        return "broken_stream", lost or "the stream ended before the answer did"
+
+    # --- called by the parser --------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of the answer."""
+        if name.lower() == b"x-request-id":
+            self.request_id = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """The head is whole."""
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body, without the frame of chunked encoding."""
+        if self.status != 200:
+            self._error_body = (self._error_body + body)[:_MAX_ERROR_BYTES]
+            return
+        *lines, self._line = (self._line + body).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take(line[5:].strip())
+
+    def on_message_complete(self) -> None:
+        """The server says that the body is whole."""
+        self._complete = True
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def _take(self, payload: bytes) -> None:
+        if payload == b"[DONE]":
+            self._done = True
+            return
+        try:
+            event = self._events.decode(payload)
+        except msgspec.DecodeError as error:
+            self._fail("broken_stream", f"unreadable event: {error}")
+            return
+        if event.error is not None:
+            self._fail("stream_error", _detail_of(event.error))
+            return
+        self.request_id = self.request_id or event.id or ""
+        if event.usage is not None:
+            self.usage = event.usage
+        for choice in event.choices:
+            self._take_choice(choice)
+
+    def _take_choice(self, choice: _Choice) -> None:
+        text, delta = choice.text or "", choice.delta
+        has_content = bool(text)
+        if delta is not None:
+            text = delta.content or ""
+            thought = delta.reasoning_content or delta.reasoning
+            has_content = bool(text or thought or delta.tool_calls)
+        if has_content:
+            self.chunk_s.append(self._now_s)
+            if self._keep_text:
+                self._texts.append(text)
+        if choice.finish_reason:
+            self.finish_reason = choice.finish_reason
+
+    def _fail(self, end: End, detail: str) -> None:
+        if self._failure is None:
+            self._failure = end, detail[:_MAX_DETAIL]
+
+    def _error_detail(self) -> str:
+        try:
+            body = msgspec.json.decode(self._error_body)
+        except msgspec.DecodeError:
+            return self._error_body.decode("utf-8", "replace")[:_MAX_DETAIL]
+        error = body.get("error", body) if isinstance(body, dict) else body
+        return _detail_of(error)[:_MAX_DETAIL]
+
+
+def _detail_of(error: object) -> str:
+    """OpenAI's error object in one line."""
+    if not isinstance(error, dict):
+        return str(error)
+    kind = error.get("code") or error.get("type") or ""
+    return f"{kind}: {error.get('message', '')}".strip(": ")

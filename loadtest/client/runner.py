@@ -1,0 +1,214 @@
+"""Keeps a plan's time: sends each request when it is meant to be sent, and records its end."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from loadtest.client.exchange import Exchanged, Target, exchange
+from loadtest.client.records import ClientOrder, ClientReport, RequestRecord, ServerOptions
+from loadtest.workloads.plan import Conversation, Turn
+from loadtest.workloads.prompts import PromptWriter
+
+_LAG_PERIOD_S = 0.02
+_ROUND = 6  # digits after the point of a recorded second: microseconds
+
+
+class LagMeter:
+    """How late this process's event loop wakes up, sampled fifty times a second."""
+
+    def __init__(self) -> None:
+        self._lags_s: list[float] = []
+
+    async def watch(self) -> None:
+        """Sample until cancelled."""
+        while True:
+            due_s = time.monotonic() + _LAG_PERIOD_S
+            await asyncio.sleep(_LAG_PERIOD_S)
+            self._lags_s.append(max(0.0, time.monotonic() - due_s))
+
+    def percentiles_s(self) -> tuple[float, float, float]:
+        """p50, p99 and the worst."""
+        if not self._lags_s:
+            return 0.0, 0.0, 0.0
+        p50, p99, worst = np.percentile(self._lags_s, [50, 99, 100])
+        return float(p50), float(p99), float(worst)
+
+
+class PlanRunner:
+    """One client.
+
+    Args:
+        order: What to send, and to whom.
+        record: Told of each request that ended.
+    """
+
+    def __init__(self, order: ClientOrder, record: Callable[[RequestRecord], None]) -> None:
+        self._order = order
+        self._record = record
+        self._requests = RequestWriter(order.server, order.plan.seed)
+        self._count = 0
+
+    async def run(self, zero_s: float) -> ClientReport:
+        """Send everything and return when the last request has ended.
+
+        Args:
+            zero_s: The moment of the monotonic clock that the plan calls 0 s.
+        """
+        meter, process = LagMeter(), psutil.Process()
+        began_s, cpu_s = time.monotonic(), _cpu_s(process)
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(meter.watch())
+            async with asyncio.TaskGroup() as conversations:
+                ordered = sorted(self._order.plan.conversations, key=lambda c: c.start_s)
+                for conversation in ordered:
+                    # Written before its time, so that writing it does not make it late.
+                    body = self._requests.body(conversation.turns[0], [])
+                    await _sleep_until(zero_s + conversation.start_s)
+                    conversations.create_task(self._converse(conversation, body, zero_s))
+            watch.cancel()
+        wall_s = time.monotonic() - began_s
+        p50_s, p99_s, worst_s = meter.percentiles_s()
+        return ClientReport(
+            client=self._order.client,
+            requests=self._count,
+            lag_p50_s=p50_s,
+            lag_p99_s=p99_s,
+            lag_max_s=worst_s,
+            cpu_share=(_cpu_s(process) - cpu_s) / max(wall_s, 1e-9),
+            wall_s=wall_s,
+        )
+
+    async def _converse(
+        self, conversation: Conversation, first: dict[str, Any], zero_s: float
+    ) -> None:
+        intended_s = zero_s + conversation.start_s
+        history: list[tuple[str, str]] = []
+        last = conversation.turns[-1]
+        for number, turn in enumerate(conversation.turns):
+            if not turn.continues:
+                history = []
+            if number:
+                intended_s = time.monotonic() + turn.think_s
+                body = self._requests.body(turn, history)
+                await _sleep_until(intended_s)
+            else:
+                body = first
+            exchanged = await self._requests.send(
+                turn, body, keep_text=self._order.keep_answers or turn is not last
+            )
+            if exchanged.reader.text:  # a server may refuse a question without its answer
+                history = [*history, (self._requests.prompt(turn), exchanged.reader.text)]
+            self._count += 1
+            self._record(self._record_of(turn, exchanged, intended_s, zero_s))
+
+    def _record_of(
+        self, turn: Turn, exchanged: Exchanged, intended_s: float, zero_s: float
+    ) -> RequestRecord:
+        reader = exchanged.reader
+        details = reader.usage.prompt_tokens_details
+        connected_s = exchanged.connected_s
+        return RequestRecord(
+            index=turn.index,
+            client=self._order.client,
+            group=turn.group,
+            tenant=turn.tenant,
+            intended_s=round(intended_s - zero_s, _ROUND),
+            sent_s=round(exchanged.sent_s - zero_s, _ROUND),
+            connected_s=None if connected_s is None else round(connected_s - zero_s, _ROUND),
+            chunk_s=[round(moment_s - zero_s, _ROUND) for moment_s in reader.chunk_s],
+            ended_s=round(exchanged.ended_s - zero_s, _ROUND),
+            end=exchanged.end,
+            status=reader.status,
+            detail=exchanged.detail,
+            finish_reason=reader.finish_reason,
+            planned_prompt_tokens=turn.prompt_tokens,
+            planned_answer_tokens=turn.max_tokens,
+            prompt_tokens=reader.usage.prompt_tokens,
+            answer_tokens=reader.usage.completion_tokens,
+            cached_tokens=details.cached_tokens if details else None,
+            request_id=reader.request_id,
+            answer=reader.text if self._order.keep_answers else None,
+        )
+
+
+class RequestWriter:
+    """Turns of a plan as requests to one server.
+
+    Args:
+        server: How it wants them.
+        seed: Of the plan's words.
+    """
+
+    def __init__(self, server: ServerOptions, seed: int) -> None:
+        self._server = server
+        self._prompts = PromptWriter(seed)
+        self._chat = Target.of(server.url, "/v1/chat/completions", server.headers)
+        self._completions = Target.of(server.url, "/v1/completions", server.headers)
+
+    def prompt(self, turn: Turn) -> str:
+        """The turn's own text."""
+        return self._prompts.text(turn.prompt)
+
+    def body(self, turn: Turn, history: list[tuple[str, str]]) -> dict[str, Any]:
+        """The JSON body of a turn.
+
+        Args:
+            turn: The turn.
+            history: (question, answer) of the turns before.
+        """
+        server = self._server
+        body: dict[str, Any] = {"max_tokens": turn.max_tokens, "temperature": 0}
+        if turn.body:
+            body = msgspec.json.decode(turn.body)
+        body |= {"model": server.model, "stream": True}
+        if server.include_usage:
+            body["stream_options"] = {"include_usage": True}
+        if turn.body:
+            return body
+        if server.ignore_eos:
+            body["ignore_eos"] = True
+        if turn.tenant and turn.tenant not in server.tenant_keys:
+            body["user"] = turn.tenant
+        if server.token_ids and not history:
+            body["prompt"] = self._prompts.token_ids(turn.prompt)
+        elif server.endpoint == "completions":
+            before = "".join(f"{question}\n{answer}\n" for question, answer in history)
+            body["prompt"] = before + self.prompt(turn)
+        else:
+            messages = []
+            for question, answer in history:
+                messages.append({"role": "user", "content": question})
+                messages.append({"role": "assistant", "content": answer})
+            body["messages"] = [*messages, {"role": "user", "content": self.prompt(turn)}]
+        return body
+
+    async def send(self, turn: Turn, body: dict[str, Any], *, keep_text: bool) -> Exchanged:
+        """Send a turn and read its answer."""
+        key = self._server.tenant_keys.get(turn.tenant, self._server.api_key)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        if turn.tenant and turn.tenant not in self._server.tenant_keys:
+            headers["x-baton-tenant"] = turn.tenant  # `user` says it to other servers
+        return await exchange(
+            self._chat if "messages" in body else self._completions,
+            body,
+            headers=headers,
+            timeout_s=self._server.timeout_s,
+            abort_after_s=turn.abort_after_s,
+            keep_text=keep_text,
+        )
+
+
+async def _sleep_until(moment_s: float) -> None:
+    """Never wake up early: uvloop's timers count whole milliseconds."""
+    while (left_s := moment_s - time.monotonic()) > 0:  # noqa: ASYNC110 - time is the event
+        await asyncio.sleep(left_s)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

@@ -1,0 +1,98 @@
+"""What is asked of a server before and after a load: its model, what it accepts, its counters."""
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.client.records import ServerOptions
+
+_TIMEOUT_S = 60.0
+
+
+class ServerError(RuntimeError):
+    """The server cannot be loaded as asked; the text says why."""
+
+
+class Server:
+    """A few calls outside the measurement.
+
+    Args:
+        url: Without ``/v1``.
+        api_key: Sent as bearer, where not empty.
+    """
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+        )
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def first_model(self) -> str:
+        """The first name in ``/v1/models``.
+
+        Raises:
+            ServerError: It does not answer, or lists none.
+        """
+        try:
+            answer = self._http.get("/v1/models").raise_for_status().json()
+            return str(answer["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ServerError(f"{self.url}/v1/models: {error}; name one with --model") from error
+
+    def settle(self, options: ServerOptions) -> ServerOptions:
+        """The options that this server accepts, found with one short request, two or three.
+
+        ``ignore_eos`` and ``stream_options`` are not everyone's: what is refused is left out.
+
+        Raises:
+            ServerError: The request is refused whatever is left out.
+        """
+        tried = [options]
+        if options.ignore_eos:
+            tried.append(msgspec.structs.replace(options, ignore_eos=False))
+        tried.append(msgspec.structs.replace(tried[-1], include_usage=False))
+        for attempt in tried:
+            answer = self._probe(attempt)
+            if answer.status_code == 200:
+                return attempt
+            if answer.status_code not in (400, 422):
+                break
+        raise ServerError(f"{self.url} answers {answer.status_code}: {answer.text[:300]}")
+
+    def _probe(self, options: ServerOptions) -> httpx.Response:
+        body: dict[str, object] = {"model": options.model, "max_tokens": 1, "stream": True}
+        if options.ignore_eos:
+            body["ignore_eos"] = True
+        if options.include_usage:
+            body["stream_options"] = {"include_usage": True}
+        if options.endpoint == "chat":
+            path, body["messages"] = "chat/completions", [{"role": "user", "content": "hello"}]
+        else:
+            path, body["prompt"] = "completions", [1000, 1001] if options.token_ids else "hello"
+        try:
+            return self._http.post(f"/v1/{path}", json=body, headers=options.headers)
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self.url}: {error}") from error
+
+    def prefix_tokens_by_source(self) -> dict[str, float]:
+        """Baton's counter ``baton_prefix_tokens``, by source; empty for other servers."""
+        try:
+            answer = self._http.get("/metrics")
+        except httpx.HTTPError:
+            return {}
+        if answer.status_code != 200 or "baton_prefix_tokens" not in answer.text:
+            return {}
+        return {
+            sample.labels["source"]: sample.value
+            for family in text_string_to_metric_families(answer.text)
+            if family.name == "baton_prefix_tokens"
+            for sample in family.samples
+            if sample.name == "baton_prefix_tokens_total"
+        }

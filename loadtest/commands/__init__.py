@@ -1,0 +1,1 @@
+"""The commands of ``baton loadtest``; ``loadtest/cli.py`` puts them together."""

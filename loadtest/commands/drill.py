@@ -1,0 +1,103 @@
+"""`baton loadtest drill`: break the local fleet on purpose and judge what its clients saw."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from loadtest.client.processes import ClientFailedError
+from loadtest.commands import options as o
+from loadtest.drill.drills import DRILLS
+from loadtest.drill.fleet import DrillError
+from loadtest.drill.runner import DrillOptions, DrillRunner
+from loadtest.drill.verdict import Verdict
+
+_ALL = "all"
+
+
+def drill(
+    ctx: typer.Context,
+    name: Annotated[
+        list[str], typer.Argument(help=f"One or several of {', '.join(DRILLS)}; or {_ALL}.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder of drill.json.")] = None,
+    rate: Annotated[
+        float, typer.Option(help="Requests per second that the fleet serves with ease.")
+    ] = 1.0,
+    mode: Annotated[
+        Literal["auto", "disaggregated", "colocated"],
+        typer.Option(help="x-baton-mode of every request."),
+    ] = "disaggregated",
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="A request without an end by then hangs.")
+    ] = 120.0,
+    api_key: o.ApiKey = "",
+    seed: o.Seed = 0,
+) -> None:
+    """Break the fleet on this machine, one fault at a time, and judge.
+
+    Judged are: no wrong token (greedy answers taken before), no hang, one typed end for every
+    request, no leaked block, seconds until requests are answered again. The exit code is 1 when
+    something was found.
+    """
+    names = list(DRILLS) if name == [_ALL] else name
+    if unknown := [each for each in names if each not in DRILLS]:
+        o.fail(f"no drill is called {unknown[0]!r}; there are {', '.join(DRILLS)} and {_ALL}")
+    local = ctx.obj() if ctx.obj is not None else None
+    if local is None:
+        o.fail("no single fleet is running here: `baton up` starts one")
+    choices = o.Choices(
+        url=local.url,
+        api_key=api_key,
+        headers=(f"x-baton-mode: {mode}",),
+        timeout_s=timeout_s,
+    )
+    server = o.run_options(choices, None).server
+    runner = DrillRunner(DrillOptions(server=server, local=local, rate=rate, seed=seed))
+    verdicts = _hold(runner, names)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "drill.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdicts)))
+    Console().print(_table(verdicts))
+    for verdict in verdicts:
+        for fault in verdict.faults:
+            Console(soft_wrap=True).print(f"[red]{verdict.drill}[/]: {escape(fault)}")
+    raise typer.Exit(0 if all(v.passed for v in verdicts) and len(verdicts) == len(names) else 1)
+
+
+def _hold(runner: DrillRunner, names: list[str]) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+
+    async def hold_all() -> None:
+        o.say("golden answers …")
+        await runner.take_golden_answers()
+        for name in names:
+            o.say(f"{name}: {DRILLS[name].title} …")
+            try:
+                verdicts.append(await runner.hold(name))
+            except DrillError as error:  # the others may still be held
+                o.say(f"[bold red]{name} was not held:[/] {escape(str(error))}")
+
+    try:
+        asyncio.run(hold_all())
+    except (DrillError, ClientFailedError) as error:
+        o.say(f"[bold red]error[/] {escape(str(error))}")
+    return verdicts
+
+
+def _table(verdicts: list[Verdict]) -> Table:
+    table = Table("drill", "verdict", "recovered", "compared", "ends", "what was done")
+    for verdict in verdicts:
+        recovered = "–" if verdict.recovered_s is None else f"{verdict.recovered_s:.1f} s"
+        good = {end: n for end, n in verdict.ends.items() if end in ("ok", "aborted")}
+        ends = ", ".join(f"{n} {end}" for end, n in sorted({**good, **verdict.errors}.items()))
+        mark = "[green]pass[/]" if verdict.passed else "[bold red]FAIL[/]"
+        table.add_row(
+            verdict.drill, mark, recovered, str(verdict.compared), ends, verdict.what_was_done
+        )
+    return table

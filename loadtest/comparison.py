@@ -1,0 +1,80 @@
+"""A against B: two runs, or one run of each for every seed."""
+
+from collections.abc import Callable, Sequence
+
+from loadtest.metrics.confidence import Interval, interval
+from loadtest.metrics.summary import Summary
+from loadtest.results.files import Results
+
+Row = tuple[str, float | None, float | None, Interval | None]
+"""(what, A's mean, B's mean, B ÷ A)"""
+
+_RATES: dict[str, Callable[[Summary], float]] = {
+    "answered requests/s": lambda s: s.requests_per_s,
+    "tokens written/s": lambda s: s.answer_tokens_per_s,
+    "good requests/s": lambda s: s.good_per_s,
+    "good of sent": lambda s: s.attainment,
+    "failed": lambda s: float(sum(n for end, n in s.ends.items() if end not in ("ok", "aborted"))),
+    "cached prompt tokens": lambda s: float(s.cached_tokens),
+}
+
+
+def compare(a: Sequence[Results], b: Sequence[Results]) -> list[Row]:
+    """The figures of both side by side.
+
+    Args:
+        a: Runs of A, one for each seed.
+        b: Runs of B with the same seeds in the same order: quotients are taken seed by seed, so
+            that what the seeds differ in does not widen the interval.
+    """
+    names = list(dict.fromkeys(n for run in (*a, *b) for n in run.summary.distributions))
+    rows = [
+        _row(
+            f"{name} {field}",
+            [_percentile(run.summary, name, field) for run in a],
+            [_percentile(run.summary, name, field) for run in b],
+        )
+        for name in names
+        for field in ("p50", "p99")
+    ]
+    rows += [
+        _row(what, [figure(run.summary) for run in a], [figure(run.summary) for run in b])
+        for what, figure in _RATES.items()
+    ]
+    return rows
+
+
+def unlike(a: Results, b: Results) -> list[str]:
+    """In what the two runs' loads differ; then the table compares more than the servers."""
+    pairs = {
+        "workload": (a.workload, b.workload),
+        "seed": (a.seed, b.seed),
+        "model": (a.model, b.model),
+        "planned requests": (a.planned_requests, b.planned_requests),
+        "SLO": (a.summary.slo.label(), b.summary.slo.label()),
+        "warm-up": (a.summary.warmup_s, b.summary.warmup_s),
+    }
+    for key in sorted(a.parameters.keys() | b.parameters.keys()):
+        pairs[key] = (a.parameters.get(key, "–"), b.parameters.get(key, "–"))
+    return [f"{what}: {one} and {other}" for what, (one, other) in pairs.items() if one != other]
+
+
+def _percentile(summary: Summary, name: str, field: str) -> float | None:
+    distribution = summary.distributions.get(name)
+    if distribution is None:
+        return None
+    return distribution.p50 if field == "p50" else distribution.p99
+
+
+def _row(what: str, a: Sequence[float | None], b: Sequence[float | None]) -> Row:
+    ratios = [
+        two / one
+        for one, two in zip(a, b, strict=True)
+        if one is not None and two is not None and one
+    ]
+    return what, _mean(a), _mean(b), interval(ratios) if ratios else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,96 @@
+"""The fleet a drill is held on: its workers as the router shows them."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import httpx
+import msgspec
+
+from loadtest.drill.verdict import WorkerState
+
+_TIMEOUT_S = 10.0
+_POLL_S = 0.25
+
+
+class DrillError(RuntimeError):
+    """A drill cannot be held; the text says why. It says nothing about the fleet's behaviour."""
+
+
+class _Fleet(msgspec.Struct):
+    workers: list[WorkerState]
+
+
+class FleetView:
+    """``GET /fleet`` of a local router.
+
+    Args:
+        url: Of the router.
+        operator_key: A key that may see it.
+    """
+
+    def __init__(self, url: str, operator_key: str) -> None:
+        headers = {"authorization": f"Bearer {operator_key}"} if operator_key else {}
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+        )
+
+    async def __aenter__(self) -> "FleetView":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.aclose()
+
+    async def workers(self) -> list[WorkerState]:
+        """Every worker the router knows.
+
+        Raises:
+            DrillError: The router does not answer as a Baton's does.
+        """
+        try:
+            answer = (await self._http.get("/fleet")).raise_for_status()
+            return msgspec.json.decode(answer.content, type=_Fleet).workers
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise DrillError(f"{self._http.base_url}/fleet: {error}") from error
+
+    async def victim(self, role: str) -> WorkerState:
+        """The ready worker of a role that holds the most, on this machine.
+
+        Raises:
+            DrillError: There is none, or it runs elsewhere.
+        """
+        ready = [w for w in await self.workers() if w.role == role and w.state == "ready"]
+        if not ready:
+            raise DrillError(f"no {role} worker is ready")
+        chosen = max(ready, key=lambda worker: (worker.running, worker.kv_blocks["leased"]))
+        if chosen.host != socket.gethostname():
+            raise DrillError(f"{chosen.id} runs on {chosen.host}: drills send signals here only")
+        return chosen
+
+    async def wait(
+        self, condition: Callable[[Sequence[WorkerState]], bool], limit_s: float
+    ) -> list[WorkerState]:
+        """Poll until the workers are as wanted, or time is up; the last look at them."""
+        until_s = time.monotonic() + limit_s
+        while True:
+            workers = await self.workers()
+            if condition(workers) or time.monotonic() > until_s:
+                return workers
+            await asyncio.sleep(_POLL_S)
+
+
+def all_ready(workers: Sequence[WorkerState]) -> bool:
+    """Every worker takes requests."""
+    return all(worker.state == "ready" for worker in workers)
+
+
+def all_at_rest(workers: Sequence[WorkerState]) -> bool:
+    """Every worker is ready and holds nothing."""
+    return all_ready(workers) and not any(worker.leaks() for worker in workers)

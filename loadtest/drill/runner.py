@@ -1,0 +1,235 @@
+"""Holds a drill: golden answers before, then load, the fault in the middle, and what is left."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from loadtest.client.processes import ClientFailedError, run_clients
+from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.commands.options import LocalFleet
+from loadtest.drill.drills import DRILLS, Drill
+from loadtest.drill.faults import Scene
+from loadtest.drill.fleet import DrillError, FleetView, all_at_rest, all_ready
+from loadtest.drill.verdict import Verdict, WorkerState, judge
+from loadtest.workloads.arrivals import arrival_times_s
+from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
+from loadtest.workloads.prompts import UNIQUE_KEYS
+
+_PROMPTS = 12
+_PROMPT_TOKENS = (24, 60, 120, 240)
+_ANSWER_TOKENS = (8, 24, 48)
+_REST_LIMIT_S = 10.0
+_READY_LIMIT_S = 240.0
+_PROBE_GAP_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillOptions:
+    """How drills are held.
+
+    Args:
+        server: The fleet's router; greedy, and every answer as long as planned.
+        local: What its owner knows.
+        rate: Requests per second that the fleet serves with ease.
+        seed: Of prompts and arrivals.
+    """
+
+    server: ServerOptions
+    local: LocalFleet
+    rate: float = 1.0
+    seed: int = 0
+
+
+class DrillRunner:
+    """Holds drills one after another, all against the same golden answers.
+
+    Args:
+        options: How.
+    """
+
+    def __init__(self, options: DrillOptions) -> None:
+        self._options = options
+        self._golden: list[str] = []
+        self._capacity = 0.0  # requests per second
+
+    async def take_golden_answers(self) -> None:
+        """Ask every prompt alone and then all at once; the answers must agree.
+
+        What the second pass takes says how many requests per second the fleet can serve.
+
+        Raises:
+            DrillError: They do not, or a request failed: such a fleet cannot be judged.
+        """
+        turns = [_turn(index, index) for index in range(_PROMPTS)]
+        alone = self._plan((Conversation(start_s=0.0, turns=tuple(turns)),))
+        together = self._plan(tuple(Conversation(start_s=0.0, turns=(turn,)) for turn in turns))
+        passes: list[list[str]] = []
+        for plan in (alone, together):
+            records = sorted(await self._send(plan), key=lambda record: record.index)
+            if bad := [record for record in records if record.end != "ok"]:
+                raise DrillError(f"no golden answers: {bad[0].end} {bad[0].status} {bad[0].detail}")
+            passes.append([record.answer or "" for record in records])
+            self._capacity = _PROMPTS / max(record.ended_s for record in records)
+        if passes[0] != passes[1]:
+            raise DrillError("two greedy answers to one prompt differ without any fault")
+        self._golden = passes[0]
+
+    async def hold(self, name: str) -> Verdict:
+        """Hold one drill on a fleet at rest.
+
+        Raises:
+            DrillError: It could not be held.
+        """
+        drill = DRILLS[name]
+        options = self._options
+        async with FleetView(options.local.url, options.local.operator_key) as fleet:
+            if not all_at_rest(workers := await fleet.wait(all_at_rest, _READY_LIMIT_S)):
+                raise DrillError(f"the fleet is not at rest before the drill: {_told(workers)}")
+            run = await self._load_and_fault(drill, Scene(fleet, options.local))
+            await self._probe_until_answered(run)
+            await fleet.wait(all_ready, _READY_LIMIT_S)  # a new life may still be loading
+            workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
+        return judge(
+            drill=name,
+            what_was_done=run.what_was_done,
+            planned=run.planned,
+            records=run.records,
+            golden={index: self._golden[index % _PROMPTS] for index in run.planned},
+            fault_s=run.fault_s,
+            may_fail=drill.may_fail,
+            recovery_limit_s=drill.recovery_limit_s,
+            workers=workers,
+        )
+
+    async def _load_and_fault(self, drill: Drill, scene: Scene) -> "_Run":
+        rng = np.random.default_rng(self._options.seed)
+        rate = self._options.rate
+        if drill.of_capacity is not None:
+            rate = drill.of_capacity * self._capacity
+        starts_s = arrival_times_s(rng, max(8, round(rate * drill.load_s)), rate)
+        aborts = rng.random((len(starts_s), 2))
+        conversations = tuple(
+            Conversation(start_s=float(start_s), turns=(_turn(index, index % _PROMPTS, abort_s),))
+            for index, start_s in enumerate(starts_s)
+            for abort_s in [_abort_s(drill, *map(float, aborts[index]))]
+        )
+        run = _Run(planned=list(range(len(conversations))))
+        began = asyncio.Event()
+
+        def start(zero_s: float) -> None:
+            run.zero_s = zero_s
+            began.set()
+
+        async def injure() -> None:
+            await began.wait()
+            wait_s = run.zero_s + drill.fault_after_s - time.monotonic()
+            await asyncio.sleep(max(0.0, wait_s))
+            run.fault_s = time.monotonic() - run.zero_s
+            try:
+                run.what_was_done = await drill.fault(scene)
+            except DrillError as error:  # the load goes on to its end, then this is told
+                run.undone = error
+
+        plan = self._plan(conversations)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(injure())
+                run.records = await self._send(plan, start, mode=drill.mode)
+        except* ClientFailedError as failed:
+            run.undone = DrillError(str(failed.exceptions[0]))
+        if run.undone is not None:
+            raise run.undone
+        return run
+
+    async def _probe_until_answered(self, run: "_Run") -> None:
+        """Ask one prompt a second until one is answered: the moment of recovery. Then all."""
+        until_s = time.monotonic() + _READY_LIMIT_S
+        for index in itertools.count(len(run.planned)):
+            await self._send_more(run, [index])
+            if run.records[-1].end == "ok" or time.monotonic() > until_s:
+                break
+            await asyncio.sleep(_PROBE_GAP_S)
+        # The healed fleet must still know the right answer to every prompt.
+        first = len(run.planned)
+        await self._send_more(run, range(first, first + _PROMPTS))
+
+    async def _send_more(self, run: "_Run", indexes: Sequence[int]) -> None:
+        """Requests after the load, one after another, on the run's clock."""
+        turns = tuple(_turn(index, index % _PROMPTS) for index in indexes)
+        zero: list[float] = []
+        records = await self._send(
+            self._plan((Conversation(start_s=0.0, turns=turns),)), zero.append
+        )
+        run.planned += indexes
+        run.records += [_moved(record, zero[0] - run.zero_s) for record in records]
+
+    async def _send(
+        self,
+        plan: Plan,
+        on_start: Callable[[float], None] | None = None,
+        mode: str | None = None,
+    ) -> list[RequestRecord]:
+        records: list[RequestRecord] = []
+        server = self._options.server
+        if mode is not None:
+            headers = {**server.headers, "x-baton-mode": mode}
+            server = msgspec.structs.replace(server, headers=headers)
+        await run_clients(
+            plan,
+            server,
+            clients=1,
+            record=records.append,
+            keep_answers=True,
+            on_start=on_start,
+        )
+        return records
+
+    def _plan(self, conversations: tuple[Conversation, ...]) -> Plan:
+        return Plan(name="drill", seed=self._options.seed, conversations=conversations)
+
+
+@dataclass
+class _Run:
+    planned: list[int]
+    records: list[RequestRecord] = field(default_factory=list)
+    zero_s: float = 0.0
+    fault_s: float = 0.0
+    what_was_done: str = ""
+    undone: DrillError | None = None
+
+
+def _turn(index: int, prompt: int, abort_after_s: float | None = None) -> Turn:
+    """A request for golden prompt ``prompt``; half of the prompts share their beginning."""
+    shared = (Segment(1, 64),) if prompt % 2 else ()
+    own = Segment(UNIQUE_KEYS + prompt, _PROMPT_TOKENS[prompt % len(_PROMPT_TOKENS)])
+    return Turn(
+        index=index,
+        prompt=(*shared, own),
+        max_tokens=_ANSWER_TOKENS[prompt % len(_ANSWER_TOKENS)],
+        abort_after_s=abort_after_s,
+    )
+
+
+def _abort_s(drill: Drill, drawn: float, after: float) -> float | None:
+    """0.1 to 1 s after the send, for the drill's share of clients."""
+    return 0.1 + 0.9 * after if drawn < drill.abort_share else None
+
+
+def _moved(record: RequestRecord, by_s: float) -> RequestRecord:
+    return msgspec.structs.replace(
+        record,
+        intended_s=record.intended_s + by_s,
+        sent_s=record.sent_s + by_s,
+        connected_s=None if record.connected_s is None else record.connected_s + by_s,
+        chunk_s=[moment_s + by_s for moment_s in record.chunk_s],
+        ended_s=record.ended_s + by_s,
+    )
+
+
+def _told(workers: list[WorkerState]) -> str:
+    return "; ".join(f"{w.id} {w.state} {' '.join(w.leaks())}".strip() for w in workers)

@@ -1,0 +1,159 @@
+"""What a drill is judged by; pure.
+
+- no wrong token: an answer equals the golden one, what came of a failed one is its beginning
+- no hang: nothing ran into the client's time limit
+- one typed end: each request of the plan has exactly one, and it says what happened
+- no leak: blocks, queues and quarantine are back to nothing, and the block equation holds
+- recovery: from the fault until requests sent are answered again
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from loadtest.client.records import RequestRecord
+from loadtest.metrics.summary import error_name
+
+_TYPED_ERRORS = ("http_error", "stream_error")
+_SHOWN = 3  # faults of one kind that a verdict names
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of ``GET /fleet``, as far as a drill looks at it."""
+
+    id: str
+    role: str
+    state: str
+    epoch: int
+    pid: int
+    host: str
+    kv_blocks: dict[str, int]
+    running: int
+    waiting: int
+
+    def leaks(self) -> list[str]:
+        """What is still held although nothing is asked; and blocks that do not add up."""
+        found = [
+            f"{self.id}: {count} {what}"
+            for what, count in (
+                ("blocks leased", self.kv_blocks["leased"]),
+                ("blocks quarantined", self.kv_blocks["quarantined"]),
+                ("requests running", self.running),
+                ("requests waiting", self.waiting),
+            )
+            if count
+        ]
+        parts = sum(self.kv_blocks[k] for k in ("free", "cached", "leased", "quarantined"))
+        if parts != self.kv_blocks["total"]:
+            found.append(
+                f"{self.id}: {parts} blocks of {self.kv_blocks['total']} are accounted for"
+            )
+        return found
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """How a drill went. It passed when ``faults`` is empty."""
+
+    drill: str
+    what_was_done: str
+    requests: int
+    ends: dict[str, int]
+    errors: dict[str, int]  # by name, such as "503 no_workers"
+    compared: int  # answers, whole or in part, held against golden ones
+    recovered_s: float | None  # after the fault; None: it did not
+    faults: list[str]
+
+    @property
+    def passed(self) -> bool:
+        """Nothing was found wrong."""
+        return not self.faults
+
+
+def judge(
+    *,
+    drill: str,
+    what_was_done: str,
+    planned: Sequence[int],
+    records: Sequence[RequestRecord],
+    golden: Mapping[int, str],
+    fault_s: float,
+    may_fail: bool,
+    recovery_limit_s: float,
+    workers: Sequence[WorkerState],
+) -> Verdict:
+    """Judge a drill.
+
+    Args:
+        drill: Its name.
+        what_was_done: The fault, in words.
+        planned: The index of every request that was to be sent.
+        records: What became of them.
+        golden: The right answer to each request, by index.
+        fault_s: When the fault happened, on the records' clock.
+        may_fail: Typed errors are no fault; wrong tokens, hangs and silence always are.
+        recovery_limit_s: Longer than that is a fault.
+        workers: The fleet, some seconds after the last request ended.
+    """
+    recovered_s = recovery_s(records, fault_s)
+    faults = [
+        *_wrong_tokens(records, golden),
+        *_wrong_ends(planned, records, may_fail=may_fail),
+        *(leak for worker in workers for leak in worker.leaks()),
+        *(f"{w.id} is {w.state}" for w in workers if w.state != "ready"),
+    ]
+    if recovered_s is None:
+        faults.append("no request sent after the fault was answered")
+    elif recovered_s > recovery_limit_s:
+        faults.append(f"recovered after {recovered_s:.1f} s; {recovery_limit_s:g} s are allowed")
+    return Verdict(
+        drill=drill,
+        what_was_done=what_was_done,
+        requests=len(planned),
+        ends=dict(Counter(record.end for record in records)),
+        errors=dict(Counter(error_name(r) for r in records if r.end not in ("ok", "aborted"))),
+        compared=sum(bool(record.answer) for record in records),
+        recovered_s=recovered_s,
+        faults=faults,
+    )
+
+
+def recovery_s(records: Sequence[RequestRecord], fault_s: float) -> float | None:
+    """From the fault to the first whole answer that no later request's failure follows.
+
+    None when no request that was sent after the fault, and after the last failure, was answered.
+    """
+    after = [r for r in records if r.intended_s >= fault_s and r.end != "aborted"]
+    last_failed_s = max((r.intended_s for r in after if r.end != "ok"), default=fault_s)
+    good = [r.ended_s for r in after if r.end == "ok" and r.intended_s >= last_failed_s]
+    return min(good) - fault_s if good else None
+
+
+def _wrong_tokens(records: Sequence[RequestRecord], golden: Mapping[int, str]) -> list[str]:
+    wrong = []
+    for record in records:
+        answer, right = record.answer or "", golden[record.index]
+        is_right = answer == right if record.end == "ok" else right.startswith(answer)
+        if not is_right:
+            wrong.append(f"#{record.index} ({record.end}) said {answer!r} and not {right!r}")
+    return _shortened("WRONG TOKENS", wrong)
+
+
+def _wrong_ends(
+    planned: Sequence[int], records: Sequence[RequestRecord], *, may_fail: bool
+) -> list[str]:
+    counts = Counter(record.index for record in records)
+    faults = [f"request #{i} has {counts[i]} ends" for i in planned if counts[i] != 1]
+    allowed = {"ok", "aborted"} | (set(_TYPED_ERRORS) if may_fail else set())
+    bad = [
+        f"#{r.index} {r.end} {r.status or ''} {r.detail}".strip()
+        for r in records
+        if r.end not in allowed or (r.end in _TYPED_ERRORS and not r.detail)
+    ]
+    return [*faults, *_shortened("bad end", bad)]
+
+
+def _shortened(kind: str, faults: list[str]) -> list[str]:
+    shown = [f"{kind}: {fault}" for fault in faults[:_SHOWN]]
+    more = len(faults) - _SHOWN
+    return [*shown, f"{kind}: {more} more"] if more > 0 else shown

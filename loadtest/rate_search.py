@@ -1,0 +1,60 @@
+"""The highest rate that meets an objective, by doubling and then bisection."""
+
+from loadtest.results.files import SearchPoint
+
+
+class RateSearch:
+    """Says which rate to try next; pure.
+
+    Doubles from ``first`` while the objective is met (or halves while it is missed) until one rate
+    meets it and a higher one misses it; then halves what lies between, in ratio, until the two are
+    within ``precision`` of each other.
+
+    Args:
+        first: Requests per second to begin with.
+        precision: Stop when missed ÷ met is at most 1 + precision.
+        max_points: Stop after so many rates.
+        lowest: A rate below which the search gives up.
+    """
+
+    def __init__(
+        self, first: float, *, precision: float = 0.1, max_points: int = 12, lowest: float = 0.01
+    ) -> None:
+        if not first > 0 or not precision > 0:
+            raise ValueError(f"first rate {first:g} and precision {precision:g} must be above 0")
+        self._first = first
+        self._precision = precision
+        self._max_points = max_points
+        self._lowest = lowest
+        self.points: list[SearchPoint] = []
+
+    def next_rate(self) -> float | None:
+        """The rate to try; None when the search has ended."""
+        if len(self.points) >= self._max_points:
+            return None
+        if not self.points:
+            return self._first
+        met, missed = self.best, self._lowest_missed
+        if met is None:
+            rate = min(point.rate for point in self.points) / 2
+            return rate if rate >= self._lowest else None
+        if missed is None:
+            return 2 * met.rate
+        if missed <= met.rate * (1 + self._precision):
+            return None
+        return float((met.rate * missed) ** 0.5)
+
+    def add(self, point: SearchPoint) -> None:
+        """What a rate gave."""
+        self.points.append(point)
+
+    @property
+    def best(self) -> SearchPoint | None:
+        """The highest rate that met the objective below every rate that missed it."""
+        missed = self._lowest_missed
+        met = [p for p in self.points if p.met and (missed is None or p.rate < missed)]
+        return max(met, key=lambda point: point.rate, default=None)
+
+    @property
+    def _lowest_missed(self) -> float | None:
+        return min((point.rate for point in self.points if not point.met), default=None)

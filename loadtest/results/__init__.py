@@ -1,0 +1,1 @@
+"""What a run leaves: ``results.json``, ``report.html``, tables on the terminal."""

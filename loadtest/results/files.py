@@ -1,0 +1,142 @@
+"""Files of a run's folder.
+
+DIR/results.json     everything: how it was made, the summary, a record of each request
+DIR/report.html      the same for people
+DIR/partial.jsonl    while it runs, and after Ctrl-C: the records so far, for ``--resume``
+"""
+
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+
+from loadtest.client.records import ClientReport, RequestRecord
+from loadtest.metrics.summary import Summary
+
+VERSION: Literal[1] = 1
+_RESULTS, _PARTIAL = "results.json", "partial.jsonl"
+
+
+class ResultsError(ValueError):
+    """A file that holds no results, or those of something else; the text says what to do."""
+
+
+class SearchPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One rate that a search tried."""
+
+    rate: float
+    attainment: float
+    met: bool
+    good_per_s: float
+    client_was_bottleneck: bool
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, complete or interrupted."""
+
+    version: Literal[1] = VERSION
+    command: str
+    created: str  # ISO 8601, UTC
+    url: str
+    model: str
+    server: dict[str, str]  # what is known of it: kind, endpoint, options
+    workload: str
+    seed: int
+    parameters: dict[str, str | int | float]
+    planned_requests: int
+    complete: bool
+    summary: Summary
+    search: list[SearchPoint] = []
+    clients: list[ClientReport]
+    records: list[RequestRecord]
+
+
+def write_results(folder: Path, results: Results) -> Path:
+    """Write ``results.json``, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / _RESULTS
+    scratch = file.with_suffix(".new")
+    scratch.write_bytes(msgspec.json.encode(results))
+    scratch.replace(file)
+    return file
+
+
+def read_results(path: Path) -> Results:
+    """Read a results file, or the one in a folder.
+
+    Raises:
+        ResultsError: It can't be read, is of another version, or is something else.
+    """
+    file = path / _RESULTS if path.is_dir() else path
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Results)
+    except OSError as error:
+        raise ResultsError(f"{file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ResultsError(f"{file} holds no results of version {VERSION}: {error}") from error
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
+    """The first line of the partial file."""
+
+    digest: str
+    server: str
+
+
+class Journal:
+    """Records on disk as they come, so that an interrupted run can go on.
+
+    Args:
+        folder: Of the run.
+        digest: Of its plan.
+        server: URL and model.
+    """
+
+    def __init__(self, folder: Path, digest: str, server: str) -> None:
+        self._file = folder / _PARTIAL
+        self._header = _Header(digest=digest, server=server)
+        self._stream: IO[bytes] | None = None
+
+    def load(self) -> list[RequestRecord]:
+        """The records of the interrupted run; empty where there is none.
+
+        Raises:
+            ResultsError: The folder's run had another plan or another server.
+        """
+        try:
+            lines = self._file.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        try:
+            header = msgspec.json.decode(lines[0], type=_Header)
+        except msgspec.DecodeError as error:
+            raise ResultsError(f"{self._file} cannot be read ({error}): remove it") from error
+        if header != self._header:
+            raise ResultsError(
+                f"{self._file} is of another run (options, seed, URL or model differ): "
+                "repeat the command as it was, or begin anew without --resume"
+            )
+        # What follows the last line break was cut off while it was written.
+        return [msgspec.json.decode(line, type=RequestRecord) for line in lines[1:-1]]
+
+    def begin(self, kept: list[RequestRecord]) -> None:
+        """Open the file anew with these records."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = self._file.open("wb")
+        self._stream.write(msgspec.json.encode(self._header) + b"\n")
+        for record in kept:
+            self.add(record)
+
+    def add(self, record: RequestRecord) -> None:
+        """One more record; on disk when this returns, as far as this process is concerned."""
+        if self._stream is not None:
+            self._stream.write(msgspec.json.encode(record) + b"\n")
+            self._stream.flush()
+
+    def close(self, *, complete: bool) -> None:
+        """Close the file; a complete run needs it no more."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        if complete:
+            self._file.unlink(missing_ok=True)

@@ -1,0 +1,98 @@
+"""The lines of the report's plots, from records.
+
+Times are seconds. A line is (x, y), two lists of equal length.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadtest.client.records import RequestRecord
+from loadtest.metrics import request_figures as figures
+from loadtest.metrics.summary import Slo
+
+Line = tuple[list[float], list[float | None]]
+
+_CDF_POINTS = 200
+_MAX_DOTS = 4_000
+_MAX_BINS = 60
+_MIN_BIN_S = 1.0
+
+CDFS = ("ttft_s", "second_token_s", "itl_s", "tpot_s", "e2e_s")
+_FIGURES: dict[str, Callable[[RequestRecord], float | None]] = {
+    "ttft_s": figures.ttft_s,
+    "second_token_s": figures.second_token_s,
+    "tpot_s": figures.tpot_s,
+    "e2e_s": figures.e2e_s,
+}
+
+
+def cdf(records: Sequence[RequestRecord], name: str) -> Line:
+    """Share of values (0 to 1) over the value, at 200 quantiles."""
+    if name == "itl_s":
+        values = np.concatenate([figures.gaps_s(record) for record in records] or [np.empty(0)])
+    else:
+        found = (_FIGURES[name](record) for record in records)
+        values = np.array([value for value in found if value is not None])
+    if not values.size:
+        return [], []
+    shares = np.linspace(0, 1, min(_CDF_POINTS, values.size + 1))
+    return _rounded(np.quantile(values, shares)), list(_rounded(shares))
+
+
+def latency_over_time(
+    records: Sequence[RequestRecord],
+) -> tuple[list[float], list[list[float | None]]]:
+    """Dots of each request at its intended send: TTFT, longest gap, failed (at 0).
+
+    Of more than 4,000 requests every k-th one is shown.
+    """
+    step = max(1, -(-len(records) // _MAX_DOTS))
+    shown = sorted(records, key=lambda record: record.intended_s)[::step]
+    lines: list[list[float | None]] = [[], [], []]
+    for record in shown:
+        failed = record.end not in ("ok", "aborted")
+        lines[0].append(_round(figures.ttft_s(record)))
+        lines[1].append(_round(figures.itl_longest_s(record)))
+        lines[2].append(0.0 if failed else None)
+    return [round(record.intended_s, 3) for record in shown], lines
+
+
+def rates_over_time(
+    records: Sequence[RequestRecord], slo: Slo
+) -> tuple[list[float], list[list[float | None]]]:
+    """Per bin of a second or more: chunks/s, requests under way, sent/s, good/s (by intent)."""
+    end_s = max((record.ended_s for record in records), default=0.0)
+    begin_s = min((record.intended_s for record in records), default=0.0)
+    if end_s <= begin_s:
+        return [], [[], [], [], []]
+    bins = int(np.clip((end_s - begin_s) / _MIN_BIN_S, 1, _MAX_BINS))
+    edges = np.linspace(begin_s, end_s, bins + 1)
+    width_s = float(edges[1] - edges[0])
+    chunks = np.concatenate([np.array(r.chunk_s, dtype=np.float64) for r in records])
+    intended = np.array([r.intended_s for r in records])
+    good = np.array([r.intended_s for r in records if slo.met_by(r)])
+    under_way = np.zeros(bins)
+    for record in records:
+        overlap = np.minimum(edges[1:], record.ended_s) - np.maximum(edges[:-1], record.intended_s)
+        under_way += np.clip(overlap, 0, None) / width_s
+    counts = [np.histogram(moments, edges)[0] / width_s for moments in (chunks, intended, good)]
+    lines = [counts[0], under_way, counts[1], counts[2]]
+    return _rounded((edges[1:] + edges[:-1]) / 2), [list(_rounded(line)) for line in lines]
+
+
+def slowest(records: Sequence[RequestRecord], count: int = 20) -> list[RequestRecord]:
+    """The requests with the largest TTFT, then the failed ones: whom to ask about."""
+    failed = [record for record in records if record.end not in ("ok", "aborted")]
+    answered = [record for record in records if record.end == "ok"]
+    answered.sort(key=lambda record: figures.ttft_s(record) or 0.0, reverse=True)
+    return [*answered[: count - min(count // 2, len(failed))], *failed[: count // 2]]
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    return [float(value) for value in np.round(values, 5)]
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)

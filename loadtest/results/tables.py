@@ -1,0 +1,179 @@
+"""A run as tables on the terminal."""
+
+import math
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from loadtest.metrics.confidence import Interval
+from loadtest.metrics.request_figures import FORMULAS
+from loadtest.metrics.summary import Distribution, Summary
+from loadtest.results.files import Results, SearchPoint
+
+_COLUMNS = ("p50", "p90", "p95", "p99", "max")
+
+
+def seconds(value: float) -> str:
+    """Milliseconds below a second, three digits or so."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{1e3 * value:.0f} ms" if value >= 0.1 else f"{1e3 * value:.1f} ms"
+
+
+def show(console: Console, results: Results) -> None:
+    """Print a run: latencies with their formulas, rates, ends, goodput, the client's own lag."""
+    summary = results.summary
+    console.print(_latencies(summary))
+    console.print(_formulas(summary))
+    console.print(_rates(summary))
+    if summary.by_group:
+        console.print(_groups(summary))
+    if results.search:
+        console.print(search_table(results.search))
+    for line in _verdicts(results):
+        console.print(line)
+
+
+def _latencies(summary: Summary) -> Table:
+    table = Table("", "n", *_COLUMNS, title="latency", title_justify="left")
+    for name, distribution in summary.distributions.items():
+        table.add_row(name, str(distribution.count), *_cells(distribution))
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _formulas(summary: Summary) -> Text:
+    lines = (f"{name} = {FORMULAS[name]}" for name in summary.distributions)
+    return Text("\n".join(lines), style="dim")
+
+
+def _cells(distribution: Distribution) -> list[str]:
+    return [
+        seconds(value)
+        for value in (
+            distribution.p50,
+            distribution.p90,
+            distribution.p95,
+            distribution.p99,
+            distribution.max,
+        )
+    ]
+
+
+def _rates(summary: Summary) -> Table:
+    table = Table(show_header=False, title="rates", title_justify="left")
+    table.add_row("requests sent", f"{summary.sent} in {summary.duration_s:.1f} s")
+    ends = ", ".join(f"{count} {end}" for end, count in sorted(summary.ends.items()))
+    table.add_row("ends", ends)
+    if summary.errors:
+        errors = ", ".join(f"{count} × {name}" for name, count in sorted(summary.errors.items()))
+        table.add_row("failures", escape(errors))
+    table.add_row("answered", f"{summary.requests_per_s:.2f} requests/s")
+    table.add_row(
+        "tokens",
+        f"{summary.prompt_tokens_per_s:.0f} read/s, {summary.answer_tokens_per_s:.1f} written/s, "
+        f"{summary.tokens_per_chunk:.2f} for each chunk",
+    )
+    cached = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
+    table.add_row(
+        "prefix", f"{summary.cached_tokens} of {summary.prompt_tokens} cached ({cached:.1%})"
+    )
+    if summary.prefix_tokens_by_source:
+        sources = summary.prefix_tokens_by_source.items()
+        table.add_row("", ", ".join(f"{source} {count:.0f}" for source, count in sorted(sources)))
+    verdict = "met" if summary.slo_met else "missed"
+    table.add_row(
+        summary.slo.label(),
+        f"{verdict}: {summary.attainment:.1%} of requests sent were good, "
+        f"{summary.good_per_s:.2f} good requests/s",
+    )
+    return table
+
+
+def _groups(summary: Summary) -> Table:
+    table = Table(
+        "", "n", "TTFT p50", "p99", "TPOT p50", "p99", title="groups", title_justify="left"
+    )
+    for name, found in summary.by_group.items():
+        ttft, tpot = found.get("ttft_s"), found.get("tpot_s")
+        cells = [
+            seconds(value) if value is not None else "–"
+            for each in (ttft, tpot)
+            for value in ((each.p50, each.p99) if each else (None, None))
+        ]
+        table.add_row(escape(name), str(ttft.count) if ttft else "0", *cells)
+    return table
+
+
+def search_table(points: list[SearchPoint]) -> Table:
+    """The rates that were tried, ascending."""
+    table = Table("requests/s", "good", "good/s", "", title="search", title_justify="left")
+    for point in sorted(points, key=lambda point: point.rate):
+        mark = "[green]met[/]" if point.met else "[red]missed[/]"
+        note = " [yellow](client was the bottleneck)[/]" if point.client_was_bottleneck else ""
+        table.add_row(
+            f"{point.rate:.2f}", f"{point.attainment:.1%}", f"{point.good_per_s:.2f}", mark + note
+        )
+    return table
+
+
+def _verdicts(results: Results) -> list[Text | Group]:
+    summary, client = results.summary, results.summary.client
+    lines: list[Text | Group] = [
+        Text(
+            f"client: sends late by {seconds(client.late_send_p99_s)} at p99, event loop lag "
+            f"{seconds(client.lag_p99_s)} at p99, {client.cpu_share:.0%} of a core",
+            style="dim",
+        )
+    ]
+    if client.was_bottleneck:
+        reasons = "; ".join(client.reasons)
+        lines.append(Text(f"THE CLIENT WAS THE BOTTLENECK: {reasons}", style="bold yellow"))
+    if summary.uncounted:
+        lines.append(
+            Text(
+                f"{summary.uncounted} answers came without usage: their chunks are counted",
+                style="yellow",
+            )
+        )
+    if not results.complete:
+        lines.append(
+            Text(
+                f"interrupted after {len(results.records)} of {results.planned_requests} requests; "
+                "--resume goes on",
+                style="bold yellow",
+            )
+        )
+    return lines
+
+
+def comparison_table(
+    rows: list[tuple[str, float | None, float | None, Interval | None]], names: tuple[str, str]
+) -> Table:
+    """A against B.
+
+    Args:
+        rows: (what, A, B, interval of B ÷ A over seeds); None where there is none.
+        names: Of A and B.
+    """
+    table = Table("", *map(escape, names), "B ÷ A", "95 %", title="A and B", title_justify="left")
+    for what, a, b, ratio in rows:
+        is_time = what.split()[0].endswith("_s")
+        cells = ["–" if value is None else _value(value, is_time) for value in (a, b)]
+        sure = ""
+        if ratio is not None and math.isfinite(ratio.half_width):
+            sure = f"{ratio.low:.2f} to {ratio.high:.2f} ({ratio.runs} seeds)"
+        quotient = f"{ratio.mean:.2f}" if ratio is not None else "–"
+        table.add_row(what, *cells, quotient, sure)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _value(value: float, is_time: bool) -> str:
+    return seconds(value) if is_time else f"{value:.3g}"

@@ -1,0 +1,175 @@
+"""One load, from plan to files: clients run, records are kept as they come, Ctrl-C keeps them."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from loadtest.client.processes import run_clients
+from loadtest.client.records import ClientReport, RequestRecord, ServerOptions
+from loadtest.client.server import Server
+from loadtest.metrics.summary import Slo, summarise
+from loadtest.results.files import Journal, Results
+from loadtest.workloads.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a plan is run.
+
+    Args:
+        server: Where to, and how.
+        slo: What a good request is.
+        clients: How many client processes.
+        warmup_s: Left out of the figures.
+        keep_answers: Whether records hold texts.
+        command: As it was typed, for the report.
+    """
+
+    server: ServerOptions
+    slo: Slo = field(default_factory=Slo)
+    clients: int = 1
+    warmup_s: float = 0.0
+    keep_answers: bool = False
+    command: str = ""
+
+
+@dataclass
+class _Progress:
+    records: list[RequestRecord]
+    clients: list[ClientReport]
+    complete: bool = False
+
+
+def run_plan(
+    plan: Plan,
+    options: RunOptions,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+    on_record: Callable[[RequestRecord], None] = lambda _: None,
+) -> Results:
+    """Run a load; SIGINT and SIGTERM end it early, with what was done until then.
+
+    Args:
+        plan: What to send.
+        options: How.
+        folder: Where a run that may be interrupted keeps its records; None: nowhere.
+        resume: Go on with the records of the folder. The plan's time goes on as well: it begins
+            at the first request that is not done, and a conversation begins anew.
+        on_record: Told of every request that ended, those of the interrupted run included.
+
+    Raises:
+        ResultsError: The folder's interrupted run was another one.
+        ClientFailedError: A client died.
+        ServerError: The server is not there.
+    """
+    server = options.server
+    journal = None
+    kept: list[RequestRecord] = []
+    if folder is not None:
+        journal = Journal(folder, plan.digest(), f"{server.url} {server.model}")
+        kept = journal.load() if resume else []
+    left = plan.without({record.index for record in kept})
+    again = {turn.index for turn in left.turns()}
+    kept = [record for record in kept if record.index not in again]
+    progress = _Progress(list(kept), [])
+    for record in kept:
+        on_record(record)
+    if journal is not None:
+        journal.begin(kept)
+
+    def took(record: RequestRecord) -> None:
+        progress.records.append(record)
+        if journal is not None:
+            journal.add(record)
+        on_record(record)
+
+    with Server(server.url, server.api_key) as probe:
+        before = probe.prefix_tokens_by_source()
+        try:
+            asyncio.run(_run_until_interrupted(left, options, took, progress))
+        finally:
+            if journal is not None:
+                journal.close(complete=progress.complete)
+        after = probe.prefix_tokens_by_source()
+    sources = {name: count - before.get(name, 0.0) for name, count in after.items()}
+    return _results(plan, options, progress, sources)
+
+
+async def _run_until_interrupted(
+    plan: Plan,
+    options: RunOptions,
+    took: Callable[[RequestRecord], None],
+    progress: _Progress,
+) -> None:
+    loop = asyncio.get_running_loop()
+    interrupted = False
+    try:
+        async with asyncio.timeout(None) as limit:
+
+            def stop() -> None:
+                nonlocal interrupted
+                interrupted = True
+                limit.reschedule(loop.time())
+
+            with _signals(loop, stop):
+                progress.clients = await run_clients(
+                    plan,
+                    options.server,
+                    clients=options.clients,
+                    record=took,
+                    keep_answers=options.keep_answers,
+                )
+                progress.complete = True
+    except TimeoutError:
+        if not interrupted:
+            raise
+
+
+@contextlib.contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Iterator[None]:
+    handled = (signal.SIGINT, signal.SIGTERM)
+    for number in handled:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+
+def _results(
+    plan: Plan, options: RunOptions, progress: _Progress, sources: dict[str, float]
+) -> Results:
+    server = options.server
+    records = sorted(progress.records, key=lambda record: record.index)
+    return Results(
+        command=options.command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        url=server.url,
+        model=server.model,
+        server={
+            "endpoint": server.endpoint,
+            "prompts": "token ids" if server.token_ids else "text",
+            "ignore_eos": str(server.ignore_eos).lower(),
+            **{f"header {name}": value for name, value in server.headers.items()},
+        },
+        workload=plan.name,
+        seed=plan.seed,
+        parameters=plan.parameters,
+        planned_requests=plan.request_count,
+        complete=progress.complete,
+        summary=summarise(
+            records,
+            progress.clients,
+            slo=options.slo,
+            warmup_s=options.warmup_s,
+            prefix_tokens_by_source=sources,
+        ),
+        clients=progress.clients,
+        records=records,
+    )
