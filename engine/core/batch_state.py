@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
-from engine.core.geometry import BLOCK_TOKENS
+from engine.core.plan import StepPlan
 from engine.core.reservations import Reservation, Reservations, ReservationState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import SpareBlocks
@@ -54,6 +54,28 @@ class BatchState:
     def has_decodes(self) -> bool:
         """Whether the next step writes answers, beside what it computes of prompts."""
         return any(sequence.decodes for sequence in self.running)
+
+    def equal_steps(self, plan: StepPlan) -> int:
+        """For how many steps ``plan`` stays the next one, while nobody says anything to the engine.
+
+        In these steps every row writes one more token into a block that it has, and none reaches
+        its limit before the last. So virtual time can take them at once (``EngineCore.apply``).
+
+        Returns:
+            At least 1.
+        """
+        running = self.running_by_id()
+        if plan.copies or len(plan.rows) != len(running):
+            return 1
+        steps: list[int] = []
+        for row in plan.rows:
+            sequence = running[row.sequence_id]
+            if not sequence.decodes or row.num_draft_tokens:
+                return 1
+            limit = sequence.request.spec.params.max_tokens - sequence.generated
+            room = self.pool.block_tokens - sequence.computed % self.pool.block_tokens
+            steps.append(min(limit, room))
+        return max(min(steps, default=1), 1)
 
     def has_work(self) -> bool:
         """Whether anything is left that may yield rows, now or after blocks come back."""
@@ -103,10 +125,14 @@ class BatchState:
     # ---------------------------------------------------------------- sequences come and go
 
     def new_sequence(self, request: EngineRequest, choice: int, tokens: list[int]) -> TokenSequence:
-        """A sequence without blocks."""
+        """A sequence without blocks; what is known of the prompt's hashes is not computed again."""
         self._next_sequence_id += 1
         return TokenSequence(
-            sequence_id=self._next_sequence_id, request=request, choice=choice, tokens=tokens
+            sequence_id=self._next_sequence_id,
+            request=request,
+            choice=choice,
+            tokens=tokens,
+            block_hashes=list(request.block_hashes),
         )
 
     def new_prompt(self, request: EngineRequest) -> TokenSequence:
@@ -156,9 +182,9 @@ class BatchState:
         """Tell the pool the hashes of blocks that have become full, so that others may share."""
         if not sequence.request.spec.cacheable:
             return
-        full_blocks = sequence.computed // BLOCK_TOKENS
+        full_blocks = sequence.computed // self.pool.block_tokens
         if full_blocks > sequence.registered_blocks:
-            hashes = sequence.full_hashes(sequence.computed)
+            hashes = sequence.full_hashes(sequence.computed, self.pool.block_tokens)
             for index in range(sequence.registered_blocks, full_blocks):
                 self.pool.set_hash(sequence.blocks[index], hashes[index])
             sequence.registered_blocks = full_blocks
@@ -168,7 +194,7 @@ class BatchState:
 
         ``copies`` gets (source, target) when the block was shared.
         """
-        index = sequence.computed // BLOCK_TOKENS
+        index = sequence.computed // self.pool.block_tokens
         if index < len(sequence.blocks) and not self.pool.shared(sequence.blocks[index]):
             return True
         if not self._make_room(sequence):
