@@ -10,6 +10,7 @@ from fleet.cli.chat import chat
 from fleet.cli.inspection import config_check, doctor, logs, status
 from fleet.cli.lifecycle import down, up
 from fleet.cli.orders import drain, restart
+from loadtest.simulator.cli import simulate
 
 app = typer.Typer(
     help="Baton serves a large language model from a fleet: prefill workers read prompts, decode "
@@ -20,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (capacity, up, down, status, doctor, chat, logs, drain, restart):
+for command in (capacity, up, down, status, doctor, chat, logs, drain, restart, simulate):
     app.command()(command)
 
 config_app = typer.Typer(help="Look at fleet files.", no_args_is_help=True)
