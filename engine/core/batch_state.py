@@ -91,11 +91,15 @@ class BatchState:
         }
         waiting = {item.request.request_id for item in self.queue} - running
         queued_tokens = sum(
-            len(item.tokens) - item.computed
+            len(item.tokens) - max(item.computed, item.found_tokens)
             for item in [*self.running, *self.queue]
             if isinstance(item, TokenSequence) and not item.decodes
         )
         return len(running), len(waiting), queued_tokens
+
+    def answering(self) -> int:
+        """Sequences that write answers."""
+        return sum(sequence.decodes for sequence in self.running)
 
     def available_blocks(self) -> int:
         """Blocks that can be taken now: neither in use nor promised."""
@@ -139,7 +143,14 @@ class BatchState:
         """The sequence that computes the request's prompt."""
         sequence = self.new_sequence(request, 0, list(request.prompt))
         sequence.prompt_outputs = request.new_prompt_outputs()
+        if request.spec.cacheable and sequence.prompt_outputs is None:
+            sequence.found_tokens = len(self.matching(sequence)) * self.pool.block_tokens
         return sequence
+
+    def matching(self, sequence: TokenSequence) -> list[int]:
+        """Blocks that hold the sequence's first tokens; its last token is always computed."""
+        count = len(sequence.tokens) - 1
+        return self.pool.match(sequence.full_hashes(count, self.pool.block_tokens))
 
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
         """A new running choice that shares every block of ``source`` until it writes."""
@@ -260,6 +271,7 @@ class BatchState:
     def vacate(self, sequence: TokenSequence) -> None:
         """Give the sequence's blocks back to the cache."""
         self.pool.release(sequence.blocks)
+        sequence.found_tokens = sequence.registered_blocks * self.pool.block_tokens
         sequence.blocks, sequence.computed, sequence.registered_blocks = [], 0, 0
         if sequence.prompt_outputs is not None:
             sequence.prompt_outputs = sequence.request.new_prompt_outputs()

@@ -194,6 +194,7 @@ class EngineCore:
             decode_rows=decode_rows,
             running=running,
             waiting=waiting,
+            answering=self.batch.answering(),
             queued_prompt_tokens=queued,
             blocks=self.pool.counts(),
             evictions=self.pool.evictions,

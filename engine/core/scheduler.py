@@ -295,8 +295,7 @@ class Scheduler:
         request, pool = sequence.request, self.batch.pool
         matched: list[int] = []
         if request.spec.cacheable and sequence.prompt_outputs is None:
-            # the last token is always computed: the next one is sampled from its logits
-            matched = pool.match(sequence.full_hashes(len(sequence.tokens) - 1, pool.block_tokens))
+            matched = self.batch.matching(sequence)
         pool.pin(matched)
         need = pool.blocks_for(len(sequence.tokens)) - len(matched)
         pages: list[int] | None = None

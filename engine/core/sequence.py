@@ -85,6 +85,7 @@ class TokenSequence:
     choice: int
     tokens: list[int]
     computed: int = 0
+    found_tokens: int = 0  # that were in the cache when it began to wait: for the load's report
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
     registered_blocks: int = 0  # leading blocks whose hashes the pool was told

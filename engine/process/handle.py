@@ -42,6 +42,8 @@ class EngineHandle:
         self._handlers: dict[str, Handler] = {}
         self._adapters_asked: dict[str, AdapterRef] = {}  # by live requests
         self._rates = StepRates()
+        self._load_ns = time.monotonic_ns()  # when the engine was as ``load`` says
+        self._asked = False  # something of it since
         client.listen(self._on_report)
 
     @classmethod
@@ -61,6 +63,7 @@ class EngineHandle:
     def submit(self, command: messages.Submit, handler: Handler) -> None:
         """Queue a request; ``handler`` gets all its reports, ``Ended`` last."""
         self._handlers[command.request_id] = handler
+        self._asked = True
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
         self.client.send(command)
@@ -82,6 +85,11 @@ class EngineHandle:
     def decode_step_s(self) -> float:
         """Median of recent steps without prompt tokens; 0 until there was one."""
         return self._rates.decode_step_s
+
+    def load_age_ns(self, now_ns: int) -> int:
+        """How old ``load`` is; 0 where the engine has nothing to compute, and so is up to date."""
+        computes = self.load.answering or self.load.queued_prompt_tokens or self._asked
+        return max(now_ns - self._load_ns, 0) if computes else 0
 
     def watch(self, now_ns: int) -> None:
         """Notice a step loop that says nothing; to be called several times a second.
@@ -135,5 +143,6 @@ class EngineHandle:
     def _note_step(self, step: ev.StepDone) -> None:
         self.load = step
         self._rates.add(step)
+        self._load_ns, self._asked = time.monotonic_ns() - step.duration_ns, False
         for callback in self.after_step:
             callback(step)

@@ -90,8 +90,8 @@ def simulate(
         results[name] = figures(simulation, requests, slo)
         written.append(as_json(simulation, results[name], slo))
         sys.stderr.write(
-            f"{name}: {len(requests):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s of virtual "
-            f"time in {time.perf_counter() - began_s:.1f} s\n"
+            f"{name}: {len(requests):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s "
+            f"simulated in {time.perf_counter() - began_s:.1f} s\n"
         )
     Console().print(table(results))
     if json is not None:

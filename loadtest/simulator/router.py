@@ -248,7 +248,7 @@ class SimulatedRouter(WorkerListener):
         link = self._table.link(worker)
         if link is not None:
             link.status = status
-            self._book.reported(worker.worker_id, self._clock.now_ns)
+            self._book.reported(worker.worker_id, self._clock.now_ns - status.load_age_ns)
 
     def on_cache_changed(self, worker: SimulatedWorker, change: ev.CacheChanged) -> None:
         """See ``WorkerListener``."""

@@ -321,6 +321,8 @@ class SimulatedWorker:
             ),
             running=load.running,
             waiting=load.waiting,
+            answering=load.answering,
+            load_age_ns=self._clock.now_ns - self._steps.began_ns if self._steps else 0,
             queued_prompt_tokens=load.queued_prompt_tokens,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             decode_step_s=self._rates.decode_step_s,

@@ -47,6 +47,7 @@ class WorkerLoad:
     """A live worker as this router sees it, with what it booked itself.
 
     ``cached_blocks`` is how much of the present prompt the worker holds, by the prefix index;
+    ``answering`` streams stand still while a prompt is computed, the others are prompts;
     ``adapter_s`` is how long it would have to load the prompt's adapter.
     """
 
@@ -55,6 +56,7 @@ class WorkerLoad:
     role: str
     queued_tokens: int = 0
     streams: int = 0
+    answering: int | None = None  # of them, those that write answers; None: all
     room_blocks: int = 1 << 30  # free and cached
     total_blocks: int = 1 << 30
     cached_blocks: int = 0
@@ -65,6 +67,7 @@ class WorkerLoad:
     block_tokens: int = BLOCK_TOKENS
     format_id: str = ""  # equal on both sides of a pair that can hand over
     edges: Mapping[str, Edge] = field(default_factory=dict)
+    unmeasured: Edge = Edge()  # what is expected of the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +215,10 @@ def _halves(
 
     def prefill_s(worker: WorkerLoad) -> float:
         queue_s = worker.queued_tokens / worker.prefill_tokens_per_s
-        return queue_s + worker.adapter_s + _compute_s(worker, work) * (1 + worker.streams)
+        return queue_s + worker.adapter_s + _compute_s(worker, work) * (1 + _delayed(worker))
 
     def decode_s(worker: WorkerLoad) -> float:
-        wire_s = work.payload_bytes(worker) / PRIOR_EDGE_BYTES_PER_S * EXPOSED_SHARE
+        wire_s = work.payload_bytes(worker) / worker.unmeasured.bytes_per_s * EXPOSED_SHARE
         return worker.adapter_s + sum(_decode_terms(worker, work)) + wire_s
 
     return [
@@ -229,6 +232,11 @@ def _halves(
 
 def _compute_s(worker: WorkerLoad, work: _Work) -> float:
     return PREFILL_OVERHEAD_S + work.uncached(worker) / worker.prefill_tokens_per_s
+
+
+def _delayed(worker: WorkerLoad) -> int:
+    """Streams that wait while a prompt is computed. Prompts that came before it do not."""
+    return worker.streams if worker.answering is None else worker.answering
 
 
 def _decode_terms(worker: WorkerLoad, work: _Work) -> tuple[float, float, float]:
@@ -252,7 +260,7 @@ def _alone(worker: WorkerLoad, work: _Work) -> Candidate:
         transfer_s=0.0,
         room_s=room_s,
         decode_s=decode_s,
-        slowdown_s=slowdown_s + compute_s * worker.streams,
+        slowdown_s=slowdown_s + compute_s * _delayed(worker),
     )
     return Candidate(
         prefill=None, decode=worker, terms=terms, uncached_tokens=work.uncached(worker)
@@ -262,7 +270,7 @@ def _alone(worker: WorkerLoad, work: _Work) -> Candidate:
 def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
     compute_s = _compute_s(prefill, work)
     room_s, decode_s, slowdown_s = _decode_terms(decode, work)
-    edge = decode.edges.get(prefill.worker_id) or Edge()
+    edge = decode.edges.get(prefill.worker_id) or decode.unmeasured
     wire_s = work.payload_bytes(decode) / edge.bytes_per_s
     terms = Terms(
         queue_s=prefill.queued_tokens / prefill.prefill_tokens_per_s,
@@ -271,7 +279,7 @@ def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
         transfer_s=EDGE_OVERHEAD_S + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
         room_s=room_s,
         decode_s=decode_s,
-        slowdown_s=slowdown_s + compute_s * prefill.streams,
+        slowdown_s=slowdown_s + compute_s * _delayed(prefill),
     )
     return Candidate(
         prefill=prefill, decode=decode, terms=terms, uncached_tokens=work.uncached(prefill)

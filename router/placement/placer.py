@@ -11,7 +11,7 @@ from batonpb.common_pb2 import Capabilities
 
 from engine.core.errors import UnavailableError
 from router.placement.booked_load import LoadBook
-from router.placement.cost import Candidate, candidates, choose
+from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, candidates, choose
 from router.placement.prefix_index import PrefixIndex
 from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.placement.worker_load import Reports, loads_of
@@ -159,6 +159,7 @@ class Placer:
         usable = self.eligible(request, avoid)
         if not usable:
             raise UnavailableError("no worker is ready")
+        self._random.shuffle(usable)  # of equal ones, not always the same are looked at
         hashes = self._hashes_of(request, usable)
         reusable = [] if request.whole_prompt else hashes
         loads = loads_of(
@@ -169,8 +170,8 @@ class Placer:
             now_ns,
             request.adapter_digest,
             self._reports,
+            PAIRED_OF_A_ROLE,
         )
-        self._random.shuffle(loads)  # of equal ones, not always the same are paired
         compared = candidates(
             loads,
             mode=request.mode,

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from statistics import fmean
+from typing import NamedTuple
 
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
@@ -29,6 +31,7 @@ def loads_of(
     now_ns: int,
     adapter: str = "",
     reports: "Reports | None" = None,
+    keep_of_a_role: int = 0,
 ) -> list[WorkerLoad]:
     """The slots as the cost model takes them.
 
@@ -40,21 +43,53 @@ def loads_of(
         now_ns: Monotonic clock.
         adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
         reports: Those that were read for an earlier prompt.
+        keep_of_a_role: Of a large fleet, only so many of each role that would have the prompt
+            soonest, and as many that have the fewest streams; of equal ones, the first. 0: all.
     """
     reports = reports or Reports()
-    rates = Rates.expected([reports.of(slot) for slot in slots if slot.link is not None])
-    return [
-        load_of(
+    found = [
+        _Found(
             slot,
+            reports.of(slot),
             prefix_index.prefix_blocks(slot.link.incarnation, hashes, now_ns),
-            book,
-            adapter,
-            rates,
-            reports,
+            *book.unreported(slot.worker_id),
         )
         for slot in slots
         if slot.link is not None
     ]
+    rates = Rates.expected([one.report for one in found])
+    if keep_of_a_role and len(found) > 4 * keep_of_a_role:
+        found = _worth_pricing(found, len(hashes), rates, keep_of_a_role)
+    return [load_of(one.slot, one.cached_blocks, book, adapter, rates, reports) for one in found]
+
+
+class _Found(NamedTuple):
+    """A worker, before it is worth a price."""
+
+    slot: Slot
+    report: "Report"
+    cached_blocks: int
+    booked_tokens: int
+    booked_streams: int
+
+
+def _worth_pricing(
+    found: Sequence[_Found], prompt_blocks: int, rates: "Rates", keep: int
+) -> list[_Found]:
+    def prompt_s(one: _Found) -> float:
+        uncached_tokens = (prompt_blocks - one.cached_blocks) * one.report.block_tokens
+        tokens = one.report.queued_tokens + one.booked_tokens + uncached_tokens
+        return tokens / (one.report.prefill_tokens_per_s or rates.prefill_tokens_per_s)
+
+    def streams(one: _Found) -> int:
+        return one.report.streams + one.booked_streams
+
+    kept: dict[str, _Found] = {}
+    for role in sorted({one.slot.role for one in found}):
+        peers = [one for one in found if one.slot.role == role]
+        best = [*nsmallest(keep, peers, key=prompt_s), *nsmallest(keep, peers, key=streams)]
+        kept |= {one.slot.worker_id: one for one in best}
+    return list(kept.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +98,22 @@ class Rates:
 
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
+    edge_bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S
 
     @classmethod
     def expected(cls, reports: Sequence["Report"]) -> "Rates":
-        """The mean of its peers, so that nobody is preferred for not having measured."""
+        """The mean of its peers, so that nobody is preferred for not having measured.
+
+        The same holds for edges: in a fleet of fast links, a pair that has not handed over yet
+        must not be taken for a slow one, or it never will.
+        """
         prefills = [rate for report in reports if (rate := report.prefill_tokens_per_s)]
         steps = [step for report in reports if (step := report.decode_step_s)]
+        edges = [rate for report in reports if (rate := report.edge_bytes_per_s)]
         return cls(
             fmean(prefills) if prefills else PRIOR_PREFILL_TOKENS_PER_S,
             fmean(steps) if steps else PRIOR_DECODE_STEP_S,
+            fmean(edges) if edges else PRIOR_EDGE_BYTES_PER_S,
         )
 
 
@@ -83,12 +125,14 @@ class Report:
     capabilities: Capabilities
     queued_tokens: int
     streams: int
+    answering: int | None
     room_blocks: int
     total_blocks: int
     prefill_tokens_per_s: float
     decode_step_s: float
     adapters: frozenset[bytes]
     edges: dict[str, Edge]
+    edge_bytes_per_s: float  # mean of those that were measured; 0: none was
     block_bytes: int
     block_tokens: int
     format_id: str
@@ -97,22 +141,22 @@ class Report:
     def read(cls, status: WorkerStatus, capabilities: Capabilities) -> "Report":
         """As numbers."""
         groups, blocks = capabilities.kv_groups, status.kv_blocks
+        measured = {
+            edge.prefill_worker_id: edge.bytes_per_s for edge in status.edges if edge.bytes_per_s
+        }
         return cls(
             status=status,
             capabilities=capabilities,
             queued_tokens=status.queued_prompt_tokens,
             streams=status.running + status.waiting,
+            answering=status.answering if status.HasField("answering") else None,
             room_blocks=blocks.free + blocks.cached,
             total_blocks=blocks.total,
             prefill_tokens_per_s=status.prefill_tokens_per_s,
             decode_step_s=status.decode_step_s,
             adapters=frozenset(status.adapters),
-            edges={
-                edge.prefill_worker_id: Edge(
-                    bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S,
-                )
-                for edge in status.edges
-            },
+            edges={worker_id: Edge(bytes_per_s=rate) for worker_id, rate in measured.items()},
+            edge_bytes_per_s=fmean(measured.values()) if measured else 0.0,
             block_bytes=sum(
                 len(group.layer_ids)
                 * 2
@@ -179,6 +223,7 @@ def load_of(
         role=slot.role,
         queued_tokens=report.queued_tokens + tokens,
         streams=report.streams + streams,
+        answering=None if report.answering is None else report.answering + streams,
         room_blocks=report.room_blocks,
         total_blocks=report.total_blocks,
         cached_blocks=cached_blocks,
@@ -189,4 +234,5 @@ def load_of(
         block_tokens=report.block_tokens,
         format_id=report.format_id,
         edges=report.edges,
+        unmeasured=Edge(bytes_per_s=rates.edge_bytes_per_s),
     )
