@@ -6,7 +6,7 @@ from batonpb.common_pb2 import Capabilities, KvGroup
 from batonpb.decode_pb2 import Hello, Submission, WorkerFrame
 
 from loadtest.simulator.worker import SimulatedWorker
-from registry.types import WorkerRecord
+from registry.types import Role, WorkerRecord
 from router.workers.link import WorkerLink
 from router.workers.table import Slot
 from wire.compatibility import own_wire
@@ -71,7 +71,7 @@ class SimulatedTable:
         """A life of a worker began."""
         slot = self._slots.get(worker.worker_id)
         if slot is None:
-            role = "prefill" if worker.role == "prefill" else "decode"
+            role: Role = "prefill" if worker.role == "prefill" else "decode"
             record = WorkerRecord(worker_id=worker.worker_id, role=role, state="ready", epoch=1)
             slot = self._slots[worker.worker_id] = Slot(record)
         link = WorkerLink(worker.worker_id, "", _NeverCalled(), Hello())
