@@ -259,6 +259,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             transfers=self._parts.transfers,
             event_sequence=self.event_sequence,
             steps=load.step,
+            answering=load.answering,
+            load_age_ns=engine.load_age_ns(time.monotonic_ns()),
             queued_prompt_tokens=load.queued_prompt_tokens,
             prefill_tokens_per_s=engine.prefill_tokens_per_s,
             decode_step_s=engine.decode_step_s,

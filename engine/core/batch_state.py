@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
-from engine.core.geometry import BLOCK_TOKENS
+from engine.core.plan import StepPlan
 from engine.core.reservations import Reservation, Reservations, ReservationState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import SpareBlocks
@@ -55,6 +55,28 @@ class BatchState:
         """Whether the next step writes answers, beside what it computes of prompts."""
         return any(sequence.decodes for sequence in self.running)
 
+    def equal_steps(self, plan: StepPlan) -> int:
+        """For how many steps ``plan`` stays the next one, while nobody says anything to the engine.
+
+        In these steps every row writes one more token into a block that it has, and none reaches
+        its limit before the last. So virtual time can take them at once (``EngineCore.apply``).
+
+        Returns:
+            At least 1.
+        """
+        running = self.running_by_id()
+        if plan.copies or len(plan.rows) != len(running):
+            return 1
+        steps: list[int] = []
+        for row in plan.rows:
+            sequence = running[row.sequence_id]
+            if not sequence.decodes or row.num_draft_tokens:
+                return 1
+            limit = sequence.request.spec.params.max_tokens - sequence.generated
+            room = self.pool.block_tokens - sequence.computed % self.pool.block_tokens
+            steps.append(min(limit, room))
+        return max(min(steps, default=1), 1)
+
     def has_work(self) -> bool:
         """Whether anything is left that may yield rows, now or after blocks come back."""
         return bool(self.running or self.queue)
@@ -69,11 +91,15 @@ class BatchState:
         }
         waiting = {item.request.request_id for item in self.queue} - running
         queued_tokens = sum(
-            len(item.tokens) - item.computed
+            len(item.tokens) - max(item.computed, item.found_tokens)
             for item in [*self.running, *self.queue]
             if isinstance(item, TokenSequence) and not item.decodes
         )
         return len(running), len(waiting), queued_tokens
+
+    def answering(self) -> int:
+        """Sequences that write answers."""
+        return sum(sequence.decodes for sequence in self.running)
 
     def available_blocks(self) -> int:
         """Blocks that can be taken now: neither in use nor promised."""
@@ -103,17 +129,28 @@ class BatchState:
     # ---------------------------------------------------------------- sequences come and go
 
     def new_sequence(self, request: EngineRequest, choice: int, tokens: list[int]) -> TokenSequence:
-        """A sequence without blocks."""
+        """A sequence without blocks; what is known of the prompt's hashes is not computed again."""
         self._next_sequence_id += 1
         return TokenSequence(
-            sequence_id=self._next_sequence_id, request=request, choice=choice, tokens=tokens
+            sequence_id=self._next_sequence_id,
+            request=request,
+            choice=choice,
+            tokens=tokens,
+            block_hashes=list(request.block_hashes),
         )
 
     def new_prompt(self, request: EngineRequest) -> TokenSequence:
         """The sequence that computes the request's prompt."""
         sequence = self.new_sequence(request, 0, list(request.prompt))
         sequence.prompt_outputs = request.new_prompt_outputs()
+        if request.spec.cacheable and sequence.prompt_outputs is None:
+            sequence.found_tokens = len(self.matching(sequence)) * self.pool.block_tokens
         return sequence
+
+    def matching(self, sequence: TokenSequence) -> list[int]:
+        """Blocks that hold the sequence's first tokens; its last token is always computed."""
+        count = len(sequence.tokens) - 1
+        return self.pool.match(sequence.full_hashes(count, self.pool.block_tokens))
 
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
         """A new running choice that shares every block of ``source`` until it writes."""
@@ -156,9 +193,9 @@ class BatchState:
         """Tell the pool the hashes of blocks that have become full, so that others may share."""
         if not sequence.request.spec.cacheable:
             return
-        full_blocks = sequence.computed // BLOCK_TOKENS
+        full_blocks = sequence.computed // self.pool.block_tokens
         if full_blocks > sequence.registered_blocks:
-            hashes = sequence.full_hashes(sequence.computed)
+            hashes = sequence.full_hashes(sequence.computed, self.pool.block_tokens)
             for index in range(sequence.registered_blocks, full_blocks):
                 self.pool.set_hash(sequence.blocks[index], hashes[index])
             sequence.registered_blocks = full_blocks
@@ -168,7 +205,7 @@ class BatchState:
 
         ``copies`` gets (source, target) when the block was shared.
         """
-        index = sequence.computed // BLOCK_TOKENS
+        index = sequence.computed // self.pool.block_tokens
         if index < len(sequence.blocks) and not self.pool.shared(sequence.blocks[index]):
             return True
         if not self._make_room(sequence):
@@ -234,6 +271,7 @@ class BatchState:
     def vacate(self, sequence: TokenSequence) -> None:
         """Give the sequence's blocks back to the cache."""
         self.pool.release(sequence.blocks)
+        sequence.found_tokens = sequence.registered_blocks * self.pool.block_tokens
         sequence.blocks, sequence.computed, sequence.registered_blocks = [], 0, 0
         if sequence.prompt_outputs is not None:
             sequence.prompt_outputs = sequence.request.new_prompt_outputs()

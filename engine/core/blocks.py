@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from engine.core.geometry import BLOCK_TOKENS
+
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks by state."""
@@ -30,10 +32,15 @@ class BlockPool:
 
     A released block keeps its hash until the block is taken for something else; blocks are evicted
     oldest release first, and within one release tails go before roots.
+
+    Args:
+        total: How many blocks there are.
+        block_tokens: Tokens of one; the simulator has larger blocks than the engine.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self.total = total
+        self.block_tokens = block_tokens
         self._free: set[int] = set(range(total))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * total
@@ -47,6 +54,10 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that ``allocate`` could hand out now."""
         return len(self._free) + len(self._cached)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that ``tokens`` tokens occupy."""
+        return -(-tokens // self.block_tokens)
 
     def counts(self) -> BlockCounts:
         """Blocks by state."""

@@ -40,7 +40,7 @@ class EngineCore:
     ) -> None:
         self.runner = runner
         self.geometry = runner.geometry
-        self.pool = BlockPool(runner.geometry.num_blocks)
+        self.pool = BlockPool(runner.geometry.num_blocks, runner.geometry.block_tokens)
         self.scheduler = Scheduler(self.pool, config, runner.eos_token_ids)
         self.batch = self.scheduler.batch
         self.steps = 0
@@ -96,18 +96,25 @@ class EngineCore:
         return publications
 
     def apply(
-        self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int, duration_ns: int
+        self,
+        plan: StepPlan,
+        results: list[list[SampledToken]],
+        now_ns: int,
+        duration_ns: int,
+        steps: int = 1,
     ) -> list[ev.Event]:
         """Record a finished step; returns all events since the last call.
 
-        ``duration_ns`` counts from before ``plan``, where a draft model computes.
+        ``duration_ns`` counts from before ``plan``, where a draft model computes. ``steps`` above 1
+        are equal ones (``BatchState.equal_steps``) in virtual time: each row's result has so many
+        tokens, and ``duration_ns`` is one step's mean.
         """
         self._withdraw(plan)
         self._end_refused(plan)
         if self.speculation is not None:
             self.speculation.observe(plan, results, duration_ns)
         self.scheduler.apply(plan, results, now_ns)
-        self.steps += 1
+        self.steps += steps
         self._fit_times(plan, duration_ns)
         return self.take_events(plan, duration_ns)
 
@@ -187,6 +194,7 @@ class EngineCore:
             decode_rows=decode_rows,
             running=running,
             waiting=waiting,
+            answering=self.batch.answering(),
             queued_prompt_tokens=queued,
             blocks=self.pool.counts(),
             evictions=self.pool.evictions,

@@ -126,7 +126,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decode_rows: int = 0
     running: int = 0
     waiting: int = 0
-    queued_prompt_tokens: int = 0
+    answering: int = 0  # sequences that write answers
+    queued_prompt_tokens: int = 0  # to be computed, as far as the cache did not hold them
     blocks: BlockCounts = BlockCounts()
     evictions: int = 0
     preemptions: int = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
-from engine.core.sequence import EngineRequest, TokenSequence, blocks_for
+from engine.core.sequence import EngineRequest, TokenSequence
 
 
 class ReservationState(enum.Enum):
@@ -98,9 +98,9 @@ class Reservations:
     def grant(self, reservation: Reservation) -> bool:
         """Count capacity and pin the cached prefix; False when it does not fit."""
         request = reservation.request
-        pinned = self._pool.match(_prompt_hashes(request)) if request.spec.cacheable else []
+        pinned = self._matching(request) if request.spec.cacheable else []
         self._pool.pin(pinned)
-        need = blocks_for(len(request.prompt) + 1) - len(pinned)
+        need = self._pool.blocks_for(len(request.prompt) + 1) - len(pinned)
         if need > self._pool.available() - self.reserved_blocks:
             self._pool.release(pinned)
             return False
@@ -108,6 +108,17 @@ class Reservations:
         reservation.state = ReservationState.RESERVED
         self.events.append(ev.Reserved(request.request_id, reservation.generation, len(pinned)))
         return True
+
+    def _matching(self, request: EngineRequest) -> list[int]:
+        """Blocks of the prompt that are here; the request keeps the hashes for its next grant."""
+        sequence = TokenSequence(
+            sequence_id=0,
+            request=request,
+            choice=0,
+            tokens=request.prompt,
+            block_hashes=request.block_hashes,
+        )
+        return self._pool.match(sequence.full_hashes(len(request.prompt), self._pool.block_tokens))
 
     def bind(self, reservation: Reservation) -> bool:
         """Take the pages that were counted; False when growth has taken them meanwhile."""
@@ -156,15 +167,3 @@ class Reservations:
             if revoked_id == request_id:
                 pages.update(draining)
         return pages
-
-
-def _prompt_hashes(request: EngineRequest) -> list[bytes]:
-    """Hashes of the prompt's full blocks; the request keeps them for its next reservation."""
-    sequence = TokenSequence(
-        sequence_id=0,
-        request=request,
-        choice=0,
-        tokens=request.prompt,
-        block_hashes=request.block_hashes,
-    )
-    return sequence.full_hashes(len(request.prompt))

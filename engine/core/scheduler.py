@@ -16,12 +16,11 @@ from engine.core import events as ev
 from engine.core.batch_state import BatchState
 from engine.core.blocks import BlockPool
 from engine.core.errors import BatonError, CancelledError_, InvalidRequestError
-from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
 from engine.core.plan import PlanRow, SampleSpec, StepPlan
 from engine.core.prompt_outputs import PromptOutputs
 from engine.core.reservations import Reservation, ReservationState
-from engine.core.sequence import EngineRequest, Kind, TokenSequence, blocks_for
+from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import accepted_run
 
 
@@ -63,7 +62,7 @@ class Scheduler:
             raise InvalidRequestError(f"request id {request.request_id!r} is already in use here")
         no_answer = request.kind is Kind.PREFILL or request.spec.pooling
         answer = 0 if no_answer else request.spec.params.max_tokens
-        need = blocks_for(len(request.prompt) + answer)
+        need = self.batch.pool.blocks_for(len(request.prompt) + answer)
         if not request.prompt or need > self.batch.pool.total:
             raise InvalidRequestError(
                 f"prompt of {len(request.prompt)} tokens and answer of {answer} need {need} KV "
@@ -179,7 +178,7 @@ class Scheduler:
                 continue
             if batch.make_writable(sequence, copies):
                 rows.append(self._row(sequence, 1))
-        budget = max(self.max_step_tokens - len(rows), BLOCK_TOKENS)
+        budget = max(self.max_step_tokens - len(rows), batch.pool.block_tokens)
         for sequence in batch.running:
             if budget > 0 and not sequence.decodes:
                 rows.append(self._row(sequence, budget))
@@ -190,13 +189,20 @@ class Scheduler:
         return StepPlan(tuple(rows), tuple(copies))
 
     def apply(self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int) -> None:
-        """Record what a step computed and sampled."""
+        """Record what a step computed and sampled.
+
+        A row that writes an answer may have more tokens than it asked for: those of so many steps
+        that ``BatchState.equal_steps`` found equal.
+        """
         by_id = self.batch.running_by_id()
         for row, sampled in zip(plan.rows, results, strict=True):
             sequence = by_id.get(row.sequence_id)
             if sequence is None:
                 continue  # its request ended within this step
             if row.num_draft_tokens:
+                self._take_run(sequence, row, accepted_run(sequence, row, sampled, self._eos))
+                continue
+            if len(sampled) > len(row.samples):
                 self._take_run(sequence, row, sampled)
                 continue
             sequence.computed = row.start + len(row.tokens)
@@ -225,12 +231,13 @@ class Scheduler:
     def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
         """The next chunk of a sequence; chunks that do not reach the end stop at a block border."""
         start, end = sequence.computed, len(sequence.tokens)
+        block_tokens = self.batch.pool.block_tokens
         prompt_outputs = sequence.prompt_outputs
         if prompt_outputs is not None:
             budget //= prompt_outputs.token_cost
         if end - start > budget:
-            end = (start + budget) // BLOCK_TOKENS * BLOCK_TOKENS
-            end = max(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
+            end = (start + budget) // block_tokens * block_tokens
+            end = max(end, (start // block_tokens + 1) * block_tokens)
         end = min(end, len(sequence.tokens))
         samples: tuple[SampleSpec, ...] = ()
         if end == len(sequence.tokens):
@@ -240,7 +247,7 @@ class Scheduler:
             sequence_id=sequence.sequence_id,
             tokens=sequence.tokens[start:end],
             start=start,
-            block_ids=sequence.blocks[: blocks_for(end)],
+            block_ids=sequence.blocks[: self.batch.pool.blocks_for(end)],
             samples=samples,
             adapter=adapter.digest if adapter else "",
             prompt_outputs=prompt_outputs,
@@ -288,10 +295,9 @@ class Scheduler:
         request, pool = sequence.request, self.batch.pool
         matched: list[int] = []
         if request.spec.cacheable and sequence.prompt_outputs is None:
-            # the last token is always computed: the next one is sampled from its logits
-            matched = pool.match(sequence.full_hashes(len(sequence.tokens) - 1))
+            matched = self.batch.matching(sequence)
         pool.pin(matched)
-        need = blocks_for(len(sequence.tokens)) - len(matched)
+        need = pool.blocks_for(len(sequence.tokens)) - len(matched)
         pages: list[int] | None = None
         if need <= self.batch.available_blocks() and not self._pins_too_much(request, need):
             pages = pool.allocate(need, matched[-1] if matched else None)
@@ -299,7 +305,7 @@ class Scheduler:
             pool.release(matched)
             return False
         sequence.blocks = matched + pages
-        sequence.computed = len(matched) * BLOCK_TOKENS
+        sequence.computed = len(matched) * pool.block_tokens
         sequence.registered_blocks = len(matched)
         self.batch.run(sequence)
         self._note_admission(request, len(matched), now_ns, sequence.blocks)
@@ -322,7 +328,7 @@ class Scheduler:
             layer_count=ev.ALL_LAYERS,
             block_begin=skip_blocks,
             block_count=matched - skip_blocks,
-            valid_tokens=(matched - skip_blocks) * BLOCK_TOKENS,
+            valid_tokens=(matched - skip_blocks) * self.batch.pool.block_tokens,
         )
 
     def _note_admission(
@@ -335,7 +341,7 @@ class Scheduler:
         if request.admitted_ns:
             return
         request.admitted_ns = now_ns
-        request.cached_tokens = matched_blocks * BLOCK_TOKENS
+        request.cached_tokens = matched_blocks * self.batch.pool.block_tokens
         self.batch.events.append(
             ev.Admitted(
                 request_id=request.request_id,
@@ -371,9 +377,8 @@ class Scheduler:
             )
         )
 
-    def _take_run(self, sequence: TokenSequence, row: PlanRow, sampled: list[SampledToken]) -> None:
-        """Add the tokens behind right draft tokens, the first one that corrects one included."""
-        run = accepted_run(sequence, row, sampled, self._eos)
+    def _take_run(self, sequence: TokenSequence, row: PlanRow, run: list[SampledToken]) -> None:
+        """Add several tokens to an answer."""
         sequence.tokens += [token.token for token in run]
         sequence.computed = row.start + len(run)
         self.batch.register_hashes(sequence)

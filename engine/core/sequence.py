@@ -85,6 +85,7 @@ class TokenSequence:
     choice: int
     tokens: list[int]
     computed: int = 0
+    found_tokens: int = 0  # that were in the cache when it began to wait: for the load's report
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
     registered_blocks: int = 0  # leading blocks whose hashes the pool was told
@@ -102,14 +103,14 @@ class TokenSequence:
         """Whether all that is left to compute is the answer's newest token."""
         return self.computed == len(self.tokens) - 1 and self.generated > 0
 
-    def full_hashes(self, upto_tokens: int) -> list[bytes]:
+    def full_hashes(self, upto_tokens: int, block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
         """Hashes of the full blocks within the first ``upto_tokens`` tokens."""
-        count = upto_tokens // BLOCK_TOKENS
+        count = upto_tokens // block_tokens
         hashes = self.block_hashes
         while len(hashes) < count:
-            begin = len(hashes) * BLOCK_TOKENS
+            begin = len(hashes) * block_tokens
             parent = hashes[-1] if hashes else self.request.spec.hash_seed
-            hashes.append(block_hash(parent, self.tokens[begin : begin + BLOCK_TOKENS]))
+            hashes.append(block_hash(parent, self.tokens[begin : begin + block_tokens]))
         return hashes[:count]
 
 

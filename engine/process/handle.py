@@ -1,9 +1,7 @@
 """Routes an engine's reports to the requests they are about, and keeps its latest load."""
 
 import logging
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import IO
 
@@ -12,8 +10,8 @@ from engine.core.blocks import BlockCounts
 from engine.core.params import AdapterRef
 from engine.process import messages
 from engine.process.client import EngineClient
+from engine.process.step_rates import StepRates
 from engine.settings import EngineSettings
-from telemetry.running_mean import RunningMean
 
 _LOG = logging.getLogger(__name__)
 
@@ -21,9 +19,6 @@ Handler = Callable[[messages.RequestReport | ev.Ended], None]
 
 SILENCE_NS = 3_000_000_000  # a step takes less, and a loop without steps says that it runs
 _OWN_STALL_NS = 1_000_000_000
-
-_SAMPLE_WEIGHT = 0.3  # of one step in the rate at which prompts are computed
-_LEAST_SAMPLE_TOKENS = 32  # smaller ones say more about overhead than about the rate
 
 
 class EngineHandle:
@@ -46,8 +41,9 @@ class EngineHandle:
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
         self._adapters_asked: dict[str, AdapterRef] = {}  # by live requests
-        self._prefill_tokens_per_s = RunningMean(_SAMPLE_WEIGHT)
-        self._decode_steps_s: deque[float] = deque(maxlen=64)
+        self._rates = StepRates()
+        self._load_ns = time.monotonic_ns()  # when the engine was as ``load`` says
+        self._asked = False  # something of it since
         client.listen(self._on_report)
 
     @classmethod
@@ -67,6 +63,7 @@ class EngineHandle:
     def submit(self, command: messages.Submit, handler: Handler) -> None:
         """Queue a request; ``handler`` gets all its reports, ``Ended`` last."""
         self._handlers[command.request_id] = handler
+        self._asked = True
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
         self.client.send(command)
@@ -82,13 +79,17 @@ class EngineHandle:
     @property
     def prefill_tokens_per_s(self) -> float:
         """Fitted rate at which prompts are computed; 0 until one was."""
-        return self._prefill_tokens_per_s.value
+        return self._rates.prefill_tokens_per_s
 
     @property
     def decode_step_s(self) -> float:
         """Median of recent steps without prompt tokens; 0 until there was one."""
-        steps = self._decode_steps_s
-        return statistics.median(steps) if steps else 0.0
+        return self._rates.decode_step_s
+
+    def load_age_ns(self, now_ns: int) -> int:
+        """How old ``load`` is; 0 where the engine has nothing to compute, and so is up to date."""
+        computes = self.load.answering or self.load.queued_prompt_tokens or self._asked
+        return max(now_ns - self._load_ns, 0) if computes else 0
 
     def watch(self, now_ns: int) -> None:
         """Notice a step loop that says nothing; to be called several times a second.
@@ -141,12 +142,7 @@ class EngineHandle:
 
     def _note_step(self, step: ev.StepDone) -> None:
         self.load = step
-        seconds = step.duration_ns / 1e9
-        if not seconds:  # a status between steps, or a step that failed
-            pass
-        elif step.prompt_tokens >= _LEAST_SAMPLE_TOKENS:
-            self._prefill_tokens_per_s.add(step.prompt_tokens / seconds)
-        elif step.decode_rows and not step.prompt_tokens:
-            self._decode_steps_s.append(seconds)
+        self._rates.add(step)
+        self._load_ns, self._asked = time.monotonic_ns() - step.duration_ns, False
         for callback in self.after_step:
             callback(step)

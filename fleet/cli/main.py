@@ -14,6 +14,7 @@ from fleet.cli.loadtest import give_local_fleet
 from fleet.cli.orders import drain, restart
 from fleet.cli.top import top
 from loadtest.cli import app as loadtest_app
+from loadtest.simulator.cli import simulate
 
 app = typer.Typer(
     help="Baton serves a large language model from a fleet: prefill workers read prompts, decode "
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (capacity, up, down, status, top, explain, doctor, chat, logs, drain, restart):
+for command in (capacity, up, down, status, doctor, chat, logs, drain, restart, simulate):
     app.command()(command)
 
 config_app = typer.Typer(help="Look at fleet files.", no_args_is_help=True)

@@ -101,7 +101,7 @@ class EdgeRate(_message.Message):
     def __init__(self, prefill_worker_id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., overhead_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("identity", "state", "kv_blocks", "running", "waiting", "threads", "transfers", "event_sequence", "steps", "queued_prompt_tokens", "prefill_tokens_per_s", "decode_step_s", "prefill_overhead_s", "edges", "capabilities", "last_error", "adapters", "highest_ticket")
+    __slots__ = ("identity", "state", "kv_blocks", "running", "waiting", "threads", "transfers", "event_sequence", "steps", "queued_prompt_tokens", "prefill_tokens_per_s", "decode_step_s", "prefill_overhead_s", "edges", "capabilities", "last_error", "adapters", "highest_ticket", "answering", "load_age_ns")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,8 @@ class WorkerStatus(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_TICKET_FIELD_NUMBER: _ClassVar[int]
+    ANSWERING_FIELD_NUMBER: _ClassVar[int]
+    LOAD_AGE_NS_FIELD_NUMBER: _ClassVar[int]
     identity: WorkerIdentity
     state: str
     kv_blocks: BlockCounts
@@ -138,7 +140,9 @@ class WorkerStatus(_message.Message):
     last_error: str
     adapters: _containers.RepeatedScalarFieldContainer[bytes]
     highest_ticket: int
-    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., state: _Optional[str] = ..., kv_blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., threads: _Optional[int] = ..., transfers: _Optional[_Union[TransferTotals, _Mapping]] = ..., event_sequence: _Optional[int] = ..., steps: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., prefill_overhead_s: _Optional[float] = ..., edges: _Optional[_Iterable[_Union[EdgeRate, _Mapping]]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., last_error: _Optional[str] = ..., adapters: _Optional[_Iterable[bytes]] = ..., highest_ticket: _Optional[int] = ...) -> None: ...
+    answering: int
+    load_age_ns: int
+    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., state: _Optional[str] = ..., kv_blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., threads: _Optional[int] = ..., transfers: _Optional[_Union[TransferTotals, _Mapping]] = ..., event_sequence: _Optional[int] = ..., steps: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., prefill_overhead_s: _Optional[float] = ..., edges: _Optional[_Iterable[_Union[EdgeRate, _Mapping]]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., last_error: _Optional[str] = ..., adapters: _Optional[_Iterable[bytes]] = ..., highest_ticket: _Optional[int] = ..., answering: _Optional[int] = ..., load_age_ns: _Optional[int] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")

@@ -2,7 +2,8 @@
 
 A status frame is up to 250 ms old. Requests placed since then would be invisible, and a burst would
 go to one worker. So each placement is booked before it is sent, and counts until a report that is
-young enough to hold it has come.
+young enough to hold it has come. An engine looks for new requests between two steps, which may be
+a second apart, so a report says itself how old the load in it is.
 """
 
 from dataclasses import dataclass
@@ -63,10 +64,10 @@ class LoadBook:
         for worker in self._booked.values():
             worker.pop(request_id, None)
 
-    def reported(self, worker_id: str, now_ns: int) -> None:
-        """A report of the worker came."""
+    def reported(self, worker_id: str, as_of_ns: int) -> None:
+        """A report of the worker came, of how things stood there at that time."""
         for booking in self._booked.get(worker_id, {}).values():
-            if now_ns - booking.at_ns >= _SETTLE_NS:
+            if as_of_ns - booking.at_ns >= _SETTLE_NS:
                 booking.reported = True
 
     def forget(self, worker_id: str) -> None:

@@ -12,6 +12,7 @@ fitted to their own steps; until they have, the priors below stand in.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from heapq import nsmallest
 
 from engine.core.geometry import BLOCK_TOKENS
 from router.request import Mode
@@ -30,6 +31,8 @@ PRIOR_ADAPTER_LOAD_S = 0.1
 STEP_SHARE_PER_STREAM = 0.023
 # The last layer group cannot hide behind compute.
 EXPOSED_SHARE = 0.05
+# Of each role, so many workers are priced in pairs: those that are best by their own part.
+PAIRED_OF_A_ROLE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ class WorkerLoad:
     """A live worker as this router sees it, with what it booked itself.
 
     ``cached_blocks`` is how much of the present prompt the worker holds, by the prefix index;
+    ``answering`` streams stand still while a prompt is computed, the others are prompts;
     ``adapter_s`` is how long it would have to load the prompt's adapter.
     """
 
@@ -52,6 +56,7 @@ class WorkerLoad:
     role: str
     queued_tokens: int = 0
     streams: int = 0
+    answering: int | None = None  # of them, those that write answers; None: all
     room_blocks: int = 1 << 30  # free and cached
     total_blocks: int = 1 << 30
     cached_blocks: int = 0
@@ -59,8 +64,10 @@ class WorkerLoad:
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
     block_bytes: int = 0
+    block_tokens: int = BLOCK_TOKENS
     format_id: str = ""  # equal on both sides of a pair that can hand over
     edges: Mapping[str, Edge] = field(default_factory=dict)
+    unmeasured: Edge = Edge()  # what is expected of the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +134,13 @@ def candidates(
     choices: int = 1,
     moves_kv: bool = True,
 ) -> list[Candidate]:
-    """Every placement that ``mode`` allows, cheapest first.
+    """The placements that ``mode`` allows, cheapest first.
+
+    Every worker alone is priced. Of pairs, those of the few prefill and the few decode workers that
+    are best by their own part of the cost: all of them in a small fleet, and never P × D.
 
     Args:
-        workers: Live workers that take new requests.
+        workers: Live workers that take new requests; of equal ones, the first are paired.
         mode: ``disaggregated`` wants two different workers, ``colocated`` one, ``auto`` either.
         prompt_tokens: Length of the prompt.
         expected_tokens: Tokens that one answer is expected to have.
@@ -144,10 +154,9 @@ def candidates(
     if mode != "colocated":
         compared += [
             _pair(prefill, decode, work)
-            for prefill in workers
-            if prefill.role == "prefill"
-            for decode in workers
-            if decode.role == "decode" and decode.format_id == prefill.format_id
+            for prefills, decodes in _halves(workers, work)
+            for prefill in prefills
+            for decode in decodes
         ]
     return sorted(compared, key=lambda candidate: candidate.terms.total_s)
 
@@ -200,17 +209,57 @@ class _Work:
 
     def uncached(self, worker: WorkerLoad) -> int:
         # The last token is always computed: its logits are wanted.
-        cached = min(worker.cached_blocks * BLOCK_TOKENS, self.prompt_tokens - 1)
+        cached = min(worker.cached_blocks * worker.block_tokens, self.prompt_tokens - 1)
         return self.prompt_tokens - cached
 
-    @property
-    def blocks(self) -> int:
+    def blocks(self, worker: WorkerLoad) -> int:
         tokens = self.prompt_tokens + self.choices * self.expected_tokens
-        return -(-tokens // BLOCK_TOKENS)
+        return -(-tokens // worker.block_tokens)
+
+    def payload_bytes(self, decode: WorkerLoad) -> int:
+        """KV that the decode worker lacks."""
+        if not self.moves_kv:
+            return 0
+        prompt_blocks = -(-self.prompt_tokens // decode.block_tokens)
+        return max(0, prompt_blocks - decode.cached_blocks) * decode.block_bytes
+
+
+def _halves(
+    workers: Sequence[WorkerLoad], work: _Work
+) -> list[tuple[list[WorkerLoad], list[WorkerLoad]]]:
+    """The prefill and the decode workers that are worth pairing, by format."""
+    formats: dict[str, tuple[list[WorkerLoad], list[WorkerLoad]]] = {}
+    for worker in workers:
+        prefills, decodes = formats.setdefault(worker.format_id, ([], []))
+        if worker.role == "prefill":
+            prefills.append(worker)
+        elif worker.role == "decode":
+            decodes.append(worker)
+
+    def prefill_s(worker: WorkerLoad) -> float:
+        queue_s = worker.queued_tokens / worker.prefill_tokens_per_s
+        return queue_s + worker.adapter_s + _compute_s(worker, work) * (1 + _delayed(worker))
+
+    def decode_s(worker: WorkerLoad) -> float:
+        wire_s = work.payload_bytes(worker) / worker.unmeasured.bytes_per_s * EXPOSED_SHARE
+        return worker.adapter_s + sum(_decode_terms(worker, work)) + wire_s
+
+    return [
+        (
+            nsmallest(PAIRED_OF_A_ROLE, prefills, key=prefill_s),
+            nsmallest(PAIRED_OF_A_ROLE, decodes, key=decode_s),
+        )
+        for prefills, decodes in formats.values()
+    ]
 
 
 def _compute_s(worker: WorkerLoad, work: _Work) -> float:
     return PREFILL_OVERHEAD_S + work.uncached(worker) / worker.prefill_tokens_per_s
+
+
+def _delayed(worker: WorkerLoad) -> int:
+    """Streams that wait while a prompt is computed. Prompts that came before it do not."""
+    return worker.streams if worker.answering is None else worker.answering
 
 
 def _decode_terms(worker: WorkerLoad, work: _Work) -> tuple[float, float, float]:
@@ -218,7 +267,7 @@ def _decode_terms(worker: WorkerLoad, work: _Work) -> tuple[float, float, float]
     step_s, marginal_s = worker.decode_step_s, worker.decode_step_s * STEP_SHARE_PER_STREAM
     decode_s = work.expected_tokens * (step_s + marginal_s * worker.streams)
     slowdown_s = work.expected_tokens * marginal_s * worker.streams * work.choices
-    lacking = max(0, work.blocks - worker.cached_blocks - worker.room_blocks)
+    lacking = max(0, work.blocks(worker) - worker.cached_blocks - worker.room_blocks)
     # Running answers free the whole pool in about one answer's time: wait in proportion.
     room_s = lacking / max(worker.total_blocks, 1) * work.expected_tokens * step_s
     return room_s, decode_s, slowdown_s
@@ -234,7 +283,7 @@ def _alone(worker: WorkerLoad, work: _Work) -> Candidate:
         transfer_s=0.0,
         room_s=room_s,
         decode_s=decode_s,
-        slowdown_s=slowdown_s + compute_s * worker.streams,
+        slowdown_s=slowdown_s + compute_s * _delayed(worker),
     )
     return Candidate(
         prefill=None, decode=worker, terms=terms, uncached_tokens=work.uncached(worker)
@@ -244,11 +293,8 @@ def _alone(worker: WorkerLoad, work: _Work) -> Candidate:
 def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
     compute_s = _compute_s(prefill, work)
     room_s, decode_s, slowdown_s = _decode_terms(decode, work)
-    edge = decode.edges.get(prefill.worker_id) or Edge()
-    prompt_blocks = -(-work.prompt_tokens // BLOCK_TOKENS)
-    lacking = max(0, prompt_blocks - decode.cached_blocks) if work.moves_kv else 0
-    payload_bytes = lacking * decode.block_bytes
-    wire_s = payload_bytes / edge.bytes_per_s
+    edge = decode.edges.get(prefill.worker_id) or decode.unmeasured
+    wire_s = work.payload_bytes(decode) / edge.bytes_per_s
     terms = Terms(
         queue_s=prefill.queued_tokens / prefill.prefill_tokens_per_s,
         adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
@@ -256,7 +302,7 @@ def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
         transfer_s=EDGE_OVERHEAD_S + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
         room_s=room_s,
         decode_s=decode_s,
-        slowdown_s=slowdown_s + compute_s * prefill.streams,
+        slowdown_s=slowdown_s + compute_s * _delayed(prefill),
     )
     return Candidate(
         prefill=prefill, decode=decode, terms=terms, uncached_tokens=work.uncached(prefill)

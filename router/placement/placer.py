@@ -1,21 +1,23 @@
 """Places a request: which workers can serve it, what each choice costs, and the booking."""
 
 import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
+from typing import Protocol
 
 from batonpb.common_pb2 import Capabilities
 
 from engine.core.errors import UnavailableError
 from router.placement.booked_load import LoadBook
-from router.placement.cost import Candidate, candidates, choose
+from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, candidates, choose
 from router.placement.prefix_index import PrefixIndex
 from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.placement.worker_load import loads_of
+from router.placement.worker_load import Reports, loads_of
 from router.request import GenerationRequest
 from router.settings import RouterSettings
-from router.workers.table import Slot, WorkerTable
+from router.workers.table import Slot
 from telemetry.running_mean import RunningMean
 
 _EXPLAINED_CANDIDATES = 32
@@ -49,6 +51,17 @@ class Placement:
         return self.chosen.prefill.worker_id if self.chosen.prefill is not None else None
 
 
+class Workers(Protocol):
+    """The workers of the fleet; ``router.workers.table.WorkerTable`` is it."""
+
+    @property
+    def usable(self) -> list[Slot]:
+        """Those that take new requests."""
+
+    def __iter__(self) -> Iterator[Slot]:
+        """All."""
+
+
 class Placer:
     """Chooses workers for requests and books the load; sends nothing.
 
@@ -57,21 +70,31 @@ class Placer:
         workers: The workers and their last reports.
         prefix_index: Which incarnation holds which blocks.
         book: Load that reports do not show yet.
+        clock_ns: Monotonic; the simulator has its own.
+        random_source: Draws among equals.
+        hashes_of: Names the full blocks of a prompt; None: as the workers compute them.
     """
 
     def __init__(
         self,
         settings: RouterSettings,
-        workers: WorkerTable,
+        workers: Workers,
         prefix_index: PrefixIndex,
         book: LoadBook,
+        *,
+        clock_ns: Callable[[], int] = monotonic_ns,
+        random_source: random.Random | None = None,
+        hashes_of: Callable[[GenerationRequest, Sequence[Slot]], list[bytes]] | None = None,
     ) -> None:
         self._settings = settings
         self._workers = workers
         self._prefix_index = prefix_index
         self._book = book
         self._seeds = HashSeedCache()
-        self._random = random.Random()
+        self._reports = Reports()
+        self._clock_ns = clock_ns
+        self._random = random_source or random.Random()
+        self._hashes_of = hashes_of or partial(prompt_hashes, seeds=self._seeds)
         self._answer_tokens = RunningMean(_ANSWER_WEIGHT, prior=_INITIAL_ANSWER_TOKENS)
 
     @property
@@ -132,16 +155,25 @@ class Placer:
         Raises:
             UnavailableError: No worker that is ready can serve it in its mode.
         """
-        now_ns = monotonic_ns()
+        now_ns = self._clock_ns()
         usable = self.eligible(request, avoid)
         if not usable:
             raise UnavailableError("no worker is ready")
-        hashes = prompt_hashes(request, usable, self._seeds)
+        self._random.shuffle(usable)  # of equal ones, not always the same are looked at
+        hashes = self._hashes_of(request, usable)
         reusable = [] if request.whole_prompt else hashes
+        loads = loads_of(
+            usable,
+            reusable,
+            self._prefix_index,
+            self._book,
+            now_ns,
+            request.adapter_digest,
+            self._reports,
+            PAIRED_OF_A_ROLE,
+        )
         compared = candidates(
-            loads_of(
-                usable, reusable, self._prefix_index, self._book, now_ns, request.adapter_digest
-            ),
+            loads,
             mode=request.mode,
             prompt_tokens=len(request.prompt),
             expected_tokens=self._expected_tokens(request),

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from heapq import nsmallest
+from statistics import fmean
+from typing import NamedTuple
 
-from engine.core.geometry import head_bytes
+from batonpb.common_pb2 import Capabilities, WorkerStatus
+
+from engine.core.geometry import BLOCK_TOKENS, head_bytes
 from router.placement.booked_load import LoadBook
 from router.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
@@ -27,6 +31,8 @@ def loads_of(
     book: LoadBook,
     now_ns: int,
     adapter: str = "",
+    reports: "Reports | None" = None,
+    keep_of_a_role: int = 0,
 ) -> list[WorkerLoad]:
     """The slots as the cost model takes them.
 
@@ -37,19 +43,54 @@ def loads_of(
         book: Load that reports do not show yet.
         now_ns: Monotonic clock.
         adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
+        reports: Those that were read for an earlier prompt.
+        keep_of_a_role: Of a large fleet, only so many of each role that would have the prompt
+            soonest, and as many that have the fewest streams; of equal ones, the first. 0: all.
     """
-    rates = Rates.expected(slots)
-    return [
-        load_of(
+    reports = reports or Reports()
+    found = [
+        _Found(
             slot,
+            reports.of(slot),
             prefix_index.prefix_blocks(slot.link.incarnation, hashes, now_ns),
-            book,
-            adapter,
-            rates,
+            *book.unreported(slot.worker_id),
         )
         for slot in slots
         if slot.link is not None
     ]
+    rates = Rates.expected([one.report for one in found])
+    if keep_of_a_role and len(found) > 4 * keep_of_a_role:
+        found = _worth_pricing(found, len(hashes), rates, keep_of_a_role)
+    return [load_of(one.slot, one.cached_blocks, book, adapter, rates, reports) for one in found]
+
+
+class _Found(NamedTuple):
+    """A worker, before it is worth a price."""
+
+    slot: Slot
+    report: "Report"
+    cached_blocks: int
+    booked_tokens: int
+    booked_streams: int
+
+
+def _worth_pricing(
+    found: Sequence[_Found], prompt_blocks: int, rates: "Rates", keep: int
+) -> list[_Found]:
+    def prompt_s(one: _Found) -> float:
+        uncached_tokens = (prompt_blocks - one.cached_blocks) * one.report.block_tokens
+        tokens = one.report.queued_tokens + one.booked_tokens + uncached_tokens
+        return tokens / (one.report.prefill_tokens_per_s or rates.prefill_tokens_per_s)
+
+    def streams(one: _Found) -> int:
+        return one.report.streams + one.booked_streams
+
+    kept: dict[str, _Found] = {}
+    for role in sorted({one.slot.role for one in found}):
+        peers = [one for one in found if one.slot.role == role]
+        best = [*nsmallest(keep, peers, key=prompt_s), *nsmallest(keep, peers, key=streams)]
+        kept |= {one.slot.worker_id: one for one in best}
+    return list(kept.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +99,102 @@ class Rates:
 
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
+    edge_bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S
 
     @classmethod
-    def expected(cls, slots: Sequence[Slot]) -> "Rates":
-        """The mean of its peers, so that nobody is preferred for not having measured."""
-        reports = [slot.link.status for slot in slots if slot.link and slot.link.status]
-        prefills = [report.prefill_tokens_per_s for report in reports]
-        steps = [report.decode_step_s for report in reports]
+    def expected(cls, reports: Sequence["Report"]) -> "Rates":
+        """The mean of its peers, so that nobody is preferred for not having measured.
+
+        The same holds for edges: in a fleet of fast links, a pair that has not handed over yet
+        must not be taken for a slow one, or it never will.
+        """
+        prefills = [rate for report in reports if (rate := report.prefill_tokens_per_s)]
+        steps = [step for report in reports if (step := report.decode_step_s)]
+        edges = [rate for report in reports if (rate := report.edge_bytes_per_s)]
         return cls(
-            mean(filter(None, prefills)) if any(prefills) else PRIOR_PREFILL_TOKENS_PER_S,
-            mean(filter(None, steps)) if any(steps) else PRIOR_DECODE_STEP_S,
+            fmean(prefills) if prefills else PRIOR_PREFILL_TOKENS_PER_S,
+            fmean(steps) if steps else PRIOR_DECODE_STEP_S,
+            fmean(edges) if edges else PRIOR_EDGE_BYTES_PER_S,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A worker's last report, read once: many prompts are placed between two of them."""
+
+    status: WorkerStatus
+    capabilities: Capabilities
+    queued_tokens: int
+    streams: int
+    answering: int | None
+    room_blocks: int
+    total_blocks: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    adapters: frozenset[bytes]
+    edges: dict[str, Edge]
+    edge_bytes_per_s: float  # mean of those that were measured; 0: none was
+    block_bytes: int
+    block_tokens: int
+    format_id: str
+
+    @classmethod
+    def read(cls, status: WorkerStatus, capabilities: Capabilities) -> "Report":
+        """As numbers."""
+        groups, blocks = capabilities.kv_groups, status.kv_blocks
+        measured = {
+            edge.prefill_worker_id: edge.bytes_per_s for edge in status.edges if edge.bytes_per_s
+        }
+        return cls(
+            status=status,
+            capabilities=capabilities,
+            queued_tokens=status.queued_prompt_tokens,
+            streams=status.running + status.waiting,
+            answering=status.answering if status.HasField("answering") else None,
+            room_blocks=blocks.free + blocks.cached,
+            total_blocks=blocks.total,
+            prefill_tokens_per_s=status.prefill_tokens_per_s,
+            decode_step_s=status.decode_step_s,
+            adapters=frozenset(status.adapters),
+            edges={worker_id: Edge(bytes_per_s=rate) for worker_id, rate in measured.items()},
+            edge_bytes_per_s=fmean(measured.values()) if measured else 0.0,
+            block_bytes=sum(
+                len(group.layer_ids)
+                * 2
+                * group.num_kv_heads
+                * head_bytes(group.dtype, group.head_dim)
+                * group.block_tokens
+                for group in groups
+            ),
+            block_tokens=groups[0].block_tokens if groups else BLOCK_TOKENS,
+            format_id=format_id(capabilities),
+        )
+
+
+class Reports:
+    """The last report of each worker, as numbers."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Report] = {}
+
+    def of(self, slot: Slot) -> Report:
+        """The worker's.
+
+        Raises:
+            ValueError: The worker is not connected.
+        """
+        link = slot.link
+        if link is None or link.status is None:
+            raise ValueError(f"{slot.worker_id} is not connected")
+        report = self._read.get(slot.worker_id)
+        if (
+            report is None
+            or report.status is not link.status
+            or report.capabilities is not link.capabilities
+        ):
+            report = Report.read(link.status, link.capabilities)
+            self._read[slot.worker_id] = report
+        return report
 
 
 def load_of(
@@ -77,41 +203,39 @@ def load_of(
     book: LoadBook,
     adapter: str = "",
     rates: Rates = Rates(),
+    reports: Reports | None = None,
 ) -> WorkerLoad:
-    """One worker's load: its last report, and what was booked since."""
+    """One worker's load: its last report, and what was booked since.
+
+    Raises:
+        ValueError: The worker is not connected.
+    """
     link = slot.link
-    if link is None or link.status is None:
+    if link is None:
         raise ValueError(f"{slot.worker_id} is not connected")
-    status, groups = link.status, link.capabilities.kv_groups
+    report = (reports or Reports()).of(slot)
     tokens, streams = book.unreported(slot.worker_id)
-    has_adapter = bytes.fromhex(adapter) in status.adapters or book.brings(slot.worker_id, adapter)
+    adapter_s = 0.0
+    if adapter and bytes.fromhex(adapter) not in report.adapters:
+        adapter_s = 0.0 if book.brings(slot.worker_id, adapter) else PRIOR_ADAPTER_LOAD_S
     return WorkerLoad(
         worker_id=slot.worker_id,
         incarnation=link.incarnation,
         role=slot.role,
-        queued_tokens=status.queued_prompt_tokens + tokens,
-        streams=status.running + status.waiting + streams,
-        room_blocks=status.kv_blocks.free + status.kv_blocks.cached,
-        total_blocks=status.kv_blocks.total,
+        queued_tokens=report.queued_tokens + tokens,
+        streams=report.streams + streams,
+        answering=None if report.answering is None else report.answering + streams,
+        room_blocks=report.room_blocks,
+        total_blocks=report.total_blocks,
         cached_blocks=cached_blocks,
-        adapter_s=PRIOR_ADAPTER_LOAD_S if adapter and not has_adapter else 0.0,
-        prefill_tokens_per_s=status.prefill_tokens_per_s or rates.prefill_tokens_per_s,
-        decode_step_s=status.decode_step_s or rates.decode_step_s,
-        block_bytes=sum(
-            len(group.layer_ids)
-            * 2
-            * group.num_kv_heads
-            * head_bytes(group.dtype, group.head_dim)
-            * group.block_tokens
-            for group in groups
-        ),
-        format_id=format_id(link.capabilities),
-        edges={
-            edge.prefill_worker_id: Edge(
-                bytes_per_s=edge.bytes_per_s or PRIOR_EDGE_BYTES_PER_S,
-            )
-            for edge in status.edges
-        },
+        adapter_s=adapter_s,
+        prefill_tokens_per_s=report.prefill_tokens_per_s or rates.prefill_tokens_per_s,
+        decode_step_s=report.decode_step_s or rates.decode_step_s,
+        block_bytes=report.block_bytes,
+        block_tokens=report.block_tokens,
+        format_id=report.format_id,
+        edges=report.edges,
+        unmeasured=Edge(bytes_per_s=rates.edge_bytes_per_s),
     )
 
 

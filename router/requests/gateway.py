@@ -348,7 +348,7 @@ class Gateway:
         now_ns = monotonic_ns()
         if frame.HasField("status"):
             self.workers.note_transfers(link, frame.status.transfers)
-            self._book.reported(link.worker_id, now_ns)
+            self._book.reported(link.worker_id, now_ns - frame.status.load_age_ns)
             self.tickets.seen(frame.status.highest_ticket)
         if frame.HasField("transfers"):
             self.workers.note_transfers(link, frame.transfers)

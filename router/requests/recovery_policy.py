@@ -6,13 +6,37 @@ and ends: whatever kills workers must not be handed to a third.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from engine.core.errors import BatonError, PoisonRequestError, TransferError, WorkerLostError
-from router.requests.record import RequestRecord
+from router.request import GenerationRequest
 
 MAX_DEATHS = 2
 MAX_ATTEMPTS = 2
+
+
+class FailureRecord(Protocol):
+    """What of a request decides; ``router.requests.record.RequestRecord`` is it."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What was asked."""
+
+    @property
+    def attempt(self) -> int:
+        """The how-many-th placement it is at."""
+
+    @property
+    def sent(self) -> bool:
+        """Whether the client has a part of the answer."""
+
+    @property
+    def died_holding(self) -> set[bytes]:
+        """Incarnations that died while they held it."""
+
+    @property
+    def failed_prefills(self) -> set[bytes]:
+        """Incarnations whose hand-off failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +47,7 @@ class Repair:
     refusal: BatonError | None = None
 
 
-def is_poison(record: RequestRecord) -> PoisonRequestError | None:
+def is_poison(record: FailureRecord) -> PoisonRequestError | None:
     """The error of a request of which workers die."""
     if len(record.died_holding) < MAX_DEATHS:
         return None
@@ -34,7 +58,7 @@ def is_poison(record: RequestRecord) -> PoisonRequestError | None:
 
 
 def after_prefill_failure(
-    record: RequestRecord,
+    record: FailureRecord,
     *,
     failed: bytes,
     peer_died: bool,
@@ -71,7 +95,7 @@ def after_prefill_failure(
 
 
 def after_worker_death(
-    record: RequestRecord, *, dead: bytes, reason: str, died: bool
+    record: FailureRecord, *, dead: bytes, reason: str, died: bool
 ) -> BatonError | None:
     """The worker that held the request is gone.
 

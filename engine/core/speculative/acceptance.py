@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from engine.core.blocks import BlockPool
-from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
 from engine.core.plan import PlanRow
 from engine.core.reservations import Reservations
-from engine.core.sequence import TokenSequence, blocks_for
+from engine.core.sequence import TokenSequence
 
 
 def accepted_draft_tokens(row: PlanRow, sampled: Sequence[SampledToken]) -> int:
@@ -49,24 +48,24 @@ class SpareBlocks:
 
     def lend(self, sequence: TokenSequence, num_draft_tokens: int) -> int:
         """Make room behind the token to be computed; returns how many draft tokens fit."""
-        first = sequence.computed + 1
-        need = blocks_for(first + num_draft_tokens) - len(sequence.blocks)
+        first, block_tokens = sequence.computed + 1, self._pool.block_tokens
+        need = self._pool.blocks_for(first + num_draft_tokens) - len(sequence.blocks)
         room = max(self._pool.available() - self._reservations.reserved_blocks, 0)
         if need > 0 and room:
             borrowed = self._pool.allocate(min(need, room), sequence.blocks[-1]) or []
             sequence.blocks += borrowed
             self._borrowers.append(sequence)
         end = first + num_draft_tokens
-        for index in range(first // BLOCK_TOKENS, blocks_for(end)):
+        for index in range(first // block_tokens, self._pool.blocks_for(end)):
             if index >= len(sequence.blocks) or self._pool.shared(sequence.blocks[index]):
-                end = index * BLOCK_TOKENS
+                end = index * block_tokens
                 break
         return max(end - first, 0)
 
     def take_back(self) -> None:
         """Release what the tokens that were accepted do not fill."""
         for sequence in self._borrowers:
-            kept = blocks_for(len(sequence.tokens))
+            kept = self._pool.blocks_for(len(sequence.tokens))
             self._pool.release(sequence.blocks[kept:])
             del sequence.blocks[kept:]
         self._borrowers.clear()

@@ -161,9 +161,9 @@ class TestLoadBook:
         book = LoadBook()
         book.book("w", "r", tokens=100, streams=2, now_ns=0)
         assert book.unreported("w") == (100, 2)
-        book.reported("w", now_ns=10_000_000)  # too soon: it may not have arrived there
+        book.reported("w", as_of_ns=10_000_000)  # too soon: it may not have arrived there
         assert book.unreported("w") == (100, 2)
-        book.reported("w", now_ns=300_000_000)
+        book.reported("w", as_of_ns=300_000_000)
         assert book.unreported("w") == (0, 0)
 
     def test_the_first_token_takes_the_prompt_off_and_the_end_the_rest(self):

@@ -1,0 +1,83 @@
+"""How long a worker takes for a step: a linear model, for emulated workers and the simulator.
+
+    step = a + p * prompt tokens + q * (pairs of a prompt token and one before it)
+             + b * answers + c * (tokens of context that the answers read)
+
+`a` is reading the weights and starting kernels, `p` the products of a prompt token, `q` its
+attention, `b` what one more answer adds to a step, `c` reading its KV.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.core.plan import PlanRow
+
+
+class WorkerTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of worker. All times are seconds.
+
+    Attributes:
+        name: As ``--worker`` and the fleet file say it.
+        source: Where the figures come from: measured, or assumed.
+        kv_bytes_per_token: Of the model, all layers.
+    """
+
+    name: str
+    source: str
+    step_s: float  # a
+    prompt_token_s: float  # p
+    prompt_context_s: float  # q
+    answer_s: float  # b
+    answer_context_s: float  # c
+    kv_bytes_per_token: int
+
+    def seconds(self, rows: Sequence[PlanRow]) -> float:
+        """The time of one step."""
+        total_s = self.step_s if rows else 0.0
+        for row in rows:
+            count = len(row.tokens)
+            if row.decodes:
+                total_s += self.answer_s + self.answer_context_s * row.start
+            else:
+                pairs = count * row.start + count * count / 2
+                total_s += self.prompt_token_s * count + self.prompt_context_s * pairs
+        return total_s
+
+    def growth_s(self, rows: Sequence[PlanRow]) -> float:
+        """By how much the next step is longer, where all rows write answers."""
+        return self.answer_context_s * len(rows)
+
+    def prompt_s(self, tokens: int, cached_tokens: int = 0) -> float:
+        """A prompt computed alone, its steps' own time left out."""
+        pairs = (tokens * tokens - cached_tokens * cached_tokens) / 2
+        return self.prompt_token_s * (tokens - cached_tokens) + self.prompt_context_s * pairs
+
+
+H100_70B = WorkerTiming(
+    name="h100-70b",
+    source="assumed, not measured: a 70B model with 8 KV heads on two H100. Prefill at 6,250 "
+    "tokens/s; a step reads 70 GB of fp8 weights at 4.7 TB/s; bf16 KV is read at the same rate",
+    step_s=0.015,
+    prompt_token_s=1.6e-4,
+    prompt_context_s=2.9e-9,
+    answer_s=5e-5,
+    answer_context_s=7e-8,
+    kv_bytes_per_token=327_680,
+)
+
+# A line through the engine's column of "Beside llama.cpp": prefill 3,062 and 2,201
+# tok/s at 512 and 2,048 tokens; decode at batch 1 to 32 with contexts of 128 and 1,024 tokens.
+EPYC_135M = WorkerTiming(
+    name="epyc-135m",
+    source="fitted to make bench (docs/benchmarks.md, 2026-11-21): SmolLM2-135M in bf16 on two "
+    "cores of an AMD EPYC with avx512_bf16",
+    step_s=9.37e-3,
+    prompt_token_s=2.84e-4,
+    prompt_context_s=1.66e-7,
+    answer_s=3.86e-4,
+    answer_context_s=1.14e-6,
+    kv_bytes_per_token=23_040,
+)
+
+TIMINGS = {timing.name: timing for timing in (H100_70B, EPYC_135M)}

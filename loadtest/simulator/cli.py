@@ -1,0 +1,98 @@
+"""``baton simulate``: a trace through the fleet's own machines in virtual time."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from engine.emulated_timing import H100_70B, TIMINGS
+from loadtest.simulator.network import LINKS
+from loadtest.simulator.policies import FLEET, POLICIES
+from loadtest.simulator.report import Figures, Slo, as_json, figures, table
+from loadtest.simulator.simulation import Setup, Simulation
+from loadtest.workloads.traces import TraceError, read_trace
+from router.request import Mode
+
+ALL = "all"
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="Mooncake's JSONL or Azure's CSV.")],
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers; 0: colocated.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 8,
+    policy: Annotated[
+        str, typer.Option(help=f"{FLEET}, {', '.join(POLICIES)}, or {ALL} in turn.")
+    ] = FLEET,
+    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
+    mode: Annotated[str, typer.Option(help="disaggregated, colocated or auto.")] = "disaggregated",
+    worker: Annotated[str, typer.Option(help=f"{', '.join(TIMINGS)}.")] = H100_70B.name,
+    link: Annotated[str, typer.Option(help=f"{', '.join(LINKS)}.")] = "between-nodes",
+    prefill_kv_tokens: Annotated[int, typer.Option(min=1024)] = 3_100_160,
+    decode_kv_tokens: Annotated[int, typer.Option(min=1024)] = 1_048_576,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many requests.")] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Divides gaps.")] = 1.0,
+    spread_s: Annotated[float, typer.Option(min=0, help="Arrivals within a tick.")] = 3.0,
+    mtbf_s: Annotated[float, typer.Option(min=0, help="Of a worker; 0: none dies.")] = 0.0,
+    repair_s: Annotated[float, typer.Option(min=0, help="Until a dead one is back.")] = 30.0,
+    ttft_s: Annotated[float, typer.Option(min=0, help="A good request's first token.")] = 10.0,
+    tpot_s: Annotated[float, typer.Option(min=0, help="A good request's pace.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
+) -> None:
+    """Simulate a fleet under a trace: real routing, queues, schedulers and hand-offs, no model.
+
+    Worker times are a linear model (docs/simulator.md says which, and what they are based on). The
+    same arguments give the same bytes of JSON.
+    """
+    modes: dict[str, Mode] = {
+        "disaggregated": "disaggregated",
+        "colocated": "colocated",
+        "auto": "auto",
+    }
+    for value, allowed, option in (
+        (policy, [FLEET, *POLICIES, ALL], "--policy"),
+        (mode, modes, "--mode"),
+        (worker, TIMINGS, "--worker"),
+        (link, LINKS, "--link"),
+    ):
+        if value not in allowed:
+            raise typer.BadParameter(
+                f"{value!r} is none of {', '.join(allowed)}", param_hint=option
+            )
+    try:
+        requests = read_trace(trace, limit)
+    except (TraceError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="TRACE") from error
+    slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
+    results: dict[str, Figures] = {}
+    written: list[bytes] = []
+    for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
+        setup = Setup(
+            prefill_workers=prefill,
+            decode_workers=decode,
+            policy=name,
+            mode=modes[mode],
+            timing=TIMINGS[worker],
+            link=LINKS[link],
+            prefill_kv_tokens=prefill_kv_tokens,
+            decode_kv_tokens=decode_kv_tokens,
+            spread_s=spread_s,
+            speed=speed,
+            mtbf_s=mtbf_s,
+            repair_s=repair_s,
+            seed=seed,
+        )
+        began_s = time.perf_counter()
+        simulation = Simulation(setup, requests)
+        simulation.run()
+        results[name] = figures(simulation, requests, slo)
+        written.append(as_json(simulation, results[name], slo))
+        sys.stderr.write(
+            f"{name}: {len(requests):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s "
+            f"simulated in {time.perf_counter() - began_s:.1f} s\n"
+        )
+    Console().print(table(results))
+    if json is not None:
+        json.write_bytes(written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n")

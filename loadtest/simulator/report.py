@@ -1,0 +1,251 @@
+"""What a simulation comes to: figures as plain data, and a table."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import msgspec
+import numpy as np
+from rich.table import Table
+
+from loadtest.simulator.records import Record
+from loadtest.simulator.simulation import Simulation
+from loadtest.workloads.traces import TraceRequest
+
+QUANTILES = (50, 90, 95, 99)
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request must meet to count as good, failures included in what was sent."""
+
+    ttft_s: float = 10.0
+    tpot_s: float = 0.1
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """A distribution, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values_ns: Sequence[float]) -> "Spread":
+        """Of nanoseconds; all zero where there are none."""
+        if not values_ns:
+            return cls(mean=0, p50=0, p90=0, p95=0, p99=0, max=0)
+        seconds = np.asarray(values_ns, dtype=np.float64) / 1e9
+        p50, p90, p95, p99 = (round(float(v), 6) for v in np.percentile(seconds, QUANTILES))
+        return cls(
+            mean=round(float(seconds.mean()), 6),
+            p50=p50,
+            p90=p90,
+            p95=p95,
+            p99=p99,
+            max=round(float(seconds.max()), 6),
+        )
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. Shares are between 0 and 1.
+
+    Attributes:
+        hit_share: Blocks of prompts found where the prompt was computed, of all blocks of all
+            prompts (partial ones at their ends included, which are never found).
+        bound_share: The same of one endless cache that has computed every earlier prompt.
+        max_to_mean_work: Prompt tokens computed by the busiest worker of those that compute
+            prompts, by their mean.
+        ttft: Arrival at the router to the first token.
+        tpot: (last - first) / (tokens - 1) of each answer of two tokens or more.
+        second_token: From the first to the second token: a decode step, and the exposed transfer.
+        longest_gap: Of each answer.
+        queue: Arrival to the prompt's first step: router and worker together.
+        good_per_s: Requests per second that meet the SLO, of those sent.
+        prediction_error: |predicted - actual| time from placement to the first token (policy
+            ``fleet`` only).
+        regret: Of every 16th placement: by how much the prompt would have been computed sooner on
+            the best worker, by queues that only the simulator can see.
+    """
+
+    requests: int
+    answered: int
+    errors: dict[str, int]
+    duration_s: float
+    hit_share: float
+    bound_share: float
+    max_to_mean_work: float
+    busy_share: float
+    ttft: Spread
+    tpot: Spread
+    e2e: Spread
+    second_token: Spread
+    longest_gap: Spread
+    queue: Spread
+    transfer: Spread
+    transfer_gb: float
+    good_share: float
+    good_per_s: float
+    prediction_error: Spread
+    regret: Spread
+    preemptions: int
+    evictions: int
+    worker_deaths: int
+    retried: int
+
+
+def bound_share(trace: Sequence[TraceRequest]) -> float:
+    """Blocks that were in an earlier prompt, of all blocks; 0 where the trace has no hashes."""
+    seen: set[int] = set()
+    total = found = 0
+    for request in trace:
+        total += len(request.block_hashes)
+        found += sum(block in seen for block in request.block_hashes)
+        seen.update(request.block_hashes)
+    return found / total if total else 0.0
+
+
+def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> Figures:
+    """Of a simulation that has run."""
+    setup, records = simulation.setup, simulation.records
+    answered = [record for record in records if not record.error]
+    errors: dict[str, int] = {}
+    for record in records:
+        if record.error:
+            errors[record.error] = errors.get(record.error, 0) + 1
+    tpots_ns = {
+        record.id: (record.last_ns - record.first_ns) / (record.tokens - 1)
+        for record in answered
+        if record.tokens > 1
+    }
+    good = [
+        record
+        for record in answered
+        if _ttft_ns(record) <= slo.ttft_s * 1e9 and tpots_ns.get(record.id, 0) <= slo.tpot_s * 1e9
+    ]
+    duration_s = simulation.clock.now_ns / 1e9
+    blocks = sum(record.blocks for record in records)
+    found = sum(record.cached_tokens // setup.block_tokens for record in records)
+    lives = simulation.lives
+    return Figures(
+        requests=len(records),
+        answered=len(answered),
+        errors=dict(sorted(errors.items())),
+        duration_s=round(duration_s, 3),
+        hit_share=round(found / blocks, 6),
+        bound_share=round(bound_share(trace), 6),
+        max_to_mean_work=round(_max_to_mean_work(simulation), 6),
+        busy_share=round(_busy_s(simulation) / duration_s, 6),
+        ttft=Spread.of([_ttft_ns(record) for record in answered]),
+        tpot=Spread.of(list(tpots_ns.values())),
+        e2e=Spread.of([record.last_ns - record.request.arrived_ns for record in answered]),
+        second_token=Spread.of(
+            [record.second_ns - record.first_ns for record in answered if record.second_ns]
+        ),
+        longest_gap=Spread.of([record.longest_gap_ns for record in answered if record.tokens > 1]),
+        queue=Spread.of(
+            [one.started_ns - one.request.arrived_ns for one in records if one.started_ns]
+        ),
+        transfer=Spread.of([record.transfer_ns for record in records if record.transfer_ns]),
+        transfer_gb=round(sum(record.transfer_bytes for record in records) / 1e9, 3),
+        good_share=round(len(good) / len(records), 6),
+        good_per_s=round(len(good) / duration_s, 6),
+        prediction_error=Spread.of(
+            [
+                abs(record.predicted_first_s * 1e9 - (record.first_ns - record.placed_ns))
+                for record in answered
+                if record.predicted_first_s and record.attempt == 1
+            ]
+        ),
+        regret=Spread.of(
+            [record.regret_s * 1e9 for record in records if record.regret_s is not None]
+        ),
+        preemptions=sum(life.core.batch.preemptions for life in lives),
+        evictions=sum(life.core.pool.evictions for life in lives),
+        worker_deaths=simulation.router.deaths,
+        retried=sum(record.attempt > 1 for record in records),
+    )
+
+
+def _ttft_ns(record: Record) -> int:
+    return record.first_ns - record.request.arrived_ns
+
+
+def _busy_s(simulation: Simulation) -> float:
+    """Mean time that a worker of those that compute prompts spent in steps."""
+    setup = simulation.setup
+    role = "prefill" if setup.prefill_workers else "decode"
+    busy_ns = sum(life.busy_ns for life in simulation.lives if life.role == role)
+    return busy_ns / 1e9 / (setup.prefill_workers or setup.decode_workers)
+
+
+def _max_to_mean_work(simulation: Simulation) -> float:
+    setup = simulation.setup
+    if setup.prefill_workers:
+        work = {f"prefill-{i}": 0 for i in range(setup.prefill_workers)}
+    else:
+        work = {f"decode-{i}": 0 for i in range(setup.decode_workers)}
+    for record in simulation.records:
+        if record.computed_on:
+            work.setdefault(record.computed_on, 0)
+            work[record.computed_on] += record.prompt_tokens - record.cached_tokens
+    mean = fmean(work.values())
+    return max(work.values()) / mean if mean else 0.0
+
+
+def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
+    """The figures and what they are of, the same bytes for the same run."""
+    setup = simulation.setup
+    content = {
+        "emulated": "virtual time: no model ran",
+        "setup": {
+            "prefill_workers": setup.prefill_workers,
+            "decode_workers": setup.decode_workers,
+            "policy": setup.policy,
+            "mode": setup.mode if setup.prefill_workers else "colocated",
+            "prefill_kv_tokens": setup.prefill_kv_tokens,
+            "decode_kv_tokens": setup.decode_kv_tokens,
+            "block_tokens": setup.block_tokens,
+            "max_batch_requests": setup.max_batch_requests,
+            "max_step_tokens": setup.max_step_tokens,
+            "max_queued_requests": setup.max_queued_requests,
+            "spread_s": setup.spread_s,
+            "speed": setup.speed,
+            "mtbf_s": setup.mtbf_s,
+            "repair_s": setup.repair_s,
+            "seed": setup.seed,
+            "worker": setup.timing,
+            "link_latency_s": setup.link.latency_s,
+            "link_bytes_per_s": setup.link.bytes_per_s,
+        },
+        "slo": slo,
+        "figures": result,
+    }
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def table(results: dict[str, Figures]) -> Table:
+    """One row for each run."""
+    shown = Table(title="simulated: virtual time, no model ran", title_justify="left")
+    for column in ("policy", "hit", "bound", "max:mean", "busy"):
+        shown.add_column(column, justify="left" if column == "policy" else "right")
+    for column in ("TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "queue p50", "good", "failed"):
+        shown.add_column(column, justify="right")
+    for name, one in results.items():
+        shown.add_row(
+            name,
+            f"{one.hit_share:.1%}",
+            f"{one.bound_share:.1%}",
+            f"{one.max_to_mean_work:.3f}",
+            f"{one.busy_share:.0%}",
+            f"{one.ttft.p50:.2f} s",
+            f"{one.ttft.p99:.1f} s",
+            f"{one.tpot.p50 * 1e3:.1f} ms",
+            f"{one.tpot.p99 * 1e3:.1f} ms",
+            f"{one.e2e.p50:.1f} s",
+            f"{one.queue.p50:.2f} s",
+            f"{one.good_share:.1%}",
+            str(one.requests - one.answered),
+        )
+    return shown

@@ -1,0 +1,334 @@
+"""The simulated router: the real queue, index, bookings and placement, and no event loop around.
+
+What ``router.requests.gateway`` does on frames and timers is done here on the clock, by the same
+machines and policies: ``Admission``, ``Tickets``, ``Placer``, ``LoadBook``, ``recovery_policy``.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+from batonpb.common_pb2 import WorkerStatus
+
+from engine.core import events as ev
+from engine.core.errors import BatonError, QueueFullError, UnavailableError
+from loadtest.simulator.attempt import CONTROL_NS, Attempt
+from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.network import Network
+from loadtest.simulator.policies import Policy
+from loadtest.simulator.records import Record
+from loadtest.simulator.table import SimulatedTable
+from loadtest.simulator.worker import SimulatedWorker, WorkerListener
+from registry.types import EventBatch
+from router.placement.booked_load import LoadBook
+from router.placement.cost import WorkerLoad
+from router.placement.placer import Placer
+from router.placement.prefix_index import PrefixIndex
+from router.placement.worker_load import Reports, load_of, loads_of
+from router.request import GenerationRequest
+from router.requests.admission import Admission
+from router.requests.fair_queue import Waiting
+from router.requests.recovery_policy import after_prefill_failure, after_worker_death
+from router.requests.tickets import Tickets
+from router.settings import RouterSettings
+from router.workers.table import Slot
+
+_REGRET_OF_EVERY = 16  # requests: reading all queues takes long
+
+
+class SimulatedRouter(WorkerListener):
+    """One router.
+
+    Args:
+        settings: Of the real one.
+        table: The workers.
+        clock: Of the simulation.
+        network: Between the workers.
+        policy: Chooses who computes a prompt; None: the fleet's own placement.
+        block_tokens: Of the pools.
+        kv_bytes_per_token: Of the model.
+        seed: Of all draws.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        table: SimulatedTable,
+        clock: VirtualClock,
+        network: Network,
+        policy: Policy | None,
+        *,
+        block_tokens: int,
+        kv_bytes_per_token: int,
+        seed: int,
+    ) -> None:
+        self.records: dict[str, Record] = {}
+        self.deaths = 0
+        self._settings = settings
+        self._table = table
+        self._clock = clock
+        self._policy = policy
+        self._draw = random.Random(f"{seed}/router")
+        self._index = PrefixIndex()
+        self._book = LoadBook()
+        self._reports = Reports()
+        self._admission = Admission(settings.max_queued_requests)
+        self._tickets = Tickets(mark=0)
+        self._placer = Placer(
+            settings,
+            table,
+            self._index,
+            self._book,
+            clock_ns=lambda: clock.now_ns,
+            random_source=self._draw,
+            hashes_of=self._hashes_of,
+        )
+        self._attempt_of = partial(
+            Attempt,
+            block_tokens=block_tokens,
+            kv_bytes_per_token=kv_bytes_per_token,
+            clock=clock,
+            network=network,
+            listener=self,
+        )
+        self._attempts: dict[str, Attempt] = {}
+        self._sequences: defaultdict[bytes, int] = defaultdict(int)
+        self._placed = 0
+
+    def _hashes_of(self, request: GenerationRequest, slots: Sequence[Slot]) -> list[bytes]:
+        return self.records[request.request_id].hashes
+
+    # ---------------------------------------------------------------- the queue
+
+    def submit(self, record: Record) -> None:
+        """A request arrives."""
+        self.records[record.id] = record
+        request, now_ns = record.request, self._clock.now_ns
+        try:
+            self._placer.check_served(request)
+            cost_tokens = self._placer.cost_tokens(request, record.prompt_tokens)
+            entry = Waiting.of(request, cost_tokens)
+            loser = self._admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
+        except (QueueFullError, UnavailableError) as error:
+            self._end(record, error.code)
+            return
+        if loser is not None:
+            self._end(self.records[loser.request_id], QueueFullError.code)
+        self._pump()
+
+    def _pump(self) -> None:
+        window = len(self._table.usable) * self._settings.window_requests
+        while (entry := self._admission.pop(window)) is not None:
+            record = self.records[entry.request_id]
+            record.admitted = True
+            record.ticket = self._tickets.draw()
+            uncached_tokens = self._place(record)
+            if uncached_tokens is not None:
+                cost_tokens = self._placer.cost_tokens(record.request, uncached_tokens)
+                self._admission.charge(entry, cost_tokens)
+
+    # ---------------------------------------------------------------- placement
+
+    def _place(self, record: Record, avoid: bytes = b"") -> int | None:
+        """Choose workers and send; returns the prompt tokens to compute, None if none will do."""
+        try:
+            prefill_id, decode_id, uncached_tokens = self._choose(record, avoid)
+        except UnavailableError as error:
+            self._end(record, error.code)
+            return None
+        record.attempt += 1
+        record.placed_ns = record.placed_ns or self._clock.now_ns
+        record.prefill_id, record.decode_id = prefill_id, decode_id
+        prefill = self._table.worker(prefill_id) if prefill_id is not None else None
+        attempt = self._attempt_of(record, self._table.worker(decode_id), prefill)
+        self._attempts[record.id] = attempt
+        self._clock.after(CONTROL_NS, attempt.start)
+        return uncached_tokens
+
+    def _choose(self, record: Record, avoid: bytes) -> tuple[str | None, str, int]:
+        number = self._placed
+        self._placed += 1
+        if self._policy is None:
+            placement = self._placer.place(record.request, avoid)
+            terms = placement.chosen.terms
+            record.predicted_first_s = terms.first_token_s
+            chosen = placement.prefill_id, placement.decode_id, placement.chosen.uncached_tokens
+        else:
+            chosen = self._choose_by(self._policy, record, avoid, number)
+        if number % _REGRET_OF_EVERY == 0:
+            record.regret_s = self._regret_s(record, chosen[0] or chosen[1])
+        return chosen
+
+    def _choose_by(
+        self, policy: Policy, record: Record, avoid: bytes, number: int
+    ) -> tuple[str | None, str, int]:
+        now_ns = self._clock.now_ns
+        slots = self._placer.eligible(record.request, avoid)
+        loads = loads_of(
+            slots, record.hashes, self._index, self._book, now_ns, reports=self._reports
+        )
+        decodes = [load for load in loads if load.role == "decode"]
+        prefills = [load for load in loads if load.role == "prefill"]
+        if not decodes or (record.request.mode == "disaggregated" and not prefills):
+            raise UnavailableError("no worker is ready")
+        computes = policy(prefills or decodes, record.prompt_tokens, number, self._draw)
+        cached_tokens = min(
+            computes.cached_blocks * computes.block_tokens, record.prompt_tokens - 1
+        )
+        uncached_tokens = record.prompt_tokens - cached_tokens
+        decode = self._fewest_streams(decodes) if prefills else computes
+        book = partial(self._book.book, request_id=record.id, now_ns=now_ns)
+        book(computes.worker_id, tokens=uncached_tokens, streams=0 if prefills else 1)
+        if prefills:
+            book(decode.worker_id, tokens=0, streams=1)
+        for incarnation in {computes.incarnation, decode.incarnation}:
+            self._index.expect(incarnation, record.hashes, now_ns)
+        return computes.worker_id if prefills else None, decode.worker_id, uncached_tokens
+
+    def _fewest_streams(self, decodes: Sequence[WorkerLoad]) -> WorkerLoad:
+        return min(decodes, key=lambda load: (load.streams, self._draw.random()))
+
+    def _regret_s(self, record: Record, chosen_id: str) -> float:
+        """How much sooner the prompt would be computed elsewhere, by the queues as they are."""
+        role = self._table.worker(chosen_id).role
+        seconds = {
+            slot.worker_id: self._table.worker(slot.worker_id).first_token_s(
+                record.hashes, record.prompt_tokens
+            )
+            for slot in self._table.of_role(role)
+        }
+        return seconds[chosen_id] - min(seconds.values())
+
+    # ---------------------------------------------------------------- attempts speak
+
+    def on_started(self, record: Record, worker_id: str, cached_tokens: int) -> None:
+        """See ``AttemptListener``."""
+        if not record.started_ns:
+            record.started_ns = self._clock.now_ns
+            record.computed_on, record.cached_tokens = worker_id, cached_tokens
+
+    def on_tokens(self, record: Record, first_ns: int, last_ns: int, count: int) -> None:
+        """See ``AttemptListener``."""
+        if not record.tokens:
+            self._book.computed(record.id)
+        record.on_tokens(first_ns, last_ns, count)
+
+    def on_end(self, record: Record, attempt: Attempt, error: str) -> None:
+        """See ``AttemptListener``."""
+        if self._attempts.get(record.id) is attempt:
+            self._end(record, error)
+
+    def _end(self, record: Record, error: str) -> None:
+        now_ns = self._clock.now_ns
+        record.error, record.ended_ns = error, now_ns
+        record.ends += 1
+        record.wants_prefill = False
+        self._attempts.pop(record.id, None)
+        self._book.release(record.id)
+        if record.admitted:
+            record.admitted = False
+            self._admission.release(1, now_ns)
+        if not error:
+            self._placer.learn(record.request, record.tokens)
+        self._pump()
+
+    # ---------------------------------------------------------------- workers speak
+
+    def on_live(self, worker: SimulatedWorker) -> None:
+        """A life of a worker began: some requests may have waited for it."""
+        self._table.note_live(worker)
+        for record in self.records.values():
+            if record.wants_prefill:
+                self._replace_prefill(record)
+        self._pump()
+
+    def on_status(self, worker: SimulatedWorker, status: WorkerStatus) -> None:
+        """See ``WorkerListener``."""
+        link = self._table.link(worker)
+        if link is not None:
+            link.status = status
+            self._book.reported(worker.worker_id, self._clock.now_ns - status.load_age_ns)
+
+    def on_cache_changed(self, worker: SimulatedWorker, change: ev.CacheChanged) -> None:
+        """See ``WorkerListener``."""
+        self._sequences[worker.incarnation] += 1
+        batch = EventBatch(
+            incarnation=worker.incarnation,
+            sequence=self._sequences[worker.incarnation],
+            stored=change.stored,
+            removed=change.removed,
+        )
+        self._index.apply(batch)
+
+    def on_dead(self, worker: SimulatedWorker) -> None:
+        """A worker died: its requests are placed again, or end."""
+        self.deaths += 1
+        self._table.note_dead(worker)
+        self._index.forget(worker.incarnation)
+        self._book.forget(worker.worker_id)
+        for record_id, attempt in list(self._attempts.items()):
+            record = self.records[record_id]
+            if attempt.decode is worker:
+                self._move(record, attempt, worker)
+            elif attempt.prefill is worker:
+                attempt.prefill_died(worker)
+
+    def _move(self, record: Record, attempt: Attempt, worker: SimulatedWorker) -> None:
+        attempt.decode_died()
+        reason = f"{worker.worker_id} died"
+        error: BatonError | None = after_worker_death(
+            record, dead=worker.incarnation, reason=reason, died=True
+        )
+        if error is not None:
+            self._end(record, error.code)
+            return
+        self._attempts.pop(record.id, None)
+        self._book.release(record.id)
+        record.started_ns = 0
+        self._place(record, worker.incarnation)
+
+    def on_peer_needed(self, record: Record, attempt: Attempt, *, died: bool) -> None:
+        """See ``AttemptListener``."""
+        failed = attempt.prefill.incarnation if attempt.prefill is not None else b""
+        repair = after_prefill_failure(
+            record,
+            failed=failed,
+            peer_died=died,
+            others=[slot.incarnation for slot in self._table.of_role("prefill")],
+            may_wait=True,
+        )
+        match repair.action:
+            case "replace":
+                self._replace_prefill(record)
+            case "local":
+                self._book.take_back(record.prefill_id, record.id)
+                self._clock.after(CONTROL_NS, attempt.compute_locally)
+            case "wait":
+                record.wants_prefill = True
+            case "refuse":
+                attempt.cancel()
+                self._end(record, repair.refusal.code if repair.refusal else "transfer_failed")
+
+    def _replace_prefill(self, record: Record) -> None:
+        """The least loaded prefill worker that has not failed this request, if there is one."""
+        slots = self._table.of_role("prefill")
+        fit = [slot for slot in slots if slot.incarnation not in record.failed_prefills]
+        attempt = self._attempts.get(record.id)
+        if not fit or attempt is None:
+            record.wants_prefill = attempt is not None
+            return
+        best = min(fit, key=lambda slot: load_of(slot, 0, self._book).queued_tokens)
+        record.wants_prefill = False
+        record.started_ns = 0
+        self._book.take_back(record.prefill_id, record.id)
+        record.prefill_id = best.worker_id
+        self._book.book(
+            best.worker_id,
+            record.id,
+            tokens=record.prompt_tokens,
+            streams=0,
+            now_ns=self._clock.now_ns,
+        )
+        worker = self._table.worker(best.worker_id)
+        self._clock.after(CONTROL_NS, partial(attempt.replace_prefill, worker))

@@ -1,0 +1,191 @@
+"""A trace through a simulated fleet: builds it, lets workers die and come back, and runs it."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+
+from engine.core.geometry import KvGeometry
+from engine.core.params import SamplingParams
+from engine.core.scheduler import SchedulerConfig
+from engine.emulated_timing import H100_70B, WorkerTiming
+from loadtest.simulator.attempt import DETECT_NS
+from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.network import LINKS, Link, Network
+from loadtest.simulator.policies import FLEET, POLICIES
+from loadtest.simulator.records import Record
+from loadtest.simulator.router import SimulatedRouter
+from loadtest.simulator.table import SimulatedTable, capabilities
+from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
+from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
+from router.request import GenerationRequest, Mode
+from router.settings import RouterSettings
+
+ANSWER_LIMIT_TOKENS = 4096  # what clients ask for: the router does not know how long answers are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is simulated.
+
+    Attributes:
+        prefill_workers: None of them: every worker does both.
+        policy: ``fleet``, or one of ``POLICIES``.
+        mode: As requests may ask for; without prefill workers it is ``colocated``.
+        prefill_kv_tokens: Of each prefill worker's pool.
+        decode_kv_tokens: Of each decode worker's pool.
+        block_tokens: Of all pools; that of the trace's hashes.
+        spread_s: Each arrival is drawn from so many seconds from its tick on: Mooncake's stamps
+            come in ticks of 3 s.
+        speed: Divides the gaps between arrivals.
+        mtbf_s: Mean time until a worker dies; 0: none does.
+        repair_s: How long a dead worker's place stays empty.
+        check_every_step: Recount all blocks after each step (tests).
+    """
+
+    prefill_workers: int
+    decode_workers: int
+    policy: str = FLEET
+    mode: Mode = "disaggregated"
+    timing: WorkerTiming = H100_70B
+    link: Link = LINKS["between-nodes"]
+    prefill_kv_tokens: int = 3_100_160
+    decode_kv_tokens: int = 1_048_576
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    max_batch_requests: int = 64
+    max_step_tokens: int = 8192
+    max_queued_requests: int = 256
+    spread_s: float = 3.0
+    speed: float = 1.0
+    mtbf_s: float = 0.0
+    repair_s: float = 30.0
+    seed: int = 0
+    check_every_step: bool = False
+
+
+class Simulation:
+    """One run.
+
+    Args:
+        setup: The fleet.
+        trace: Requests in the order of their arrival.
+
+    Raises:
+        ValueError: The fleet has no decode worker, or the policy is not known.
+    """
+
+    def __init__(self, setup: Setup, trace: Sequence[TraceRequest]) -> None:
+        if setup.decode_workers < 1:
+            raise ValueError(f"{setup.decode_workers} decode workers: at least 1 is needed")
+        if setup.policy != FLEET and setup.policy not in POLICIES:
+            names = ", ".join([FLEET, *POLICIES])
+            raise ValueError(f"policy {setup.policy!r} is not known; there are {names}")
+        self.setup = setup
+        self.clock = VirtualClock()
+        timing = setup.timing
+        self._table = SimulatedTable(capabilities(setup.block_tokens, timing.kv_bytes_per_token))
+        settings = RouterSettings(
+            model="simulated",
+            model_names=("simulated",),
+            max_queued_requests=setup.max_queued_requests,
+            window_requests=setup.max_batch_requests,
+        )
+        self.router = SimulatedRouter(
+            settings,
+            self._table,
+            self.clock,
+            Network(setup.link),
+            POLICIES.get(setup.policy),
+            block_tokens=setup.block_tokens,
+            kv_bytes_per_token=timing.kv_bytes_per_token,
+            seed=setup.seed,
+        )
+        self.lives: list[SimulatedWorker] = []
+        self.records = self._records(trace)
+        self._last_arrival_ns = max(record.request.arrived_ns for record in self.records)
+
+    def run(self) -> list[Record]:
+        """Let every request end; returns them in the order of their arrival."""
+        names = [f"prefill-{i}" for i in range(self.setup.prefill_workers)]
+        names += [f"decode-{i}" for i in range(self.setup.decode_workers)]
+        for name in names:
+            self._start(name, 1, random.Random(f"{self.setup.seed}/faults/{name}"))
+        for record in self.records:
+            self.clock.at(record.request.arrived_ns, partial(self.router.submit, record))
+        self.clock.run()
+        return self.records
+
+    # ---------------------------------------------------------------- workers
+
+    def _start(self, worker_id: str, epoch: int, draw: random.Random) -> None:
+        """A life of a worker begins, and its end is drawn."""
+        setup = self.setup
+        prefill = worker_id.startswith("prefill")
+        kv_tokens = setup.prefill_kv_tokens if prefill else setup.decode_kv_tokens
+        worker = SimulatedWorker(
+            worker_id,
+            epoch,
+            clock=self.clock,
+            timing=setup.timing,
+            geometry=KvGeometry(
+                num_layers=LAYER_GROUPS,
+                num_kv_heads=1,
+                head_dim=1,
+                num_blocks=kv_tokens // setup.block_tokens,
+                dtype="bf16",
+                block_tokens=setup.block_tokens,
+            ),
+            config=SchedulerConfig(setup.max_batch_requests, setup.max_step_tokens),
+            listener=self.router,
+            check_every_step=setup.check_every_step,
+        )
+        self.lives.append(worker)
+        self.router.on_live(worker)
+        if not setup.mtbf_s:
+            return
+        death_ns = self.clock.now_ns + round(draw.expovariate(1 / setup.mtbf_s) * 1e9)
+        if death_ns < self._last_arrival_ns:
+            self.clock.at(death_ns, partial(self._die, worker, epoch, draw))
+
+    def _die(self, worker: SimulatedWorker, epoch: int, draw: random.Random) -> None:
+        worker.die()
+        self.clock.after(DETECT_NS, partial(self.router.on_dead, worker))
+        again = partial(self._start, worker.worker_id, epoch + 1, draw)
+        self.clock.after(DETECT_NS + round(self.setup.repair_s * 1e9), again)
+
+    # ---------------------------------------------------------------- requests
+
+    def _records(self, trace: Sequence[TraceRequest]) -> list[Record]:
+        setup, draw = self.setup, random.Random(f"{self.setup.seed}/arrivals")
+        arrivals_ns = [
+            round((request.arrival_s + draw.random() * setup.spread_s) / setup.speed * 1e9)
+            for request in trace
+        ]
+        order = sorted(range(len(trace)), key=lambda index: (arrivals_ns[index], index))
+        return [self._record(index, trace[index], arrivals_ns[index]) for index in order]
+
+    def _record(self, index: int, request: TraceRequest, arrival_ns: int) -> Record:
+        setup = self.setup
+        colocated = not setup.prefill_workers
+        blocks = -(-request.input_tokens // setup.block_tokens)
+        full_blocks = request.input_tokens // setup.block_tokens
+        # Without hashes in the trace, no two prompts share anything.
+        names = request.block_hashes or [f"{index}/{block}" for block in range(blocks)]
+        hashes = [blake2b(str(name).encode(), digest_size=16).digest() for name in names]
+        return Record(
+            request=GenerationRequest(
+                request_id=f"r{index}",
+                prompt=(0,) * request.input_tokens,
+                sampling=_SAMPLING,
+                mode="colocated" if colocated else setup.mode,
+                arrived_ns=arrival_ns,
+                deadline_ns=1 << 62,
+            ),
+            answer_tokens=max(request.output_tokens, 1),
+            hashes=hashes[:full_blocks],
+            blocks=len(names),
+        )
+
+
+_SAMPLING = SamplingParams(max_tokens=ANSWER_LIMIT_TOKENS, ignore_eos=True)

@@ -1,0 +1,107 @@
+"""The workers as the simulated router sees them: real slots, and links that are never opened."""
+
+from collections.abc import Iterator
+
+from batonpb.common_pb2 import Capabilities, KvGroup
+from batonpb.decode_pb2 import Hello, Submission, WorkerFrame
+
+from loadtest.simulator.worker import SimulatedWorker
+from registry.types import Role, WorkerRecord
+from router.workers.link import WorkerLink
+from router.workers.table import Slot
+from wire.compatibility import own_wire
+
+
+class _NeverCalled:
+    """Listens to links that are never opened."""
+
+    def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
+        """See ``LinkListener``."""
+
+    def on_frame(self, link: WorkerLink, frame: WorkerFrame) -> None:
+        """See ``LinkListener``."""
+
+    def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str, *, died: bool) -> None:
+        """See ``LinkListener``."""
+
+    def on_broken(self, link: WorkerLink, kind: str) -> None:
+        """See ``LinkListener``."""
+
+    def on_submit_failed(self, link: WorkerLink, submission: Submission, reason: str) -> None:
+        """See ``LinkListener``."""
+
+
+def capabilities(block_tokens: int, kv_bytes_per_token: int) -> Capabilities:
+    """What a worker says of its KV; one layer and one head of as many bytes as all of them."""
+    group = KvGroup(
+        id=0,
+        layer_ids=[0],
+        num_kv_heads=1,
+        head_dim=kv_bytes_per_token // 4,  # K and V, two bytes each
+        block_tokens=block_tokens,
+        dtype="bf16",
+        components=["k", "v"],
+    )
+    return Capabilities(
+        wire=own_wire(),
+        kv_groups=[group],
+        numerics_id="simulated",
+        weights_digest=b"simulated",
+        max_context_tokens=1 << 24,
+    )
+
+
+class SimulatedTable:
+    """``router.placement.placer.Workers``, kept by hand.
+
+    Args:
+        said: Capabilities of every worker.
+    """
+
+    def __init__(self, said: Capabilities) -> None:
+        self._said = said
+        self._slots: dict[str, Slot] = {}
+        self._live: dict[str, SimulatedWorker] = {}
+        self.usable: list[Slot] = []
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots.values())
+
+    def note_live(self, worker: SimulatedWorker) -> None:
+        """A life of a worker began."""
+        slot = self._slots.get(worker.worker_id)
+        if slot is None:
+            role: Role = "prefill" if worker.role == "prefill" else "decode"
+            record = WorkerRecord(worker_id=worker.worker_id, role=role, state="ready", epoch=1)
+            slot = self._slots[worker.worker_id] = Slot(record)
+        link = WorkerLink(worker.worker_id, "", _NeverCalled(), Hello())
+        link.capabilities, link.status = self._said, worker.status()
+        link.incarnation, link.live = worker.incarnation, True
+        slot.link = link
+        self._live[worker.worker_id] = worker
+        self._count()
+
+    def note_dead(self, worker: SimulatedWorker) -> None:
+        """It ended."""
+        link = self._slots[worker.worker_id].link
+        if link is not None:
+            link.live = False
+        del self._live[worker.worker_id]
+        self._count()
+
+    def _count(self) -> None:
+        self.usable = [slot for slot in self._slots.values() if slot.usable]
+
+    def link(self, worker: SimulatedWorker) -> WorkerLink | None:
+        """Of this life; None when it is over."""
+        slot = self._slots[worker.worker_id]
+        link = slot.link
+        return link if link is not None and link.incarnation == worker.incarnation else None
+
+    def worker(self, worker_id: str) -> SimulatedWorker:
+        """The live worker of that name."""
+        return self._live[worker_id]
+
+    def of_role(self, role: str) -> list[Slot]:
+        """Those that take new requests."""
+        return [slot for slot in self.usable if slot.role == role]

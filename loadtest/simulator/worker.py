@@ -1,0 +1,335 @@
+"""One worker: the real engine core, stepped by the virtual clock instead of a process.
+
+Where a step's rows all write answers, the same step follows until something happens. Those steps
+are taken at once, and cut short at the end of the step under way when someone has a word for the
+engine; so every command meets the state that it would meet in real time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+
+from batonpb.common_pb2 import BlockCounts, WorkerStatus
+from batonpb.common_pb2 import EdgeRate as EdgeRateMessage
+
+from decode_worker.peers import EdgeRate
+from engine.core import events as ev
+from engine.core.core import EngineCore, Publication
+from engine.core.errors import BatonError
+from engine.core.geometry import KvGeometry
+from engine.core.model_runner import GrammarStore, RunnerCapabilities
+from engine.core.params import SampledToken
+from engine.core.plan import SampleSpec, StepPlan
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.sequence import EngineRequest, TokenSequence
+from engine.emulated import EmulatedAdapters
+from engine.emulated_timing import WorkerTiming
+from engine.process.step_rates import StepRates
+from loadtest.simulator.clock import VirtualClock
+
+Handler = Callable[[ev.Event], None]
+Command = Callable[[Scheduler], object]
+
+LAYER_GROUPS = 4  # in which a step's KV is published
+TOKEN = SampledToken(0)
+_STATUS_NS = 250_000_000  # ``decode_worker.service.STATUS_S``
+_KV_EVENTS_NS = 20_000_000  # how long the registry gathers changes of the cache
+
+
+class TimedRunner:
+    """A ``ModelRunner`` that is asked for its shape only: the clock says when a step is done."""
+
+    def __init__(self, geometry: KvGeometry) -> None:
+        self.geometry = geometry
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.capabilities = RunnerCapabilities()
+        self.adapters = EmulatedAdapters()
+        self.grammars: GrammarStore | None = None
+        self.rewritten_rows: tuple[int, ...] = ()
+        self.refused_rows: Mapping[int, BatonError] = {}
+        self.mask_ns = 0
+
+    def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
+        """All."""
+        return len(draft_tokens)
+
+    def execute(
+        self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
+    ) -> list[list[SampledToken]]:
+        """One token for each sample."""
+        return [[TOKEN] * len(row.samples) for row in plan.rows]
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Equal steps under way, each longer than the one before by the same time."""
+
+    plan: StepPlan
+    began_ns: int
+    count: int
+    first_ns: float
+    growth_ns: float
+    publications: list[Publication]
+
+    def span_ns(self, count: int) -> int:
+        return round(count * self.first_ns + self.growth_ns * count * (count - 1) / 2)
+
+    def done_after(self, elapsed_ns: int) -> int:
+        """The steps that have begun by then."""
+        low, high = 1, self.count
+        while low < high:
+            middle = (low + high) // 2
+            if self.span_ns(middle) >= elapsed_ns:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+class WorkerListener:
+    """What a worker tells the router."""
+
+    def on_status(self, worker: "SimulatedWorker", status: WorkerStatus) -> None:
+        """A report of its load."""
+
+    def on_cache_changed(self, worker: "SimulatedWorker", change: ev.CacheChanged) -> None:
+        """Its blocks, gained and lost."""
+
+
+class SimulatedWorker:
+    """One life of one worker.
+
+    Args:
+        worker_id: Such as ``prefill-0``.
+        epoch: Counts the lives.
+        clock: Of the simulation.
+        timing: How long steps take.
+        geometry: Of the pool.
+        config: The scheduler's limits.
+        listener: The router.
+        check_every_step: Recount all blocks after every step (tests).
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        *,
+        clock: VirtualClock,
+        timing: WorkerTiming,
+        geometry: KvGeometry,
+        config: SchedulerConfig,
+        listener: WorkerListener,
+        check_every_step: bool = False,
+    ) -> None:
+        self.worker_id = worker_id
+        self.role = worker_id.split("-")[0]
+        self.incarnation = blake2b(f"{worker_id}/{epoch}".encode(), digest_size=16).digest()
+        self.alive = True
+        self.core = EngineCore(TimedRunner(geometry), config, 1, check_every_step=check_every_step)
+        self.run_began_ns = 0  # when the first token of the ``Tokens`` being delivered came
+        self.busy_ns = 0
+        self._clock = clock
+        self._timing = timing
+        self._listener = listener
+        self._rates = StepRates()
+        self._load = ev.StepDone(blocks=self.core.pool.counts())
+        self._edges: dict[str, EdgeRate] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._inbox: list[Command] = []
+        self._steps: _Steps | None = None
+        self._turn_due = False
+        self._status_due = False
+        self._number = 0  # of the steps under way: an end that was put forward is void
+        self._changes: list[ev.CacheChanged] = []
+
+    # ---------------------------------------------------------------- commands
+
+    def submit(self, request: EngineRequest, handler: Handler) -> None:
+        """Queue a request; ``handler`` hears its events, ``Ended`` last."""
+        self._handlers[request.request_id] = handler
+        self.tell(lambda scheduler: self._submit(scheduler, request))
+
+    def _submit(self, scheduler: Scheduler, request: EngineRequest) -> None:
+        try:
+            scheduler.submit(request, self._clock.now_ns)
+        except BatonError as error:
+            self._deliver([ev.Ended(request.request_id, error.code, error.message)])
+
+    def tell(self, command: Command) -> None:
+        """Have the engine do something as soon as its present step is over."""
+        if not self.alive:
+            return
+        self._inbox.append(command)
+        self._report_soon()
+        steps = self._steps
+        if steps is None:
+            if not self._turn_due:
+                self._turn_due = True
+                self._clock.after(0, self._turn)
+            return
+        count = steps.done_after(self._clock.now_ns - steps.began_ns)
+        if count < steps.count:
+            steps.count = count
+            self._end_at(steps)
+
+    def note_transfer(self, prefill_id: str, payload_bytes: float, seconds: float) -> None:
+        """KV came from there, in that time."""
+        self._edges.setdefault(prefill_id, EdgeRate()).note(int(payload_bytes), seconds)
+
+    def die(self) -> None:
+        """Everything is lost, and nobody is told by this worker."""
+        self.alive = False
+        self._number += 1
+        self._handlers.clear()
+        self._inbox.clear()
+
+    # ---------------------------------------------------------------- steps
+
+    def _turn(self) -> None:
+        """Do what was asked, then begin the next step, if there is one."""
+        self._turn_due = False
+        if not self.alive:
+            return
+        while True:
+            inbox, self._inbox = self._inbox, []
+            for command in inbox:
+                command(self.core.scheduler)
+            plan = self.core.plan(self._clock.now_ns)
+            self._deliver(self.core.take_admissions())
+            if plan.rows:
+                self._begin(plan)
+                return
+            self._deliver(self.core.take_events())
+            if not self._inbox:
+                return
+
+    def _begin(self, plan: StepPlan) -> None:
+        steps = _Steps(
+            plan,
+            self._clock.now_ns,
+            self.core.batch.equal_steps(plan),
+            self._timing.seconds(plan.rows) * 1e9,
+            self._timing.growth_s(plan.rows) * 1e9,
+            self.core.publications(plan),
+        )
+        self._steps = steps
+        self._report_soon()
+        self._end_at(steps)
+        if steps.publications:
+            for done in range(1, LAYER_GROUPS):
+                due_ns = steps.began_ns + steps.span_ns(1) * done // LAYER_GROUPS
+                self._clock.at(due_ns, partial(self._publish, steps, done))
+
+    def _end_at(self, steps: _Steps) -> None:
+        self._number += 1
+        end_ns = steps.began_ns + steps.span_ns(steps.count)
+        self._clock.at(end_ns, partial(self._end, self._number))
+
+    def _publish(self, steps: _Steps, done: int) -> None:
+        if self.alive:
+            due = [one.on_layers_done(done, LAYER_GROUPS) for one in steps.publications]
+            self._deliver([published for published in due if published is not None])
+
+    def _end(self, number: int) -> None:
+        steps = self._steps
+        if number != self._number or steps is None:
+            return
+        self._publish(steps, LAYER_GROUPS)
+        count, span_ns = steps.count, steps.span_ns(steps.count)
+        self.busy_ns += span_ns
+        self.run_began_ns = steps.began_ns + steps.span_ns(1)
+        results = self.core.runner.execute(steps.plan)
+        if count > 1:
+            results = [[TOKEN] * count for _ in steps.plan.rows]
+        self._steps = None
+        now_ns = self._clock.now_ns
+        self._deliver(self.core.apply(steps.plan, results, now_ns, span_ns // count, count))
+        self._turn()
+
+    # ---------------------------------------------------------------- what it says
+
+    def _deliver(self, events: Sequence[ev.Event]) -> None:
+        for event in events:
+            match event:
+                case ev.StepDone():
+                    self._load = event
+                    self._rates.add(event)
+                case ev.CacheChanged():
+                    self._note(event)
+                case ev.AdapterChanged():
+                    pass
+                case ev.Ended():
+                    handler = self._handlers.pop(event.request_id, None)
+                    if handler is not None:
+                        handler(event)
+                case _:
+                    handler = self._handlers.get(event.request_id)
+                    if handler is not None:
+                        handler(event)
+
+    def _note(self, change: ev.CacheChanged) -> None:
+        if not self._changes:
+            self._clock.after(_KV_EVENTS_NS, self._send_changes)
+        self._changes.append(change)
+
+    def _send_changes(self) -> None:
+        changes, self._changes = self._changes, []
+        if self.alive:
+            for change in changes:
+                self._listener.on_cache_changed(self, change)
+
+    def _report_soon(self) -> None:
+        if not self._status_due:
+            self._status_due = True
+            self._clock.after(_STATUS_NS, self._report)
+
+    def _report(self) -> None:
+        self._status_due = False
+        if not self.alive:
+            return
+        self._listener.on_status(self, self.status())
+        if self._steps is not None:
+            self._report_soon()
+
+    def first_token_s(self, hashes: Sequence[bytes], prompt_tokens: int) -> float:
+        """How long a prompt would take from now on, by what only the simulator knows."""
+        pool, timing, steps = self.core.pool, self._timing, self._steps
+        total_s = 0.0
+        if steps is not None and not self.core.batch.has_decodes():
+            total_s = (steps.began_ns - self._clock.now_ns) / 1e9  # done of the step under way
+        for item in [*self.core.batch.running, *self.core.batch.queue]:
+            if not isinstance(item, TokenSequence) or item.decodes:
+                continue
+            done = item.computed or len(pool.match(item.block_hashes)) * pool.block_tokens
+            total_s += timing.prompt_s(len(item.tokens), min(done, len(item.tokens) - 1))
+        cached = len(pool.match(hashes)) * pool.block_tokens
+        return total_s + timing.prompt_s(prompt_tokens, min(cached, prompt_tokens - 1))
+
+    def status(self) -> WorkerStatus:
+        """As the Decode service reports it."""
+        load, blocks = self._load, self._load.blocks
+        return WorkerStatus(
+            state="ready",
+            kv_blocks=BlockCounts(
+                total=blocks.total,
+                free=blocks.free,
+                cached=blocks.cached,
+                leased=blocks.in_use,
+                quarantined=blocks.quarantined,
+            ),
+            running=load.running,
+            waiting=load.waiting,
+            answering=load.answering,
+            load_age_ns=self._clock.now_ns - self._steps.began_ns if self._steps else 0,
+            queued_prompt_tokens=load.queued_prompt_tokens,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_step_s=self._rates.decode_step_s,
+            steps=load.step,
+            edges=[
+                EdgeRateMessage(prefill_worker_id=prefill_id, bytes_per_s=edge.bytes_per_s)
+                for prefill_id, edge in self._edges.items()
+                if edge.measured
+            ],
+        )

@@ -1,0 +1,215 @@
+"""The simulator: virtual time, the same result for the same seed, and every request one end."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from engine.emulated_timing import EPYC_135M
+from fleet.cli.main import app
+from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.network import LINKS, Network
+from loadtest.simulator.policies import FLEET
+from loadtest.simulator.report import Slo, as_json, bound_share, figures
+from loadtest.simulator.simulation import Setup, Simulation
+from loadtest.workloads.traces import TraceRequest, read_trace
+
+SAMPLE = Path(__file__).parents[2] / "router" / "placement" / "conversation_sample.jsonl"
+SMALL = Setup(prefill_workers=2, decode_workers=2)
+
+
+def run(setup: Setup, trace) -> Simulation:
+    simulation = Simulation(setup, trace)
+    simulation.run()
+    return simulation
+
+
+def figures_of(setup: Setup, trace):
+    return figures(run(setup, trace), trace, Slo())
+
+
+def assert_nothing_is_left(simulation: Simulation) -> None:
+    for life in simulation.lives:
+        if life.alive:
+            life.core.batch.check_integrity()
+            counts = life.core.pool.counts()
+            assert counts.in_use == counts.quarantined == 0, life.worker_id
+            assert not life.core.batch.has_work()
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=20))
+def test_virtual_time_never_runs_backwards(events):
+    clock, seen = VirtualClock(), []
+
+    def happen(delay_ns: int) -> None:
+        seen.append(clock.now_ns)
+        clock.after(delay_ns, lambda: seen.append(clock.now_ns))
+
+    for at_ns, delay_ns in events:
+        clock.at(at_ns, partial(happen, delay_ns))
+    clock.run()
+    assert seen == sorted(seen)
+    assert len(seen) == 2 * len(events)
+    with pytest.raises(ValueError, match="is over"):
+        clock.at(clock.now_ns - 1, clock.run)
+
+
+def test_a_message_takes_the_line_through_the_measured_times_and_ends_queue():
+    network = Network(LINKS["between-nodes"])
+    assert network.send("a", "b", 5e6, 0) == pytest.approx(158e3, rel=0.01)  # measured: 33 GB/s
+    assert network.send("a", "c", 5e6, 0) == pytest.approx(2 * 158e3, rel=0.01)
+    assert network.send("x", "y", 5e6, 0) == pytest.approx(158e3, rel=0.01)
+
+
+def test_the_same_seed_gives_the_same_bytes():
+    trace = read_trace(SAMPLE, 15)
+    setup = replace(SMALL, mode="auto", mtbf_s=5.0)
+
+    def written(seed: int) -> bytes:
+        simulation = run(replace(setup, seed=seed), trace)
+        return as_json(simulation, figures(simulation, trace, Slo()), Slo())
+
+    assert written(1) == written(1)
+    assert written(1) != written(2)
+
+
+requests = st.lists(
+    st.builds(
+        lambda at_s, blocks, tail, answer, shared: TraceRequest(
+            at_s, 512 * blocks + tail, answer, tuple(range(shared, shared + blocks + 1))
+        ),
+        st.floats(0, 5),
+        st.integers(0, 6),
+        st.integers(1, 511),
+        st.integers(1, 700),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    requests,
+    st.sampled_from(["disaggregated", "auto", "colocated"]),
+    st.sampled_from([FLEET, "round-robin", "cost"]),
+    st.sampled_from([0.0, 4.0]),
+    st.integers(0, 5),
+)
+def test_every_request_ends_once_and_every_block_is_counted_after_every_step(
+    trace, mode, policy, mtbf_s, seed
+):
+    """Small pools, so that requests wait, are preempted, and lose their reservations."""
+    setup = replace(
+        SMALL,
+        mode=mode,
+        policy=policy,
+        mtbf_s=mtbf_s,
+        repair_s=2.0,
+        seed=seed,
+        prefill_kv_tokens=16 * 512,
+        decode_kv_tokens=12 * 512,
+        check_every_step=True,
+    )
+    simulation = run(setup, trace)
+    for record in simulation.records:
+        assert record.ends == 1, record
+        if not record.error:
+            assert record.tokens == record.answer_tokens, record
+            assert record.request.arrived_ns <= record.placed_ns <= record.first_ns
+            assert record.first_ns <= record.last_ns <= record.ended_ns
+    if not mtbf_s:
+        assert all(not record.error for record in simulation.records)
+    assert_nothing_is_left(simulation)
+
+
+def test_deaths_are_survived_or_told():
+    trace = read_trace(SAMPLE, 100)
+    setup = Setup(prefill_workers=6, decode_workers=6, mtbf_s=80.0, repair_s=5.0)
+    simulation = run(setup, trace)
+    result = figures(simulation, trace, Slo())
+    assert result.worker_deaths > 2
+    told = {"worker_lost", "poison_request", "unavailable", "queue_full", "transfer_failed"}
+    assert set(result.errors) <= told
+    assert result.answered > result.requests / 2
+    assert_nothing_is_left(simulation)
+
+
+def test_a_queue_that_is_full_refuses_and_the_others_are_served():
+    trace = read_trace(SAMPLE, 60)
+    setup = Setup(prefill_workers=1, decode_workers=1, max_queued_requests=4, max_batch_requests=2)
+    result = figures_of(setup, trace)
+    assert result.errors["queue_full"] > 0
+    assert result.answered + result.errors["queue_full"] == result.requests
+
+
+def conversations(count: int, turns: int) -> list[TraceRequest]:
+    """Each turn repeats the last one and adds four blocks; all begin with the same block."""
+    trace = []
+    for turn in range(turns):
+        for one in range(count):
+            blocks = 4 * (turn + 1)
+            names = (0, *(1000 * (one + 1) + block for block in range(blocks)))
+            trace.append(TraceRequest(30.0 * turn + one, 512 * (blocks + 1), 20, names))
+    return trace
+
+
+def test_policies_differ_as_they_must():
+    trace = conversations(count=9, turns=5)
+    setup = replace(SMALL, prefill_workers=4)
+    policies = ("longest-prefix", "round-robin", FLEET)
+    found = {name: figures_of(replace(setup, policy=name), trace) for name in policies}
+    assert found["longest-prefix"].max_to_mean_work == 4.0  # the first block is everywhere
+    assert found[FLEET].max_to_mean_work < 4.0
+    assert found["round-robin"].hit_share < 0.8 * found[FLEET].hit_share
+    # The last token is always computed, and here its block is full.
+    assert found[FLEET].hit_share <= found[FLEET].bound_share
+    assert found[FLEET].ttft.mean < found["round-robin"].ttft.mean
+
+
+def test_a_worker_fitted_to_a_bench_takes_as_long_as_the_bench():
+    """`docs/benchmarks.md`, "Beside llama.cpp": the engine's column."""
+    for tokens, rate in ((512, 3062), (2048, 2201)):
+        assert EPYC_135M.prompt_s(tokens) == pytest.approx(tokens / rate, rel=0.05)
+    for context, rates in ((128, (101, 359, 863, 1214)), (1024, (97, 264, 475, 541))):
+        for batch, rate in zip((1, 4, 16, 32), rates, strict=True):
+            each_s = EPYC_135M.answer_s + EPYC_135M.answer_context_s * context
+            assert EPYC_135M.step_s + batch * each_s == pytest.approx(batch / rate, rel=0.1)
+
+
+def test_the_command_writes_figures_and_names_what_is_wrong(tmp_path):
+    out = tmp_path / "figures.json"
+    arguments = ["simulate", str(SAMPLE), "--limit", "40", "--prefill", "2", "--decode", "1"]
+    shown = CliRunner().invoke(app, [*arguments, "--json", str(out)])
+    assert shown.exit_code == 0, shown.output
+    content = msgspec.json.decode(out.read_bytes())
+    assert content["figures"]["answered"] == 40
+    assert content["setup"]["worker"]["source"].startswith("assumed")
+    assert "no model ran" in content["emulated"]
+    wrong = CliRunner().invoke(app, [*arguments, "--policy", "best"])
+    assert wrong.exit_code == 2
+    assert "round-robin" in wrong.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_conversation_trace_reproduces_what_is_known_of_it():
+    """The bound, round robin, and the fleet's own policy on 8 caches of 3.1 million tokens."""
+    whole = Path("/work/shared/traces/mooncake_conversation.jsonl")
+    if not whole.exists():
+        pytest.skip("the whole trace does not ship with the project")
+    trace = read_trace(whole)
+    assert bound_share(trace) == pytest.approx(0.366, abs=0.001)
+    setup = Setup(prefill_workers=8, decode_workers=8)
+    assert figures_of(replace(setup, policy="round-robin"), trace).hit_share == pytest.approx(
+        0.114, abs=0.005
+    )
+    fleet = figures_of(setup, trace)
+    assert fleet.hit_share >= 0.27
+    assert fleet.max_to_mean_work <= 1.05
