@@ -23,9 +23,11 @@ class AdapterLoader:
 
     Args:
         max_loaded: How many adapters are held at once; 0 refuses them all.
+        store: The runner's adapters.
     """
 
-    def __init__(self, max_loaded: int) -> None:
+    def __init__(self, max_loaded: int, store: AdapterStore) -> None:
+        self._store = store
         self._cache: AdapterCache[messages.Submit] = AdapterCache(max_loaded)
         self._events: list[messages.Report] = []
         self._to_load: queue.SimpleQueue[AdapterRef] = queue.SimpleQueue()
@@ -35,10 +37,6 @@ class AdapterLoader:
         self._names: dict[str, str] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
-
-    def open(self, store: AdapterStore) -> None:
-        """Take the runner's adapters."""
-        self._store = store
 
     def fileno(self) -> int:
         """Readable when ``advance`` has something to do."""

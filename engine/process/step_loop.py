@@ -19,81 +19,56 @@ import msgspec
 import numpy as np
 
 from engine.core import events as ev
-from engine.core.core import EngineCore
 from engine.core.errors import (
     BatonError,
     CancelledError_,
     InvalidRequestError,
     NumericsError,
 )
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.core.plan import StepPlan
-from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest
-from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.cpu.parallel.rank_processes import RankProcesses
-from engine.ipc import die_with_parent, map_pool
+from engine.ipc import die_with_parent
 from engine.process import messages
 from engine.process.adapter_loader import AdapterLoader
+from engine.process.build import BuiltEngine, build_engine
 from engine.sampling.grammars import GrammarCompileQueue
 from engine.settings import EngineSettings
 
-EMULATED = "emulated"
 _IDLE_S = 1.0
 _ALIVE_S = 0.5  # without another report for so long, the loop says that it runs
 _COMPILING_S = 0.002  # while a grammar is being compiled and nothing else is to be computed
 
 
-class EngineProcess:
+class StepLoop:
     """Commands in, steps, reports out.
 
     Args:
-        settings: How to build the engine.
+        engine: What was built.
+        settings: Of the engine.
         control: This end of the socket pair.
-        pool_fd: The memory file for the KV pool.
     """
 
-    def __init__(self, settings: EngineSettings, control: socket.socket, pool_fd: int) -> None:
+    def __init__(
+        self, engine: BuiltEngine, settings: EngineSettings, control: socket.socket
+    ) -> None:
+        runner = engine.runner
         self._settings = settings
         self._control = control
-        self._pool_fd = pool_fd
+        self._core = engine.core
+        self._ranks = engine.ranks
+        self._capabilities = runner.capabilities
         self._reader = messages.command_reader()
-        self._ranks: RankProcesses | None = None
-        self._stopping = False
-        self._sent_s = 0.0
-        self._adapters = AdapterLoader(settings.max_adapters)
-        self._grammar_queue: GrammarCompileQueue[messages.Submit] | None = None
+        self._adapters = AdapterLoader(settings.max_adapters, runner.adapters)
+        self._grammar_queue: GrammarCompileQueue[messages.Submit] | None = (
+            GrammarCompileQueue(runner.grammars) if runner.grammars is not None else None
+        )
         # Requests that wait for a grammar or an adapter, and the commands for them since.
         self._waiting: dict[str, list[messages.Command]] = {}
+        self._stopping = False
+        self._sent_s = 0.0
 
     def run(self) -> None:
-        """Load, report ``Ready``, then step until told to stop."""
-        began_ns = time.monotonic_ns()
-        runner, info = self._build()
-        limits = SchedulerConfig(self._settings.max_batch_requests, self._settings.max_step_tokens)
-        self._core = EngineCore(
-            runner,
-            limits,
-            speculation=self._speculation(runner),
-            check_every_step=self._settings.check_every_step,
-        )
-        self._capabilities = runner.capabilities
-        self._adapters.open(runner.adapters)
-        if runner.grammars is not None:
-            self._grammar_queue = GrammarCompileQueue(runner.grammars)
-        ready = messages.Ready(
-            pid=os.getpid(),
-            geometry=runner.geometry,
-            numerics_id=info.numerics_id,
-            weights_digest=info.weights_digest,
-            eos_token_ids=runner.eos_token_ids,
-            max_context_tokens=info.max_context_tokens,
-            threads=self._settings.threads * self._settings.tensor_parallel,
-            load_s=(time.monotonic_ns() - began_ns) / 1e9,
-            ranks=(os.getpid(), *self._ranks.pids) if self._ranks else (),
-        )
-        self._send([ready])
+        """Step until told to stop."""
         while not self._stopping:
             had_commands = self._receive()
             if time.monotonic() - self._sent_s > _ALIVE_S:
@@ -107,51 +82,6 @@ class EngineProcess:
                 self._send(self._core.take_events())
             else:
                 self._core.check_when_idle()
-
-    def _build(self) -> tuple[ModelRunner, ModelInfo]:
-        settings = self._settings
-        if settings.model == EMULATED:
-            return self._build_emulated()
-        from engine.build import build_runner  # torch is loaded here and nowhere else
-
-        if settings.tensor_parallel > 1:
-            self._ranks = RankProcesses(settings, self._pool_fd)
-        return build_runner(
-            settings,
-            lambda geometry: map_pool(self._pool_fd, geometry),
-            lambda what: self._send([messages.Progress(what)]),
-            self._ranks,
-        )
-
-    def _speculation(self, main: ModelRunner) -> Speculation | None:
-        settings = self._settings.speculation
-        if settings.mode == "off":
-            return None
-        if settings.mode == "ngram":
-            return Speculation(NgramProposer(), settings.tokens)
-        from engine.cpu.build_draft import build_draft
-
-        return build_draft(self._settings, main, lambda what: self._send([messages.Progress(what)]))
-
-    def _build_emulated(self) -> tuple[ModelRunner, ModelInfo]:
-        from engine.emulated import EmulatedRunner
-
-        settings = self._settings
-        geometry = KvGeometry(
-            num_layers=4,
-            num_kv_heads=2,
-            head_dim=8,
-            num_blocks=settings.kv_blocks or 1024,
-            dtype=settings.kv_dtype or "bf16",
-        )
-        pool = map_pool(self._pool_fd, geometry)
-        runner = EmulatedRunner(
-            geometry,
-            pool,
-            token_s=settings.emulated_token_s,
-            nan_after_steps=settings.emulated_nan_after_steps,
-        )
-        return runner, ModelInfo("exact/emulated", b"emulated weights", 1 << 20)
 
     def _receive(self) -> bool:
         """Apply what has arrived; wait for something when there is nothing to compute."""
@@ -290,15 +220,44 @@ def _malformed(command: messages.Submit) -> BatonError | None:
     return None
 
 
+def serve(settings: EngineSettings, control: socket.socket, pool_fd: int) -> None:
+    """Build the engine, report ``Ready``, then step until told to stop.
+
+    Args:
+        settings: How to build the engine.
+        control: This end of the socket pair.
+        pool_fd: The memory file for the KV pool.
+    """
+
+    def report(what: messages.Report) -> None:
+        control.sendall(messages.frame([what]))
+
+    began_ns = time.monotonic_ns()
+    engine = build_engine(settings, pool_fd, lambda what: report(messages.Progress(what)))
+    report(
+        messages.Ready(
+            pid=os.getpid(),
+            geometry=engine.runner.geometry,
+            numerics_id=engine.info.numerics_id,
+            weights_digest=engine.info.weights_digest,
+            eos_token_ids=engine.runner.eos_token_ids,
+            max_context_tokens=engine.info.max_context_tokens,
+            threads=settings.threads * settings.tensor_parallel,
+            load_s=(time.monotonic_ns() - began_ns) / 1e9,
+            ranks=(os.getpid(), *engine.ranks.pids) if engine.ranks else (),
+        )
+    )
+    StepLoop(engine, settings, control).run()
+
+
 def main() -> None:
     """Entry of ``python -m engine.process.step_loop``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = msgspec.json.decode(sys.argv[3], type=EngineSettings)
-    process = EngineProcess(settings, control, int(sys.argv[2]))
     try:
-        process.run()
+        serve(settings, control, int(sys.argv[2]))
     except (BrokenPipeError, ConnectionResetError):
         sys.exit(0)  # the shell is gone
     except Exception as error:  # the process edge: report, then fail loudly

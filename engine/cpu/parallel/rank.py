@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from engine.artifacts.artifact import ModelArtifact, resolve_model
 from engine.core.errors import BatonError
 from engine.core.params import AdapterRef
 from engine.cpu.attention import AttentionTiling
+from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.lora import CpuAdapters
 from engine.cpu.parallel import rank_processes as ranks
@@ -31,73 +33,32 @@ from engine.cpu.runner import CpuRunner
 from engine.ipc import die_with_parent
 from engine.loading.memory import give_back_memory
 from engine.models.lora import Adapter
-from engine.numerics import DTYPES, Numerics
+from engine.numerics import DTYPES, Numerics, numerics_of
 from engine.settings import EngineSettings
 
 
-class Rank:
-    """Orders in, parts of tensors out.
+class AdapterDesk:
+    """Reads adapters in a thread, until the leader goes.
 
     Args:
-        number: This rank, from 1.
-        leader: This end of the socket pair for orders.
         loader: This end of the socket pair for adapters.
-        pool_fd: The memory file for the KV pool.
-        settings: Of the engine.
+        adapters: Knows how to read one.
     """
 
-    def __init__(
-        self,
-        number: int,
-        leader: socket.socket,
-        loader: socket.socket,
-        pool_fd: int,
-        settings: EngineSettings,
-    ) -> None:
-        self._number = number
-        self._leader = leader
+    def __init__(self, loader: socket.socket, adapters: CpuAdapters) -> None:
         self._loader = loader
+        self._adapters = adapters
         self._prepared: dict[str, Adapter] = {}  # read, and not yet held
-        self._pool_fd = pool_fd
-        self._settings = settings
-        self._numerics: Numerics = "fast" if settings.numerics == "fast" else "exact"
 
-    def run(self, store: str) -> None:
-        """Do what the leader says until it goes."""
-        torch.set_num_threads(self._settings.threads)
-        self._leader.sendall(ranks.frame(ranks.Started()))
-        group = Group(self._number, self._settings.tensor_parallel, store, torch.device("cpu"))
-        artifact = resolve_model(self._settings.model)
-        self._shard = Shard(artifact.config, self._number, group)
-        self._adapters = CpuAdapters(
-            artifact.config,
-            DTYPES[self._settings.dtype],
-            self._numerics,
-            self._settings.max_adapter_rank,
-            self._shard,
-        )
-        threading.Thread(target=self._read_adapters, daemon=True).start()
-        reader = ranks.order_reader()
-        while data := self._leader.recv(1 << 20):
-            for order in reader.feed(data):
-                match order:
-                    case ranks.Load():
-                        self._load(artifact)
-                    case ranks.Open():
-                        self._open(order)
-                    case ranks.Adapt():
-                        ref = order.ref
-                        self._adapters.add(ref, self._prepared.pop(ref.digest))
-                    case ranks.Drop():
-                        self._adapters.remove(order.digest)
-                    case ranks.Forward():
-                        rows = [row.plan_row() for row in order.rows]
-                        self._runner.follow(rows, isolated=order.isolated)
-                    case ranks.Logits():
-                        self._model.follow_logits(order.rows)
+    def start(self) -> None:
+        """Begin to read."""
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read_adapters(self) -> None:
-        """Beside the steps, until the leader goes."""
+    def take(self, digest: str) -> Adapter:
+        """An adapter that was read."""
+        return self._prepared.pop(digest)
+
+    def _read(self) -> None:
         reader = ranks.loader_reader()
         with contextlib.suppress(OSError):
             while data := self._loader.recv(1 << 16):
@@ -119,38 +80,122 @@ class Rank:
             return f"adapter {ref.name}: {type(fault).__name__}: {fault}"
         return ""
 
-    def _load(self, artifact: ModelArtifact) -> None:
-        settings = self._settings
-        with torch.inference_mode():
-            self._model = load_model(
-                artifact,
-                settings.dtype,
-                self._numerics,
-                quantisation=settings.weight_quantisation,
-                shard=self._shard,
-            )
-            if self._numerics == "exact":
-                for linear in self._model.linears().values():
-                    linear.check()
-        self._leader.sendall(ranks.frame(ranks.Loaded()))
-        self._shard.wait_loaded()
 
-    def _open(self, order: ranks.Open) -> None:
+class Rank:
+    """A rank that has loaded its part of the model: orders in, parts of tensors out.
+
+    Args:
+        model: This rank's part.
+        adapters: Those that it holds.
+        desk: Reads adapters beside the steps.
+        pool_fd: The memory file for the KV pool.
+    """
+
+    def __init__(
+        self, model: Decoder, adapters: CpuAdapters, desk: AdapterDesk, pool_fd: int
+    ) -> None:
+        self._model = model
+        self._adapters = adapters
+        self._desk = desk
+        self._pool_fd = pool_fd
+
+    def run(self, first: ranks.Open, orders: Iterator[ranks.Order]) -> None:
+        """Do what the leader says until it goes."""
+        runner = self._open(first)
+        for order in orders:
+            match order:
+                case ranks.Open():
+                    runner = self._open(order)
+                case ranks.Adapt(ref):
+                    self._adapters.add(ref, self._desk.take(ref.digest))
+                case ranks.Drop(digest):
+                    self._adapters.remove(digest)
+                case ranks.Forward():
+                    rows = [row.plan_row() for row in order.rows]
+                    runner.follow(rows, isolated=order.isolated)
+                case ranks.Logits():
+                    self._model.follow_logits(order.rows)
+
+    def _open(self, order: ranks.Open) -> CpuRunner:
         geometry = order.geometry
         if order.shared:
             pool = memoryview(mmap.mmap(self._pool_fd, geometry.pool_bytes))
         else:
             pool = memoryview(bytearray(geometry.pool_bytes))
-        tiling = AttentionTiling(*order.tiling)
-        self._runner = CpuRunner(
+        runner = CpuRunner(
             self._model,
             pool,
             geometry,
-            tiling,
+            AttentionTiling(*order.tiling),
             adapters=self._adapters,
             shared_pool=order.shared,
         )
         give_back_memory()
+        return runner
+
+
+def serve(
+    number: int,
+    leader: socket.socket,
+    loader: socket.socket,
+    pool_fd: int,
+    store: str,
+    settings: EngineSettings,
+) -> None:
+    """Join the group, load when told to, then do what the leader says until it goes.
+
+    Args:
+        number: This rank, from 1.
+        leader: This end of the socket pair for orders.
+        loader: This end of the socket pair for adapters.
+        pool_fd: The memory file for the KV pool.
+        store: The file in which the ranks find each other.
+        settings: Of the engine.
+    """
+    torch.set_num_threads(settings.threads)
+    leader.sendall(ranks.frame(ranks.Started()))
+    group = Group(number, settings.tensor_parallel, store, torch.device("cpu"))
+    artifact = resolve_model(settings.model)
+    shard = Shard(artifact.config, number, group)
+    numerics = numerics_of(settings.numerics)
+    dtype = DTYPES[settings.dtype]
+    adapters = CpuAdapters(artifact.config, dtype, numerics, settings.max_adapter_rank, shard)
+    desk = AdapterDesk(loader, adapters)
+    desk.start()
+    orders = orders_of(leader)
+    if not isinstance(next(orders, None), ranks.Load):
+        return  # the leader is gone
+    model = _load(artifact, settings, numerics, shard)
+    leader.sendall(ranks.frame(ranks.Loaded()))
+    shard.wait_loaded()
+    first = next(orders, None)
+    if isinstance(first, ranks.Open):
+        Rank(model, adapters, desk, pool_fd).run(first, orders)
+
+
+def orders_of(leader: socket.socket) -> Iterator[ranks.Order]:
+    """What the leader says, until it goes."""
+    reader = ranks.order_reader()
+    while data := leader.recv(1 << 20):
+        yield from reader.feed(data)
+
+
+@torch.inference_mode()
+def _load(
+    artifact: ModelArtifact, settings: EngineSettings, numerics: Numerics, shard: Shard
+) -> Decoder:
+    """This rank's part of the model, proved in ``exact``."""
+    model = load_model(
+        artifact,
+        settings.dtype,
+        numerics,
+        quantisation=settings.weight_quantisation,
+        shard=shard,
+    )
+    if numerics == "exact":
+        for linear in model.linears().values():
+            linear.check()
+    return model
 
 
 def main() -> None:
@@ -161,7 +206,7 @@ def main() -> None:
     leader, loader = socket.socket(fileno=int(socket_fd)), socket.socket(fileno=int(loader_fd))
     settings = msgspec.json.decode(encoded, type=EngineSettings)
     try:
-        Rank(int(number), leader, loader, int(pool_fd), settings).run(store)
+        serve(int(number), leader, loader, int(pool_fd), store, settings)
     except (BrokenPipeError, ConnectionResetError):
         sys.exit(0)  # the leader is gone
     except Exception as error:  # the process edge: report, then fail loudly

@@ -187,7 +187,9 @@ class RankProcesses:
     """
 
     def __init__(self, settings: EngineSettings, pool_fd: int = -1) -> None:
-        store_fd = os.memfd_create("baton-ranks")  # where ranks find each other; gone with them
+        # Where ranks find each other; gone with the processes. It is never closed: torch opens it
+        # again when it lets go of the group, by a path that would lead to another file by then.
+        store_fd = os.memfd_create("baton-ranks")
         self.store = f"/proc/self/fd/{store_fd}"
         self._store_fd = store_fd
         self._ranks = [
@@ -331,7 +333,6 @@ class RankProcesses:
             rank.process.kill()  # it has nothing to keep
         for rank in self._ranks:
             rank.process.wait()
-        os.close(self._store_fd)
 
 
 def _receive(sock: socket.socket) -> bytes:

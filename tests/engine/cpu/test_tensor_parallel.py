@@ -1,5 +1,6 @@
 """Tensor parallelism with real rank processes: the width never shows in the bits."""
 
+import gc
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ from engine.build import build_runner
 from engine.core.errors import AdapterLoadError, NumericsError
 from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import StepPlan
-from engine.cpu.parallel.rank import Rank
+from engine.cpu.parallel.rank import AdapterDesk, Rank, orders_of
 from engine.cpu.parallel.rank_processes import (
     Adapt,
     Forward,
@@ -263,16 +264,17 @@ class SlowAdapters:
 
 
 def test_a_rank_goes_on_with_its_steps_while_it_reads_an_adapter(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, stepped = SlowAdapters(), threading.Event()
-    monkeypatch.setattr("engine.cpu.parallel.rank.Group", lambda *_: SimpleNamespace(ranks=2))
-    monkeypatch.setattr("engine.cpu.parallel.rank.CpuAdapters", lambda *_: store)
     (leader, theirs), (loader, their_loader) = socket.socketpair(), socket.socketpair()
     loader.settimeout(10)
-    rank = Rank(1, theirs, their_loader, -1, EngineSettings(model=tiny, tensor_parallel=2))
-    rank._runner = SimpleNamespace(follow=lambda rows, isolated: stepped.set())
-    loop = threading.Thread(target=rank.run, args=("",))
+    desk = AdapterDesk(their_loader, store)
+    desk.start()
+    rank = Rank(SimpleNamespace(), store, desk, -1)
+    runner = SimpleNamespace(follow=lambda rows, isolated: stepped.set())
+    monkeypatch.setattr(rank, "_open", lambda _: runner)
+    loop = threading.Thread(target=rank.run, args=(None, orders_of(theirs)))
     loop.start()
     ref = AdapterRef("mine", "00", "/there")
     loader.sendall(frame(Prepare(ref)))
@@ -349,3 +351,15 @@ def test_damage_at_another_rank_is_cleared_and_a_stopped_rank_is_not_waited_for_
         with pytest.raises(RankError, match="does not answer"):
             group.driver.answer(prompt_of(40, 512), GREEDY)
         assert 1.0 <= time.monotonic() - began_s < 4.0
+
+
+def test_a_group_that_ends_late_opens_no_other_file(tiny: str, tmp_path: Path) -> None:
+    """torch opens a group's store once more, by its path, when it lets go of it."""
+    with replica(tiny, 2) as group:
+        pass
+    bystanders = [(tmp_path / str(i)).open("w+b") for i in range(64)]  # take whatever fd is free
+    del group
+    gc.collect()
+    assert [(tmp_path / str(i)).stat().st_size for i in range(64)] == [0] * 64
+    for file in bystanders:
+        file.close()

@@ -50,8 +50,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests() -> None:
         def prepare(self, ref: AdapterRef) -> str:
             raise AdapterLoadError("rank 1 cannot read it")
 
-    loader = AdapterLoader(max_loaded=1)
-    loader.open(Unreadable())
+    loader = AdapterLoader(max_loaded=1, store=Unreadable())
     loader.add(submit("first", "a"))
     assert loader.advance() == []
     assert wakes(loader, 5.0)
@@ -62,8 +61,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests() -> None:
 
 
 def test_a_place_that_falls_free_wakes_the_idle_loop() -> None:
-    loader = AdapterLoader(max_loaded=1)
-    loader.open(Store())
+    loader = AdapterLoader(max_loaded=1, store=Store())
     loader.add(submit("first", "a"))
     (first,) = advance_until(loader, bool)
     assert first.request_id == "first"

@@ -11,8 +11,8 @@ import pytest
 from engine.core import events as ev
 from engine.core.params import SamplingParams
 from engine.core.sequence import Kind, RequestSpec
-from engine.process import messages
-from engine.process.step_loop import EMULATED, EngineProcess
+from engine.process import build, messages
+from engine.process.step_loop import serve
 from engine.sampling.grammars import Grammars
 from engine.settings import EngineSettings
 from engine.text.grammar import Vocabulary, translate
@@ -22,21 +22,21 @@ from engine.text.grammar import Vocabulary, translate
 def engine(monkeypatch):
     """The shell's end of an emulated engine that takes grammars."""
     letters = Vocabulary([bytes([i]) for i in range(256)], [0], [0])
-    build = EngineProcess._build_emulated
+    build_emulated = build.build_emulated
 
     grammars = Grammars(lambda: letters, 256)
 
-    def with_grammars(self):
-        runner, info = build(self)
+    def with_grammars(settings, pool_fd):
+        runner, info = build_emulated(settings, pool_fd)
         runner.grammars = grammars
         runner.capabilities = msgspec.structs.replace(runner.capabilities, grammars=True)
         return runner, info
 
-    monkeypatch.setattr(EngineProcess, "_build_emulated", with_grammars)
+    monkeypatch.setattr(build, "build_emulated", with_grammars)
     shell, control = socket.socketpair()
     pool_fd = os.memfd_create("pool")
-    process = EngineProcess(EngineSettings(model=EMULATED, kv_blocks=32), control, pool_fd)
-    loop = threading.Thread(target=process.run)
+    settings = EngineSettings(model=build.EMULATED, kv_blocks=32)
+    loop = threading.Thread(target=serve, args=(settings, control, pool_fd))
     loop.start()
     shell.settimeout(10)
     yield shell

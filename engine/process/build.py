@@ -1,0 +1,92 @@
+"""From settings to everything that steps: the runner, its core, and the other ranks."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.core.core import EngineCore
+from engine.core.geometry import KvGeometry
+from engine.core.model_runner import ModelInfo, ModelRunner
+from engine.core.scheduler import SchedulerConfig
+from engine.core.speculative.proposers import NgramProposer, Speculation
+from engine.cpu.parallel.rank_processes import RankProcesses
+from engine.ipc import map_pool
+from engine.settings import EngineSettings
+
+EMULATED = "emulated"
+
+Progress = Callable[[str], None]
+
+
+class BuiltEngine(NamedTuple):
+    """What a step loop drives."""
+
+    core: EngineCore
+    runner: ModelRunner
+    info: ModelInfo
+    ranks: RankProcesses | None
+
+
+def build_engine(settings: EngineSettings, pool_fd: int, progress: Progress) -> BuiltEngine:
+    """Load the model and whatever goes with it.
+
+    Args:
+        settings: How to build the engine.
+        pool_fd: The memory file for the KV pool.
+        progress: Called with one line of text at a time.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        RankError: A rank died or hangs.
+        NumericsSetupError: ``exact`` cannot be kept on this machine.
+    """
+    ranks = None
+    if settings.model == EMULATED:
+        runner, info = build_emulated(settings, pool_fd)
+    else:
+        from engine.build import build_runner  # torch is loaded here and nowhere else
+
+        if settings.tensor_parallel > 1:
+            ranks = RankProcesses(settings, pool_fd)
+        runner, info = build_runner(
+            settings, lambda geometry: map_pool(pool_fd, geometry), progress, ranks
+        )
+    core = EngineCore(
+        runner,
+        SchedulerConfig(settings.max_batch_requests, settings.max_step_tokens),
+        speculation=_speculation(settings, runner, progress),
+        check_every_step=settings.check_every_step,
+    )
+    return BuiltEngine(core, runner, info, ranks)
+
+
+def _speculation(
+    settings: EngineSettings, main: ModelRunner, progress: Progress
+) -> Speculation | None:
+    mode = settings.speculation.mode
+    if mode == "off":
+        return None
+    if mode == "ngram":
+        return Speculation(NgramProposer(), settings.speculation.tokens)
+    from engine.cpu.build_draft import build_draft
+
+    return build_draft(settings, main, progress)
+
+
+def build_emulated(settings: EngineSettings, pool_fd: int) -> tuple[ModelRunner, ModelInfo]:
+    """An engine without weights and without torch."""
+    from engine.emulated import EmulatedRunner
+
+    geometry = KvGeometry(
+        num_layers=4,
+        num_kv_heads=2,
+        head_dim=8,
+        num_blocks=settings.kv_blocks or 1024,
+        dtype=settings.kv_dtype or "bf16",
+    )
+    runner = EmulatedRunner(
+        geometry,
+        map_pool(pool_fd, geometry),
+        token_s=settings.emulated_token_s,
+        nan_after_steps=settings.emulated_nan_after_steps,
+    )
+    return runner, ModelInfo("exact/emulated", b"emulated weights", 1 << 20)
