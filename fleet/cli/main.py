@@ -25,8 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (capacity, up, down, status, top, explain, doctor, chat, logs, drain, restart):
-for command in (capacity, up, down, status, doctor, chat, logs, drain, restart, simulate):
+for command in (
+    *(capacity, up, down, status, top, explain, doctor, chat, logs, drain, restart),
+    simulate,
+):
     app.command()(command)
 
 config_app = typer.Typer(help="Look at fleet files.", no_args_is_help=True)
