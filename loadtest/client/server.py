@@ -24,8 +24,10 @@ class Server:
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # A server may close a connection that it kept just as the next question is sent on it.
+        once = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+            base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False, limits=once
         )
 
     def __enter__(self) -> "Server":

@@ -95,7 +95,10 @@ class TinyServer:
         if lines[0].startswith("GET"):
             listed = b'{"data": [{"id": "tiny"}]}' if "/v1/models" in lines[0] else b"{}"
             status = 200 if "/v1/models" in lines[0] else 404
-            writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(listed)}\r\n\r\n".encode())
+            head = (
+                f"HTTP/1.1 {status} X\r\ncontent-length: {len(listed)}\r\nconnection: close\r\n\r\n"
+            )
+            writer.write(head.encode())
             writer.write(listed)
             await writer.drain()
         else:
