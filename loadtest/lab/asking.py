@@ -1,6 +1,7 @@
 """Streams that a lab reads itself, chunk by chunk, and what a fleet says of itself."""
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,15 +64,11 @@ class Fleet:
 
     def total(self, name: str) -> tuple[float, float]:
         """Sum and count of a histogram of the router."""
-        samples = {
-            sample.name: 0.0
-            for family in text_string_to_metric_families(self._get("/metrics").text)
-            for sample in family.samples
-        }
+        samples: defaultdict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(self._get("/metrics").text):
             for sample in family.samples:
                 samples[sample.name] += sample.value
-        return samples.get(f"{name}_sum", 0.0), samples.get(f"{name}_count", 0.0)
+        return samples[f"{name}_sum"], samples[f"{name}_count"]
 
     def stream(
         self, prompt: str, max_tokens: int, *, stop_after: int | None = None, **body: Any

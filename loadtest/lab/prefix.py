@@ -14,7 +14,7 @@ SIZES, QUICK_SIZES = (128, 512, 1024, 2048), (128, 512)
 
 def run(context: LabContext) -> Findings:
     """A long beginning and a short question: first unknown, then again with another question."""
-    rounds = 2 if context.quick else 5
+    rounds = 3 if context.quick else 5
     with Fleet(context) as fleet:
         fleet.stream("hello", 2)  # connects, and warms up
         rows = [
