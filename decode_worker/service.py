@@ -27,6 +27,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.events import StepDone
+from telemetry.logs import request_context
 from telemetry.tasks import BackgroundTasks
 from wire.codecs import error_to_wire
 from wire.compatibility import WIRE_MAX, WIRE_MIN
@@ -163,6 +164,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if refusal is not None:
             self._refuse(submission.request_id, submission.attempt, session, refusal)
             return
+        with request_context(submission.request_id, submission.traceparent):
+            self._begin(submission, session)
+
+    def _begin(self, submission: pb.Submission, session: RouterSession) -> None:
         try:
             request = DecodeRequest(submission, session, self._parts)
             request.start()
