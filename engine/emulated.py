@@ -178,9 +178,13 @@ class EmulatedRunner:
             noise = f"{digest} {sample.choice if sample.params.temperature else 0}"
             if sample.params.temperature:
                 noise += f" {sample.params.seed}"
-            token = zlib.crc32(noise.encode()) % self._vocab_size
+            token = self._token(zlib.crc32(noise.encode()))
             sampled.append(SampledToken(token, 0.0 if sample.params.logprobs is not None else None))
         return sampled
+
+    def _token(self, number: int) -> int:
+        """The token that a random number stands for."""
+        return number % self._vocab_size
 
     def _digest_at(self, block_ids: Sequence[int], position: int) -> int:
         """Digest of the KV of one position."""

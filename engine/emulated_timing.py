@@ -80,4 +80,17 @@ EPYC_135M = WorkerTiming(
     kv_bytes_per_token=23_040,
 )
 
+_NUMERICS = "emulated/"
+
+
+def numerics_id_of(timing: str) -> str:
+    """What emulated workers say of their numerics: no real worker says the same."""
+    return f"{_NUMERICS}{timing}"
+
+
+def timing_in(numerics_id: str) -> str:
+    """The timing model of a worker that says this of its numerics; "" for a real one."""
+    return numerics_id.removeprefix(_NUMERICS) if numerics_id.startswith(_NUMERICS) else ""
+
+
 TIMINGS = {timing.name: timing for timing in (H100_70B, EPYC_135M)}

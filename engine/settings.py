@@ -5,6 +5,20 @@ import msgspec
 from engine.core.speculative.proposers import SpeculationSettings
 
 
+class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that is not there: how long it takes, and which tokens its answers hold.
+
+    Attributes:
+        timing: A name in ``engine.emulated_timing.TIMINGS``.
+        vocab_size: Of the model whose tokenizer the router uses; as are the two that follow.
+    """
+
+    timing: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_context_tokens: int
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to build one engine process."""
 
@@ -25,6 +39,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     check_every_step: bool = False  # tests: recount all blocks after each step
     speculation: SpeculationSettings = SpeculationSettings()
     tensor_parallel: int = 1  # ranks of this replica
+    emulated: EmulatedModel | None = None  # in place of ``model``, in a thread of the shell
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token

@@ -26,6 +26,7 @@ from decode_worker.peers import Peers
 from decode_worker.service import DecodeService
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
+from engine.emulated_timing import TIMINGS
 from engine.ipc import die_with_parent
 from engine.process.handle import EngineHandle
 from engine.process.messages import Ready
@@ -138,6 +139,7 @@ class Worker:
             )
             undo.push_async_callback(engine.client.stop)
             metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
+            _say_what_computes(settings, metrics)
             metrics_server = await serve_metrics(metrics, settings.host)
             undo.push_async_callback(metrics_server.close)
 
@@ -288,6 +290,18 @@ class Worker:
 def _failure_counter(metrics: Metrics) -> Callable[[str], None]:
     """For ``BackgroundTasks``."""
     return lambda task: metrics.inc("baton_task_failures", task=task)
+
+
+def _say_what_computes(settings: WorkerSettings, metrics: Metrics) -> None:
+    """Nobody who looks at this worker shall take made-up answers for a model's."""
+    model = settings.engine.emulated
+    timing = model.timing if model is not None else ""
+    metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
+    if timing:
+        _LOG.warning(
+            "%s is EMULATED: no model runs here, its answers are made up; steps last as in %s (%s)",
+            *(settings.worker_id, timing, TIMINGS[timing].source),
+        )
 
 
 def _open_log(settings: WorkerSettings) -> IO[bytes] | None:

@@ -47,6 +47,7 @@ def compare(a: Sequence[Results], b: Sequence[Results]) -> list[Row]:
 def unlike(a: Results, b: Results) -> list[str]:
     """In what the two runs' loads differ; then the table compares more than the servers."""
     pairs = {
+        "engine": tuple(run.server.get("emulated", "real, as far as is known") for run in (a, b)),
         "workload": (a.workload, b.workload),
         "seed": (a.seed, b.seed),
         "model": (a.model, b.model),

@@ -89,6 +89,7 @@ def run_plan(
         on_record(record)
 
     with Server(server.url, server.api_key) as probe:
+        emulated = probe.emulated()
         before = probe.prefix_tokens_by_source()
         try:
             asyncio.run(_run_until_interrupted(left, options, took, progress))
@@ -97,7 +98,7 @@ def run_plan(
                 journal.close(complete=progress.complete)
         after = probe.prefix_tokens_by_source()
     sources = {name: count - before.get(name, 0.0) for name, count in after.items()}
-    return _results(plan, options, progress, sources)
+    return _results(plan, options, progress, sources, emulated)
 
 
 async def _run_until_interrupted(
@@ -143,7 +144,11 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Itera
 
 
 def _results(
-    plan: Plan, options: RunOptions, progress: _Progress, sources: dict[str, float]
+    plan: Plan,
+    options: RunOptions,
+    progress: _Progress,
+    sources: dict[str, float],
+    emulated: str,
 ) -> Results:
     server = options.server
     records = sorted(progress.records, key=lambda record: record.index)
@@ -153,6 +158,7 @@ def _results(
         url=server.url,
         model=server.model,
         server={
+            **({"emulated": f"no model ran: timing model {emulated}"} if emulated else {}),
             "endpoint": server.endpoint,
             "prompts": "token ids" if server.token_ids else "text",
             "ignore_eos": str(server.ignore_eos).lower(),

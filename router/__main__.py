@@ -10,6 +10,7 @@ error, and the workers are told to stop them. Secrets come by environment (``rou
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,8 @@ from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from telemetry.logs import set_up_logs
 from telemetry.metrics import Metrics
+
+_LOG = logging.getLogger("router")
 
 _GRACE_S = 3
 
@@ -90,6 +93,8 @@ async def serve(
     settings: RouterSettings, model: ServedModel, listening: socket.socket | None = None
 ) -> None:
     """Serve HTTP until a signal comes, on a socket that ``listening`` is if it is not None."""
+    if settings.emulated:
+        _LOG.warning("EMULATED fleet (%s): answers are made up, no model runs", settings.emulated)
     registry = Registry(settings.redis_url, settings.fleet)
     state_dir = Path(settings.state_dir) if settings.state_dir else None
     last_known = state_dir / "workers.json" if state_dir is not None else None

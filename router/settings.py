@@ -15,6 +15,7 @@ class RouterSettings:
     """One router's configuration, from the fleet file and the environment.
 
     Attributes:
+        emulated: The timing model of emulated workers; empty: they are real. Others are refused.
         model_names: The served name, then its aliases.
         max_context_tokens: None takes the model's own.
         api_keys: Key to what it may do; None means that nobody needs a key.
@@ -36,6 +37,7 @@ class RouterSettings:
     fleet: str = "local"
     model: str
     model_names: tuple[str, ...]
+    emulated: str = ""
     chat_template: str | None = None
     max_context_tokens: int | None = None
     host: str = "127.0.0.1"
@@ -81,6 +83,7 @@ class RouterSettings:
             fleet=config.fleet,
             model=config.model,
             model_names=config.model_names,
+            emulated=config.pools.engine.emulated or "",
             chat_template=config.chat_template,
             max_context_tokens=config.max_context_tokens,
             host=config.host,

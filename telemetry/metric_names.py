@@ -271,6 +271,10 @@ WORKER_METRICS: dict[str, MetricSpec] = {
 
 # Every process.
 COMMON_METRICS: dict[str, MetricSpec] = {
+    "baton_engine_info": _gauge(
+        "1; the labels say whether engines are real or emulated, and by which timing model.",
+        *("engine", "timing"),
+    ),
     "baton_registry_connected": _gauge("1 while Redis answers."),
     "baton_registry_errors": _count("Calls to Redis that failed."),
     "baton_task_failures": _count("Background tasks that raised, by their names.", "task"),

@@ -3,6 +3,7 @@
 from batonpb import common_pb2 as pb
 
 from engine.core.geometry import SCALED, KvGeometry
+from engine.emulated_timing import timing_in
 
 WIRE_MIN = 1
 WIRE_MAX = 1
@@ -41,6 +42,11 @@ def _format_name(capabilities: pb.Capabilities) -> str:
     return f"{kv_format(capabilities)} ({'; '.join(parts)})"
 
 
+def emulation(capabilities: pb.Capabilities) -> str:
+    """The timing model of an emulated worker; "" for a real one."""
+    return timing_in(capabilities.numerics_id)
+
+
 def own_wire() -> pb.WireRange:
     """The versions of the wire that this process speaks."""
     return pb.WireRange(min=WIRE_MIN, max=WIRE_MAX)
@@ -61,6 +67,12 @@ def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
             f"wire versions {ours.wire.min}-{ours.wire.max} and "
             f"{theirs.wire.min}-{theirs.wire.max} do not overlap"
         )
+    if emulation(ours) != emulation(theirs):
+        kinds = [
+            f"emulated ({emulation(side)})" if emulation(side) else "real"
+            for side in (ours, theirs)
+        ]
+        return f"the engines differ: {kinds[0]} here and {kinds[1]} there"
     if list(ours.kv_groups) != list(theirs.kv_groups):
         names = [_format_name(side) for side in (ours, theirs)]
         return f"the KV formats differ: {names[0]} here and {names[1]} there"

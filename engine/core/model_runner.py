@@ -26,8 +26,15 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request may ask of a runner beside plain sampling."""
+    """What a request may ask of a runner beside plain sampling.
 
+    Attributes:
+        engine: What the errors call it.
+    """
+
+    engine: str = "this engine"
+    logprobs: bool = True
+    logit_bias: bool = True
     prompt_logprobs: bool = False
     poolings: tuple[str, ...] = ()  # ways to pool a prompt's hidden rows to a vector
     grammars: bool = False
@@ -35,15 +42,18 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     def refusal(self, request: RequestSpec) -> BatonError | None:
         """The error that a request ends with because the runner cannot serve it."""
-        if request.params.grammar and not self.grammars:
-            return GrammarError("this engine takes no grammars")
-        scored, pooling = request.params.prompt_logprobs is not None, request.pooling
+        params, name = request.params, self.engine
+        if params.grammar and not self.grammars:
+            return GrammarError(f"{name} takes no grammars")
+        scored, pooling = params.prompt_logprobs is not None, request.pooling
         if (scored and not self.prompt_logprobs) or (pooling and pooling not in self.poolings):
-            return InvalidRequestError(
-                "prompt_logprobs and embeddings are not served by this engine"
-            )
+            return InvalidRequestError(f"prompt_logprobs and embeddings are not served by {name}")
+        if params.logprobs is not None and not self.logprobs:
+            return InvalidRequestError(f"logprobs are not served by {name}")
+        if params.logit_bias and not self.logit_bias:
+            return InvalidRequestError(f"logit_bias is not served by {name}")
         if request.adapter and not self.adapters:
-            return InvalidRequestError("LoRA adapters are not served by this engine")
+            return InvalidRequestError(f"LoRA adapters are not served by {name}")
         return None
 
 

@@ -1,5 +1,6 @@
 """From settings to everything that steps: the runner, its core, and the other ranks."""
 
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.core.speculative.proposers import NgramProposer, Speculation
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.ipc import map_pool
-from engine.settings import EngineSettings
+from engine.settings import EmulatedModel, EngineSettings
 
 EMULATED = "emulated"
 
@@ -40,7 +41,9 @@ def build_engine(settings: EngineSettings, pool_fd: int, progress: Progress) -> 
         NumericsSetupError: ``exact`` cannot be kept on this machine.
     """
     ranks = None
-    if settings.model == EMULATED:
+    if settings.emulated is not None:
+        runner, info = _build_paced(settings, settings.emulated, pool_fd)
+    elif settings.model == EMULATED:
         runner, info = build_emulated(settings, pool_fd)
     else:
         from engine.build import build_runner  # torch is loaded here and nowhere else
@@ -70,6 +73,20 @@ def _speculation(
     from engine.cpu.build_draft import build_draft
 
     return build_draft(settings, main, progress)
+
+
+def _build_paced(
+    settings: EngineSettings, model: EmulatedModel, pool_fd: int
+) -> tuple[ModelRunner, ModelInfo]:
+    """An emulated engine of a fleet: no torch, and steps as long as a model's."""
+    from engine.emulated_timing import numerics_id_of
+    from engine.paced import PacedRunner, paced_geometry
+
+    geometry = paced_geometry(settings.kv_blocks)
+    runner = PacedRunner(geometry, map_pool(pool_fd, geometry), model)
+    weights = hashlib.blake2b(f"emulated {settings.model}".encode(), digest_size=16).digest()
+    info = ModelInfo(numerics_id_of(model.timing), weights, model.max_context_tokens)
+    return runner, info
 
 
 def build_emulated(settings: EngineSettings, pool_fd: int) -> tuple[ModelRunner, ModelInfo]:

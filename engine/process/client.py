@@ -15,6 +15,7 @@ import msgspec
 
 from engine.core.errors import InternalError
 from engine.process import messages
+from engine.process.thread import EngineThread
 from engine.settings import EngineSettings
 from telemetry.tasks import BackgroundTasks
 
@@ -22,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0  # to read what a process said before it ended; all of it is in the socket
 
+EngineProcess = asyncio.subprocess.Process | EngineThread
 OnReport = Callable[[messages.Report], None]
 
 
@@ -104,7 +106,7 @@ class EngineClient:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: EngineProcess,
         writer: asyncio.StreamWriter,
         inbox: ReportInbox,
         listening: asyncio.Task[None],
@@ -208,14 +210,16 @@ class EngineClient:
 
 async def _spawn(
     settings: EngineSettings, pool_fd: int, stderr: IO[bytes] | None
-) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """The engine process and our end of the socket to it."""
+) -> tuple[EngineProcess, socket.socket]:
+    """The engine and our end of the socket to it."""
     ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    if settings.emulated is not None:
+        return EngineThread(settings, theirs, pool_fd), ours
     with theirs:
         try:
-            ours.setblocking(False)
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -243,15 +247,13 @@ def _environment(settings: EngineSettings) -> dict[str, str]:
     }
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
+async def _kill(process: EngineProcess) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
 
 
-async def _listen(
-    reader: asyncio.StreamReader, inbox: ReportInbox, process: asyncio.subprocess.Process
-) -> None:
+async def _listen(reader: asyncio.StreamReader, inbox: ReportInbox, process: EngineProcess) -> None:
     try:
         while data := await reader.read(1 << 20):
             inbox.feed(data)
@@ -264,7 +266,7 @@ async def _listen(
 
 
 async def _tell_exit(
-    process: asyncio.subprocess.Process, listening: asyncio.Task[None], inbox: ReportInbox
+    process: EngineProcess, listening: asyncio.Task[None], inbox: ReportInbox
 ) -> None:
     code = await process.wait()
     await asyncio.wait([listening], timeout=_LAST_WORDS_S)

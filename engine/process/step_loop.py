@@ -7,6 +7,7 @@ empty memory file that becomes the KV pool; the shell maps the same file. The pr
 is told to, when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -250,21 +251,28 @@ def serve(settings: EngineSettings, control: socket.socket, pool_fd: int) -> Non
     StepLoop(engine, settings, control).run()
 
 
+def run(settings: EngineSettings, control: socket.socket, pool_fd: int) -> int:
+    """``serve``, whatever comes of it; returns the exit code."""
+    try:
+        serve(settings, control, pool_fd)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the shell is gone
+    except Exception as error:  # noqa: BLE001 - the engine's edge: report, then fail loudly
+        message = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"engine failed: {message}\n")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            control.sendall(messages.frame([messages.Fatal(message)]))
+        return 1
+    return 0
+
+
 def main() -> None:
     """Entry of ``python -m engine.process.step_loop``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = msgspec.json.decode(sys.argv[3], type=EngineSettings)
-    try:
-        serve(settings, control, int(sys.argv[2]))
-    except (BrokenPipeError, ConnectionResetError):
-        sys.exit(0)  # the shell is gone
-    except Exception as error:  # the process edge: report, then fail loudly
-        message = f"{type(error).__name__}: {error}"
-        sys.stderr.write(f"engine failed: {message}\n")
-        control.sendall(messages.frame([messages.Fatal(message)]))
-        raise SystemExit(1) from error
+    sys.exit(run(settings, control, int(sys.argv[2])))
 
 
 if __name__ == "__main__":

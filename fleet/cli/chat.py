@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from fleet.cli.common import FleetOption, fail, running_fleet
+from fleet.cli.common import FleetOption, emulated_note, fail, running_fleet
 
 
 def chat(
@@ -106,6 +106,8 @@ def _ask(
                 typer.echo(text, nl=False)
         typer.echo()
         typer.secho(answer.headers.get("x-baton-route", ""), dim=True, err=True)
+        if timing := answer.headers.get("x-baton-emulated"):
+            typer.secho(emulated_note(timing), fg="yellow", err=True)
     return "".join(parts)
 
 

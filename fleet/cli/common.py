@@ -86,6 +86,11 @@ def get_json(state: FleetState, path: str, **parameters: str | int) -> Any:
         fail(f"{state.url}{path}: {error}; see `baton logs router`")
 
 
+def emulated_note(timing: str) -> str:
+    """What is said wherever an emulated fleet is shown."""
+    return f"EMULATED: no model runs, answers are made up; steps last as in {timing}"
+
+
 def fail(message: str, code: int = 1) -> NoReturn:
     """Show an error and end with this exit code."""
     show_error(message)

@@ -13,6 +13,7 @@ from rich.table import Table
 from fleet.cli.common import (
     FileArgument,
     FleetOption,
+    emulated_note,
     fail,
     get_json,
     known_fleet,
@@ -39,6 +40,8 @@ def status(
     else:
         console = Console()
         console.print(f"[bold]{escape(state.name)}[/] at {state.url}/v1")
+        if timing := answer.get("emulated"):
+            console.print(f"[bold yellow]{emulated_note(timing)}[/]")
         console.print(_worker_table(workers))
         moved = answer["transfers"]
         console.print(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from config.fleet_file import FleetConfig
-from fleet.cli.common import FileArgument, fail, load_fleet_file, show_error
+from fleet.cli.common import FileArgument, emulated_note, fail, load_fleet_file, show_error
 from fleet.local import state as fleet_state
 from fleet.local.log_files import terminal
 from fleet.local.preflight import PortTakenError
@@ -67,6 +67,8 @@ def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> 
     body = {"model": name, **asked, "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
     console.print(f"[bold green]Baton is ready[/] at [bold]{url}/v1[/] ({name}, {pools})")
+    if timing := config.pools.engine.emulated:
+        console.print(f"[bold yellow]{emulated_note(timing)}[/]")
     console.print(
         f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
         markup=False,

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fleet.cli.common import FleetOption, get_json, running_fleet
+from fleet.cli.common import FleetOption, emulated_note, get_json, running_fleet
 from fleet.cli.explain import list_of
 from fleet.local.state import FleetState
 
@@ -79,6 +79,8 @@ def frame(
     moved = fleet["transfers"]
     handed = f"{moved['count']}, {moved['bytes'] / 2**20:.1f} MiB, {moved['failures']} failed"
     head = Text.assemble((name, "bold"), f"  hand-offs: {handed}")
+    if timing := fleet.get("emulated"):  # a router of an earlier version does not say
+        head.append(f"\n{emulated_note(timing)}", style="bold yellow")
     return Group(
         head,
         Text(),

@@ -95,7 +95,9 @@ def notes(config: FleetConfig) -> list[str]:
     """What works, but slowly or with surprises, on this machine or with these settings."""
     cores = os.cpu_count() or 1
     warnings = []
-    if config.threads_total > cores:
+    if timing := config.pools.engine.emulated:
+        warnings.append(f"pools.engine: emulated ({timing}): no model runs, answers are made up")
+    if config.pools.engine.emulated is None and config.threads_total > cores:
         warnings.append(
             f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: steps "
             "will wait for each other; lower threads_per_rank or pools"

@@ -4,13 +4,16 @@ import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from config.fleet_file import FleetConfig
+from engine.artifacts.artifact import resolve_model
+from engine.artifacts.model_config import ModelConfig
 from engine.core.speculative.proposers import SpeculationSettings
-from engine.settings import EngineSettings
+from engine.settings import EmulatedModel, EngineSettings
 from registry.types import Role
 
 NAMESPACE = "baton"
@@ -151,7 +154,27 @@ def engine_settings(config: FleetConfig, role: Role) -> EngineSettings:
         max_adapter_rank=config.adapters.max_rank,
         speculation=msgspec.convert(config.speculation.settings(), SpeculationSettings),
         tensor_parallel=config.pools.width(role),
+        emulated=_emulated(config),
     )
+
+
+def _emulated(config: FleetConfig) -> EmulatedModel | None:
+    """What emulated engines must know of the model; its files are read here, once for all."""
+    timing = config.pools.engine.emulated
+    if timing is None:
+        return None
+    model = _model_config(config.model)
+    return EmulatedModel(
+        timing=timing,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_context_tokens=config.max_context_tokens or model.max_context_tokens,
+    )
+
+
+@cache
+def _model_config(reference: str) -> ModelConfig:
+    return resolve_model(reference).config
 
 
 def _workers_on_a_host(config: FleetConfig) -> int:

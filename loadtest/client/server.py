@@ -48,6 +48,13 @@ class Server:
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             raise ServerError(f"{self.url}/v1/models: {error}; name one with --model") from error
 
+    def emulated(self) -> str:
+        """The timing model of a Baton whose workers are emulated; "" for all other servers."""
+        try:
+            return str(self._http.get("/v1/models").json()["data"][0].get("emulated") or "")
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+            return ""
+
     def settle(self, options: ServerOptions) -> ServerOptions:
         """The options that this server accepts, found with one short request, two or three.
 

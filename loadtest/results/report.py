@@ -39,6 +39,7 @@ def report(results: Results) -> str:
         slowest=[(record, ttft_s(record)) for record in series.slowest(results.records)],
         uplot_js=(vendor / "uPlot.iife.min.js").read_text(encoding="utf-8"),
         uplot_css=(vendor / "uPlot.min.css").read_text(encoding="utf-8"),
+        style=(_HERE / "report.css").read_text(encoding="utf-8"),
         report_js=(_HERE / "report.js").read_text(encoding="utf-8"),
         # Within a script element only `<` could end it.
         data=json.dumps(_data(results), separators=(",", ":")).replace("<", "\\u003c"),

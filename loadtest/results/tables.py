@@ -25,6 +25,8 @@ def seconds(value: float) -> str:
 def show(console: Console, results: Results) -> None:
     """Print a run: latencies with their formulas, rates, ends, goodput, the client's own lag."""
     summary = results.summary
+    if note := results.server.get("emulated"):
+        console.print(Text(f"EMULATED WORKERS: {note}; answers are made up", style="bold yellow"))
     console.print(_latencies(summary))
     console.print(_formulas(summary))
     console.print(_rates(summary))

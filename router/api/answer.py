@@ -49,6 +49,7 @@ class AnswerContext:
     span: Span
     endpoint: str
     request_id: str
+    emulated: str  # the timing model of emulated workers, or ""
     keep_alive_s: float
     tasks: BackgroundTasks
 
@@ -153,8 +154,10 @@ class Exchange(Response):
     def _start_headers(self, kind: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         begun = [active for active in self._active if active.record.begun] or self._active
         begun[0].record.sent = True  # its route is in the headers: it cannot be placed again
+        timing = self._context.emulated
         return [
             (b"content-type", kind),
+            *([(b"x-baton-emulated", timing.encode())] if timing else []),
             (b"x-request-id", self._context.request_id.encode()),
             (b"x-baton-route", begun[0].route_header().encode()),
             *more,

@@ -166,7 +166,9 @@ class _Calls:
             "answer_id": answer_id,
             "created": int(time.time()),
             "model": body.model,
-            "fingerprint": f"baton-{model.artifact.weights_digest.hex()[:12]}",
+            "fingerprint": _fingerprint(
+                model.artifact.weights_digest, self._router.settings.emulated
+            ),
             "tokenizer": model.tokenizer,
             "include_usage": body.include_usage,
             "prompt_logprobs": body.prompt_logprobs,
@@ -181,6 +183,12 @@ class _Calls:
             span=span,
             endpoint=endpoint,
             request_id=request_id,
+            emulated=self._router.settings.emulated,
             keep_alive_s=self._router.settings.keep_alive_s,
             tasks=self._router.tasks,
         )
+
+
+def _fingerprint(weights_digest: bytes, emulated: str) -> str:
+    """Changes when weights do; says of emulated workers that there are none."""
+    return f"baton-emulated-{emulated}" if emulated else f"baton-{weights_digest.hex()[:12]}"

@@ -80,7 +80,8 @@ def _record(router: RouterParts, name: str) -> dict[str, Any]:
         if slot.link is not None
         for group in slot.link.capabilities.kv_groups
     }
-    return router.model.record(name, router.created, ",".join(sorted(dtypes)))
+    record = router.model.record(name, router.created, ",".join(sorted(dtypes)))
+    return {**record, "emulated": router.settings.emulated or None}
 
 
 async def _answer_off_loop(

@@ -67,6 +67,8 @@ class RouterParts:
     ) -> Self:
         """The parts for one model and the workers that ``directory`` names."""
         metrics, prefix_index = Metrics("router", model=model.names[0]), PrefixIndex()
+        timing = settings.emulated
+        metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
         observer = Observer(metrics)
         tasks = BackgroundTasks(
             "router", lambda name: metrics.inc("baton_task_failures", task=name)

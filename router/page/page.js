@@ -107,6 +107,10 @@ function showFleet(fleet, rates) {
     const workers = fleet.workers.filter((worker) => worker.role === role);
     byId(role).replaceChildren(...workers.map((worker) => card(worker, rates, workers)));
   }
+  byId("emulated").hidden = !fleet.emulated;
+  byId("emulated").textContent = fleet.emulated
+    ? `EMULATED: no model runs here. Answers are made up, and steps last as in the timing model ${fleet.emulated}.`
+    : "";
   byId("nobody").hidden = fleet.workers.length > 0;
   drawEdges(fleet.workers, moving);
   const ready = fleet.workers.filter((worker) => worker.state === "ready").length;
@@ -121,7 +125,7 @@ function card(worker, rates, peers) {
   const rate = rates[worker.id] ?? {};
   const others = peers.filter((peer) => peer.id !== worker.id).map((peer) => rates[peer.id] ?? {});
   const prefill = rate.prefill_tokens_per_s, step = rate.decode_step_s;
-  const notes = [];
+  const notes = worker.refused ? [worker.refused] : [];
   const usual = median(others.map((other) => other.prefill_tokens_per_s));
   if (worker.role === "prefill" && prefill && prefill < SLOW_SHARE * usual) {
     notes.push(`slow: its peers read ${usual.toFixed(0)} tokens/s`);

@@ -1,5 +1,8 @@
 """Readiness by experiment: a short request through every live pair of workers.
 
+Where that would be many pairs, a round probes only as many as bring every worker's turn once, each
+with the next partner in the following round.
+
 How often is for the router to say, not for its callers: who asks is told the last result, and a new
 round begins in the background when that is old. Only where the workers have changed, or where the
 last result is much too old, callers wait for the round.
@@ -11,6 +14,7 @@ worker of the pair has made a step meanwhile.
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from time import monotonic, monotonic_ns
 from typing import Any
 
@@ -24,6 +28,7 @@ from telemetry.tasks import BackgroundTasks
 _AT_ONCE = 4
 _PROMPT = (1, 2, 3)
 _TOKENS = 2
+_MANY_PAIRS = 16
 _FIRST = -(2**31)  # the priority before all others
 _MUCH_TOO_OLD = 3  # times ``probe_every_s``
 
@@ -49,6 +54,7 @@ class Prober:
         self._last_s = 0.0
         self._last_lives: frozenset[bytes] = frozenset()
         self._round: asyncio.Task[None] | None = None
+        self._rounds = 0
 
     async def check(self, *, first: bool = True) -> dict[str, Any]:
         """The state of the fleet: ``ready``, or ``not ready`` with the reasons.
@@ -99,15 +105,17 @@ class Prober:
         }
 
     def _pairs(self) -> list[Pinned]:
-        """Every prefill worker with every decode worker; with one pool only, each worker alone."""
+        """Prefill workers with decode workers; with one pool only, each worker alone."""
         usable = self._gateway.workers.usable
         prefills = [slot.worker_id for slot in usable if slot.role == "prefill"]
         decodes = [slot.worker_id for slot in usable if slot.role == "decode"]
-        if prefills and decodes:
-            return [
-                Pinned(prefill=prefill, decode=decode) for prefill in prefills for decode in decodes
-            ]
-        return [Pinned(prefill=None, decode=name) for name in prefills + decodes]
+        if not (prefills and decodes):
+            return [Pinned(prefill=None, decode=name) for name in prefills + decodes]
+        self._rounds += 1
+        return [
+            Pinned(prefill=prefill, decode=decode)
+            for prefill, decode in pairs_of(prefills, decodes, self._rounds)
+        ]
 
     async def _probe(self, pair: Pinned, gate: asyncio.Semaphore, priority: int) -> dict[str, Any]:
         async with gate:
@@ -151,3 +159,17 @@ class Prober:
     def _stepped(self, pair: Pinned, before: dict[bytes, int]) -> bool:
         after = self._steps(pair)
         return any(after.get(life, 0) > steps for life, steps in before.items())
+
+
+def pairs_of(
+    prefills: Sequence[str], decodes: Sequence[str], round_number: int
+) -> list[tuple[str, str]]:
+    """The pairs that a round probes: all of a few, else some in which every worker has a part.
+
+    In as many rounds as the smaller pool has workers, every pair has had its turn.
+    """
+    if len(prefills) * len(decodes) <= _MANY_PAIRS:
+        return [(prefill, decode) for prefill in prefills for decode in decodes]
+    few, many = sorted((prefills, decodes), key=len)
+    met = [(few[(index + round_number) % len(few)], name) for index, name in enumerate(many)]
+    return met if few is prefills else [(prefill, decode) for decode, prefill in met]

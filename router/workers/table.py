@@ -17,7 +17,7 @@ from router.workers.directory import WorkerDirectory
 from router.workers.link import LinkListener, WorkerLink
 from router.workers.transfer_totals import TransferLedger
 from telemetry.tasks import BackgroundTasks
-from wire.compatibility import wire_overlaps
+from wire.compatibility import emulation, wire_overlaps
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,10 +28,16 @@ _STATES = ("starting", "ready", "draining")
 
 
 class Slot:
-    """One place in a pool, over all the lives of its worker."""
+    """One place in a pool, over all the lives of its worker.
 
-    def __init__(self, record: WorkerRecord) -> None:
+    Args:
+        record: What the directory says of it.
+        emulated: The timing model that its engine must have; "": a real engine.
+    """
+
+    def __init__(self, record: WorkerRecord, emulated: str = "") -> None:
         self.record = record
+        self._emulated = emulated
         self.link: WorkerLink | None = None
         self.dead_since_ns: int | None = None
         self.epoch = record.epoch
@@ -71,6 +77,18 @@ class Slot:
         return self.link.incarnation if self.link is not None else b""
 
     @property
+    def refusal(self) -> str:
+        """Why this worker is in the wrong fleet, or ""."""
+        link = self.link
+        if link is None or not link.capabilities.numerics_id:
+            return ""
+        found = emulation(link.capabilities)
+        if found == self._emulated:
+            return ""
+        kinds = [f"emulated ({timing})" if timing else "real" for timing in (found, self._emulated)]
+        return f"its engine is {kinds[0]}, this fleet's are {kinds[1]}: nothing is sent there"
+
+    @property
     def usable(self) -> bool:
         """Whether new requests may be placed here."""
         link = self.link
@@ -80,6 +98,7 @@ class Slot:
             and self.state == "ready"
             and wire_overlaps(link.capabilities.wire)
             and len(link.capabilities.kv_groups) > 0
+            and not self.refusal
         )
 
     def describe(self) -> dict[str, Any]:
@@ -93,6 +112,8 @@ class Slot:
             "id": record.worker_id,
             "role": record.role,
             "state": state,
+            "engine": self._engine(),
+            "refused": self.refusal,
             "incarnation": (incarnation or record.incarnation).hex(),
             "epoch": self.epoch,
             "ranks": [] if state == "dead" else list(record.ranks) or [identity.pid or record.pid],
@@ -105,6 +126,13 @@ class Slot:
             "threads": 0 if state == "dead" else status.threads or record.threads,
             "age_s": round((monotonic_ns() - link.status_ns) / 1e9, 3) if alive and link else None,
         }
+
+    def _engine(self) -> str:
+        """``real``, ``emulated: …``, or "" while it has not said."""
+        if self.link is None or not self.link.capabilities.numerics_id:
+            return ""
+        timing = emulation(self.link.capabilities)
+        return f"emulated: {timing}" if timing else "real"
 
 
 class WorkerTable:
@@ -187,7 +215,7 @@ class WorkerTable:
         if slot is None:
             if record.state == "dead":
                 return
-            slot = self._slots[record.worker_id] = Slot(record)
+            slot = self._slots[record.worker_id] = Slot(record, self._settings.emulated)
         slot.listed = True
         if record.epoch < slot.epoch:  # of an earlier life: left over in Redis, most likely
             slot.older = record
@@ -259,6 +287,8 @@ class WorkerTable:
         slot = self._slots.get(link.worker_id)
         if slot is not None and slot.link is link:
             slot.dead_since_ns = None
+            if slot.refusal:
+                _LOG.error("%s: %s", slot.worker_id, slot.refusal)
             if link.status is not None:
                 slot.epoch = max(slot.epoch, link.status.identity.epoch)
             self._signal()
@@ -301,6 +331,7 @@ class WorkerTable:
             if slot.is_begun or not _long_dead(slot, limit_ns)
         )
         return {
+            "emulated": self._settings.emulated or None,
             "workers": [self._slots[name].describe() for name in shown],
             "transfers": {"count": count, "bytes": payload, "failures": failures},
         }

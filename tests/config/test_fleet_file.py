@@ -227,3 +227,24 @@ def test_an_override_names_who_gave_it(tmp_path: Path) -> None:
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the fleet file: No such file"):
         load_config(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pools: {engine: fake}", "pools.engine = 'fake': must be `real`, `emulated`, or"),
+        ("pools: {engine: {emulated: tpu}}", "must be 'epyc-135m' or 'h100-70b'"),
+        ("pools: {engine: emulated}\nspeculation: ngram", "speculation: emulated engines"),
+        ("pools: {engine: emulated}\nnumerics: fast", "numerics: fast: emulated engines"),
+        ("pools: {engine: emulated, tensor_parallel: 2}", "pools.tensor_parallel: emulated"),
+        ("pools: {engine: emulated}\nquantisation: {kv: int8}", "quantisation: emulated"),
+        ("pools: {engine: emulated}\nadapters: {load: {a: /a}}", "adapters.load: emulated"),
+    ],
+)
+def test_emulated_engines_are_asked_for_what_they_have(tmp_path, text, said) -> None:
+    assert said in problem(tmp_path, text)
+
+
+def test_the_emulated_example_has_fifty_workers() -> None:
+    pools = load_config(DEPLOY / "emulated.yaml").pools
+    assert (pools.total, pools.engine.emulated) == (50, "epyc-135m")

@@ -82,5 +82,8 @@ def test_a_frame_of_a_busy_and_of_an_empty_fleet() -> None:
     for words in ("prefill-0", "20+20/100", "1234", "250 ms", "90 (best)", "40"):
         assert words in text, words
     empty = {"samples": [], "workers": {}}
+    assert "EMULATED" not in text
+    emulated = {"emulated": "epyc-135m", "workers": [], "transfers": moved}
+    assert "EMULATED: no model runs" in printed(frame("f", emulated, empty, []), 60)
     text = printed(frame("f", {"workers": [], "transfers": moved}, empty, []), 60)
     assert "no request yet" in text

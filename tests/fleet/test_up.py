@@ -21,14 +21,14 @@ from fleet.process_key import ProcessKey
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+LOCAL = (ROOT / "deploy" / "local.yaml").read_text()
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Served:
     """A fleet started as a user does."""
 
-    def __init__(self, command: list[str], folder: Path) -> None:
-        config = (ROOT / "deploy" / "local.yaml").read_text()
+    def __init__(self, command: list[str], folder: Path, config: str = LOCAL) -> None:
         file = folder / "fleet.yaml"
         file.write_text(re.sub(r"(?m)^fleet:.*", "fleet: up-test", config))
         self.output = folder / "output"

@@ -44,6 +44,21 @@ def test_replay_leaves_results_and_report(tmp_path):
     assert len({text.split()[0] for text in sent}) == 1  # block 0 is in every request
 
 
+def test_a_run_on_emulated_workers_says_so_everywhere(tmp_path):
+    load = ("--requests", 3, "--rate", 50, "--prompt-tokens", 5, "--answer-tokens", 2)
+    with tiny_server() as server:
+        server.emulated = "epyc-135m"
+        told = run("poisson", "--url", server.url, "--out", tmp_path / "a", *load)
+        server.emulated = None
+        run("poisson", "--url", server.url, "--out", tmp_path / "b", *load)
+    assert "EMULATED WORKERS: no model ran: timing model epyc-135m" in told.output
+    assert "epyc-135m" in read_results(tmp_path / "a").server["emulated"]
+    assert "Emulated workers." in (tmp_path / "a" / "report.html").read_text()
+    assert "Emulated workers." not in (tmp_path / "b" / "report.html").read_text()
+    compared = run("compare", tmp_path / "a", tmp_path / "b")
+    assert "the loads differ in engine: no model ran: timing model epyc-135m" in compared.output
+
+
 def test_sessions_are_held_turn_by_turn(tmp_path):
     load = ("--users", 2, "--sessions", 1, "--turns", 2, "--think-s", 0.01, "--tool-calls", 1)
     lengths = ("--prompt-tokens", 5, "--answer-tokens", 2, "--tool-s", 0.01)

@@ -67,6 +67,7 @@ class TinyServer:
         self.headers: list[dict[str, str]] = []
         self.came_s: list[float] = []
         self.url = ""
+        self.emulated: str | None = None  # as a Baton with emulated workers says it
 
     async def serve(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -93,7 +94,8 @@ class TinyServer:
         headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
         raw = await reader.readexactly(int(headers.get("content-length", 0)))
         if lines[0].startswith("GET"):
-            listed = b'{"data": [{"id": "tiny"}]}' if "/v1/models" in lines[0] else b"{}"
+            model = {"id": "tiny", "emulated": self.emulated}
+            listed = json.dumps({"data": [model]} if "/v1/models" in lines[0] else {}).encode()
             status = 200 if "/v1/models" in lines[0] else 404
             head = (
                 f"HTTP/1.1 {status} X\r\ncontent-length: {len(listed)}\r\nconnection: close\r\n\r\n"

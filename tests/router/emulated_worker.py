@@ -59,6 +59,7 @@ class Script:
     lose_ack: bool = False  # a submission on a call of its own arrives, and its answer is lost
     decode_step_s: float = 0.02
     prefill_tokens_per_s: float = 3000.0
+    numerics_id: str = "exact/emulated"
     scores_slice: int = 0  # prompt tokens whose scores come in one run; 0 = all
 
 
@@ -194,7 +195,7 @@ class EmulatedWorker(DecodeServicer):
                 common.Capabilities(
                     wire=common.WireRange(min=1, max=1),
                     kv_groups=[KV_GROUP],
-                    numerics_id="exact/emulated",
+                    numerics_id=self.script.numerics_id,
                     weights_digest=b"w" * 16,
                     max_context_tokens=8192,
                 )

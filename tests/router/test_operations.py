@@ -17,7 +17,7 @@ from tests.router.emulated_worker import Script
 
 FIELDS = {
     *("id", "role", "state", "incarnation", "epoch", "pid", "ranks", "host", "address"),
-    *("kv_blocks", "running", "waiting", "threads", "age_s"),
+    *("kv_blocks", "running", "waiting", "threads", "age_s", "engine", "refused"),
 }
 
 
@@ -36,7 +36,7 @@ def samples(page: str) -> dict[tuple, float]:
 
 async def test_fleet_has_every_field_of_every_worker(fleet):
     document = (await fleet.http.get("/fleet")).json()
-    assert set(document) == {"workers", "transfers"}
+    assert set(document) == {"emulated", "workers", "transfers"}
     assert document["transfers"] == {"count": 0, "bytes": 0, "failures": 0}
     assert [worker["id"] for worker in document["workers"]] == ["decode-0", "prefill-0"]
     for worker in document["workers"]:

@@ -1,20 +1,27 @@
 """The shell's handle on a step-loop process."""
 
 import asyncio
+import os
 import subprocess
+import threading
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import psutil
 import pytest
 
+from engine.core import events as ev
 from engine.core.errors import InternalError
 from engine.core.geometry import KvGeometry
+from engine.core.params import SamplingParams
+from engine.core.sequence import Kind, RequestSpec
 from engine.process import client as module
 from engine.process import messages
 from engine.process.client import EngineClient, ReportInbox
 from engine.process.handle import EngineHandle
-from engine.settings import EngineSettings
+from engine.settings import EmulatedModel, EngineSettings
+from wire.tokens import pack_tokens
 
 
 async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_something() -> None:
@@ -97,3 +104,55 @@ def test_a_shell_that_stood_still_itself_does_not_blame_its_engine() -> None:
     handle.watch(now_ns)
     handle.watch(now_ns + 250_000_000)
     assert not handle.silent
+
+
+EMULATED = EngineSettings(
+    model="smollm2",
+    kv_blocks=64,
+    emulated=EmulatedModel(
+        timing="epyc-135m", vocab_size=49152, eos_token_ids=(2,), max_context_tokens=8192
+    ),
+)
+
+
+async def test_an_emulated_engine_of_a_fleet_is_a_thread_that_answers_and_ends() -> None:
+    before, threads = children(), threading.active_count()
+    handle = await EngineHandle.start(EMULATED)
+    assert handle.client.pid == os.getpid()
+    assert handle.client.ready.numerics_id == "emulated/epyc-135m"
+    assert handle.client.ready.max_context_tokens == 8192
+    tokens, ended = [], asyncio.get_running_loop().create_future()
+
+    def hear(report: object) -> None:
+        if isinstance(report, ev.Tokens):
+            tokens.extend(report.tokens)
+        elif isinstance(report, ev.Ended):
+            ended.set_result(report)
+
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=bytes(16))
+    prompt = pack_tokens(range(300, 340))
+    handle.submit(messages.Submit(request_id="a", prompt_token_ids=prompt, spec=spec), hear)
+    await asyncio.wait_for(ended, 10)
+    assert len(tokens) == 5
+    assert children() == before
+    assert threading.active_count() == threads + 1
+    assert await handle.client.stop() == 0
+    assert threading.active_count() == threads
+
+
+async def test_an_emulated_engine_that_hangs_in_a_step_is_left_when_it_wakes() -> None:
+    client = await EngineClient.start(EMULATED)
+    slow = pack_tokens([7] * 500)
+    params = SamplingParams(max_tokens=5)
+    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=bytes(16))
+    client.send(messages.Submit(request_id="a", prompt_token_ids=slow, spec=spec))
+    await asyncio.sleep(0.05)  # in the step, which lasts 170 ms
+    assert await client.stop(grace_s=0.0) == 0
+    assert await client.exited == 0
+
+
+async def test_an_emulated_engine_that_cannot_start_says_why() -> None:
+    unknown = msgspec.structs.replace(EMULATED.emulated, timing="tpu-9")
+    with pytest.raises(InternalError, match="tpu-9"):
+        await EngineClient.start(msgspec.structs.replace(EMULATED, emulated=unknown))
