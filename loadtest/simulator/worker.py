@@ -309,7 +309,7 @@ class SimulatedWorker:
 
     def status(self) -> WorkerStatus:
         """As the Decode service reports it."""
-        load, blocks = self._load, self._load.blocks
+        load, blocks, fit = self._load, self._load.blocks, self._rates.prompt_fit
         return WorkerStatus(
             state="ready",
             kv_blocks=BlockCounts(
@@ -325,6 +325,9 @@ class SimulatedWorker:
             load_age_ns=self._clock.now_ns - self._steps.began_ns if self._steps else 0,
             queued_prompt_tokens=load.queued_prompt_tokens,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            prefill_token_s=fit.token_s,
+            prefill_context_s=fit.context_s,
+            queued_prompt_context=load.queued_prompt_context,
             decode_step_s=self._rates.decode_step_s,
             steps=load.step,
             edges=[
