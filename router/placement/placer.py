@@ -138,7 +138,9 @@ class Placer:
 
     def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[Slot]:
         """Workers that may serve the request; ``avoid`` is an incarnation that just failed."""
-        usable = [slot for slot in self._workers.usable if slot.incarnation != avoid]
+        usable = list(self._workers.usable)
+        if avoid:
+            usable = [slot for slot in usable if slot.incarnation != avoid]
         if request.pinned is None:
             return usable
         pinned_ids = (request.pinned.prefill, request.pinned.decode)

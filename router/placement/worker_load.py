@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from wire.compatibility import format_id
 
 _SAMPLED_EDGES = 8  # of a report, for what is expected of edges that were not measured
 _SAMPLE_PROMPT_TOKENS = 4096
+_RATES_STAND_NS = 1_000_000_000
 _SAME_WITHIN = 0.1  # the fits of equal workers differ by a few percent
 
 
@@ -54,19 +56,20 @@ def loads_of(
         crowding: Learns how busy the fleet is.
     """
     reports = reports or Reports()
+    connected = [(slot, reports.of(slot)) for slot in slots if slot.link is not None]
+    rates = reports.expected(connected, now_ns)
     found = [
         _Found(
             slot,
-            reports.of(slot),
-            prefix_index.prefix_blocks(slot.link.incarnation, hashes, now_ns),
+            slot.role,
+            report,
+            prefix_index.prefix_blocks(slot.incarnation, hashes, now_ns),
             book.unreported(slot.worker_id),
         )
-        for slot in slots
-        if slot.link is not None
+        for slot, report in connected
     ]
     if crowding is not None:
-        crowding.note(((one.slot.role, one.queued_tokens > 0) for one in found), now_ns)
-    rates = Rates.expected([(one.slot.role, one.report) for one in found])
+        crowding.note([(one.role, one.queued_tokens > 0) for one in found], now_ns)
     if keep_of_a_role and len(found) > 4 * keep_of_a_role:
         found = _worth_pricing(found, len(hashes), rates, keep_of_a_role)
     return [
@@ -79,6 +82,7 @@ class _Found(NamedTuple):
     """A worker, before it is worth a price."""
 
     slot: Slot
+    role: str
     report: "Report"
     cached_blocks: int
     booked: Unreported
@@ -87,28 +91,26 @@ class _Found(NamedTuple):
     def queued_tokens(self) -> int:
         return self.report.queued_tokens + self.booked.tokens
 
-    @property
-    def streams(self) -> int:
-        return self.report.streams + self.booked.streams
-
 
 def _worth_pricing(
     found: Sequence[_Found], prompt_blocks: int, rates: "Rates", keep: int
 ) -> list[_Found]:
-    def prompt_s(one: _Found) -> float:
-        uncached_tokens = (prompt_blocks - one.cached_blocks) * one.report.block_tokens
-        tokens = one.queued_tokens + uncached_tokens
-        return tokens / (one.report.prefill_tokens_per_s or rates.prefill_tokens_per_s)
-
-    def streams(one: _Found) -> int:
-        return one.streams
-
-    kept: dict[str, _Found] = {}
-    for role in sorted({one.slot.role for one in found}):
-        peers = [one for one in found if one.slot.role == role]
-        best = [*nsmallest(keep, peers, key=prompt_s), *nsmallest(keep, peers, key=streams)]
-        kept |= {one.slot.worker_id: one for one in best}
-    return list(kept.values())
+    """Those of each role that would have the prompt soonest, and those with the fewest streams."""
+    by_role: dict[str, tuple[list[float], list[int], list[_Found]]] = {}
+    for one in found:
+        role, report = one.role, one.report
+        prompts_s, streams, peers = by_role.setdefault(role, ([], [], []))
+        uncached_tokens = (prompt_blocks - one.cached_blocks) * report.block_tokens
+        tokens = report.queued_tokens + one.booked.tokens + uncached_tokens
+        prompts_s.append(tokens * rates.token_s(role, report))
+        streams.append(report.streams + one.booked.streams)
+        peers.append(one)
+    kept: list[_Found] = []
+    for _, (prompts_s, streams, peers) in sorted(by_role.items()):
+        soonest = nsmallest(keep, range(len(peers)), key=prompts_s.__getitem__)
+        freest = nsmallest(keep, range(len(peers)), key=streams.__getitem__)
+        kept += [peers[index] for index in dict.fromkeys([*soonest, *freest])]
+    return kept
 
 
 class PromptLine(NamedTuple):
@@ -116,20 +118,18 @@ class PromptLine(NamedTuple):
 
     token_s: float = 0.0
     context_s: float = 0.0
+    sample_s: float = 0.0  # a prompt of a usual length, to compare lines by
 
     @classmethod
-    def middle(cls, lines: Sequence["PromptLine"]) -> "PromptLine":
-        """That of a worker in the middle, so that one that is broken does not count."""
-        return sorted(lines, key=cls.sample_s)[len(lines) // 2]
-
-    def sample_s(self) -> float:
-        """A prompt of a usual length."""
+    def fitted(cls, token_s: float, context_s: float) -> "PromptLine":
+        """As a worker reports it."""
         context = context_tokens(0, _SAMPLE_PROMPT_TOKENS)
-        return _SAMPLE_PROMPT_TOKENS * self.token_s + context * self.context_s
+        sample_s = _SAMPLE_PROMPT_TOKENS * token_s + context * context_s
+        return cls(token_s, context_s, sample_s)
 
     def is_like(self, usual: "PromptLine") -> bool:
         """Whether workers of these lines differ by less than what fits differ by."""
-        return abs(self.sample_s() - usual.sample_s()) <= _SAME_WITHIN * usual.sample_s()
+        return abs(self.sample_s - usual.sample_s) <= _SAME_WITHIN * usual.sample_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Rates:
             fmean(prefills) if prefills else PRIOR_PREFILL_TOKENS_PER_S,
             fmean(steps) if steps else PRIOR_DECODE_STEP_S,
             fmean(edges) if edges else PRIOR_EDGE_BYTES_PER_S,
-            {role: PromptLine.middle(of_role) for role, of_role in lines.items()},
+            {role: _middle(of_role) for role, of_role in lines.items()},
         )
 
     def prompt_line(self, role: str, report: "Report") -> PromptLine:
@@ -172,6 +172,16 @@ class Rates:
         if usual is not None and (not report.prefill_tokens_per_s or own.is_like(usual)):
             return usual
         return own
+
+    def token_s(self, role: str, report: "Report") -> float:
+        """What a prompt token takes behind no context."""
+        known_s = self.prompt_line(role, report).token_s
+        return known_s or 1 / (report.prefill_tokens_per_s or self.prefill_tokens_per_s)
+
+
+def _middle(lines: Sequence[PromptLine]) -> PromptLine:
+    """That of a worker in the middle, so that one that is broken does not count."""
+    return sorted(lines, key=attrgetter("sample_s"))[len(lines) // 2]
 
 
 class ReportedEdges(Mapping[str, float]):
@@ -250,7 +260,7 @@ class Report:
             room_blocks=blocks.free + blocks.cached,
             total_blocks=blocks.total,
             prefill_tokens_per_s=status.prefill_tokens_per_s,
-            prompt_line=PromptLine(status.prefill_token_s, status.prefill_context_s),
+            prompt_line=PromptLine.fitted(status.prefill_token_s, status.prefill_context_s),
             decode_step_s=status.decode_step_s,
             adapters=frozenset(status.adapters),
             edges_bytes_per_s=edges,
@@ -273,6 +283,15 @@ class Reports:
 
     def __init__(self) -> None:
         self._read: dict[str, Report] = {}
+        self._rates = Rates()
+        self._rates_until_ns = -1
+
+    def expected(self, connected: Sequence[tuple[Slot, Report]], now_ns: int) -> "Rates":
+        """What is expected of workers that have not measured: read anew once a second."""
+        if now_ns >= self._rates_until_ns:
+            self._rates = Rates.expected([(slot.role, report) for slot, report in connected])
+            self._rates_until_ns = now_ns + _RATES_STAND_NS
+        return self._rates
 
     def of(self, slot: Slot) -> Report:
         """The worker's.

@@ -318,7 +318,9 @@ def test_who_has_not_measured_is_expected_to_be_like_its_peers():
     def slot(name: str, **measured: float) -> SimpleNamespace:
         status = WorkerStatus(**measured)
         link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"i")
-        return SimpleNamespace(worker_id=name, role="prefill", link=link)
+        return SimpleNamespace(
+            worker_id=name, role="prefill", link=link, incarnation=link.incarnation
+        )
 
     slots = [
         slot("prefill-0", prefill_tokens_per_s=100.0, decode_step_s=0.2),
@@ -339,7 +341,8 @@ def test_a_difference_that_is_noise_does_not_break_ties():
     def slot(name: str, **measured: float) -> SimpleNamespace:
         status = WorkerStatus(**measured)
         link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"i")
-        return SimpleNamespace(worker_id=name, role=name.split("-")[0], link=link)
+        role = name.split("-")[0]
+        return SimpleNamespace(worker_id=name, role=role, link=link, incarnation=link.incarnation)
 
     def fitted(name: str, token_s: float) -> SimpleNamespace:
         line = {"prefill_token_s": token_s, "prefill_context_s": token_s * 1e-5}
