@@ -13,10 +13,11 @@ from registry.redis_store import Registry, RegistryUnavailableError
 
 def give_local_fleet(ctx: typer.Context) -> None:
     """Load any OpenAI-compatible server and see what its users would see."""
-    ctx.obj = _local_fleet
+    ctx.obj = local_fleet
 
 
-def _local_fleet() -> LocalFleet | None:
+def local_fleet() -> LocalFleet | None:
+    """The running fleet of this machine, if there is exactly one."""
     state = known_fleet(None)
     if state is None or not state.running:
         return None

@@ -10,10 +10,11 @@ from fleet.cli.chat import chat
 from fleet.cli.explain import explain
 from fleet.cli.inspection import config_check, doctor, logs, status
 from fleet.cli.lifecycle import down, up
-from fleet.cli.loadtest import give_local_fleet
+from fleet.cli.loadtest import give_local_fleet, local_fleet
 from fleet.cli.orders import drain, restart
 from fleet.cli.top import top
 from loadtest.cli import app as loadtest_app
+from loadtest.lab.cli import lab
 from loadtest.simulator.cli import simulate
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ app = typer.Typer(
 )
 for command in (
     *(capacity, up, down, status, top, explain, doctor, chat, logs, drain, restart),
-    simulate,
+    *(lab, simulate),
 ):
     app.command()(command)
 
@@ -39,9 +40,11 @@ app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 
 @app.callback(invoke_without_command=True)
 def root(
+    ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and end.")] = False,
 ) -> None:
     """Options that stand before a command."""
+    ctx.obj = local_fleet  # for commands that ask a fleet where no URL is named
     if version:
         typer.echo(f"baton {importlib.metadata.version('baton-serve')}")
         raise typer.Exit

@@ -1,0 +1,1 @@
+"""`baton lab NAME`: the questions operators ask, each one command with a table and a plot."""

@@ -1,0 +1,146 @@
+"""An engine that a lab steps by hand, and what it saw of every step and every request."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.core import events as ev
+from engine.core.core import EngineCore
+from engine.core.errors import BatonError
+from engine.core.params import AdapterRef, SamplingParams
+from engine.core.scheduler import SchedulerConfig
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
+from engine.llm import LLM
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, on the driver's clock."""
+
+    submitted_s: float
+    token_s: list[float] = field(default_factory=list)  # when each token came
+    tokens: list[int] = field(default_factory=list)
+    ended_s: float | None = None
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first token."""
+        return self.token_s[0] - self.submitted_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between tokens."""
+        return [float(gap) for gap in np.diff(self.token_s)]
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of the engine."""
+
+    seconds: float
+    prompt_tokens: int
+    decode_rows: int
+    running: int
+    blocks_in_use: int
+
+
+class Driver:
+    """A fresh scheduler and an empty cache over a model that is loaded already.
+
+    Args:
+        llm: Holds the model and the pool.
+        max_batch_requests: Requests in one step.
+        max_step_tokens: Tokens in one step.
+        bounded: Whether chunks are bounded in time, as they are when a fleet serves.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_batch_requests: int = 32,
+        max_step_tokens: int = 512,
+        bounded: bool = True,
+    ) -> None:
+        self._bounded = bounded
+        self.core = EngineCore(llm.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
+        self.requests: dict[str, Asked] = {}
+        self.steps: list[Step] = []
+        self._vocabulary = llm.artifact.config.vocab_size
+
+    def prompt(self, tokens: int, seed: int) -> list[int]:
+        """Random tokens, equal for equal seeds."""
+        drawn = np.random.default_rng(seed).integers(0, self._vocabulary, tokens)
+        return [int(token) for token in drawn]
+
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, adapter: AdapterRef | None = None
+    ) -> Asked:
+        """Queue a request for a greedy answer of exactly so many tokens."""
+        name = f"lab-{len(self.requests)}"
+        asked = self.requests[name] = Asked(time.monotonic())
+        spec = RequestSpec(
+            kind=Kind.FULL,
+            params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            hash_seed=b"lab" + (adapter.digest.encode() if adapter else b""),
+            ticket=len(self.requests),
+            adapter=adapter,
+            cacheable=False,
+        )
+        request = EngineRequest(request_id=name, prompt=list(prompt), spec=spec)
+        try:
+            self.core.scheduler.submit(request, time.monotonic_ns())
+        except BatonError as error:
+            asked.error, asked.ended_s = error.message, time.monotonic()
+        return asked
+
+    def step(self) -> None:
+        """One step; its tokens and ends are noted."""
+        began_ns = time.monotonic_ns()
+        plan = self.core.plan(began_ns)
+        if not plan.rows:
+            self._note(self.core.take_events())
+            return
+        results = self.core.runner.execute(plan)
+        now_ns = time.monotonic_ns()
+        told_ns = now_ns - began_ns if self._bounded else 1  # what its bound is computed from
+        events = self.core.apply(plan, results, now_ns, told_ns)
+        load = next(event for event in events if isinstance(event, ev.StepDone))
+        seconds = (now_ns - began_ns) / 1e9
+        in_use = load.blocks.total - load.blocks.free - load.blocks.cached
+        self.steps.append(Step(seconds, load.prompt_tokens, load.decode_rows, load.running, in_use))
+        self._note(events)
+
+    def run(self) -> float:
+        """Step until nothing is left; how long it took."""
+        began_s = time.monotonic()
+        while self.core.batch.has_work():
+            self.step()
+        return time.monotonic() - began_s
+
+    @property
+    def preemptions(self) -> int:
+        """So far."""
+        return self.core.batch.preemptions
+
+    def _note(self, events: Sequence[ev.Event]) -> None:
+        now_s = time.monotonic()
+        for event in events:
+            if isinstance(event, ev.Tokens):
+                asked = self.requests[event.request_id]
+                asked.token_s += [now_s] * len(event.tokens)
+                asked.tokens += [sampled.token for sampled in event.tokens]
+            elif isinstance(event, ev.Ended):
+                asked = self.requests[event.request_id]
+                asked.ended_s, asked.error = now_s, event.error_message
+
+
+def warm(llm: LLM) -> None:
+    """One prompt and some steps that count nowhere."""
+    driver = Driver(llm)
+    for seed in range(4):
+        driver.submit(driver.prompt(64, seed), 4)
+    driver.run()

@@ -1,0 +1,63 @@
+"""Time to first token of a prompt whose beginning the fleet knows, and of one that it does not."""
+
+import random
+import statistics
+from importlib.resources import files
+
+from loadtest.lab.asking import Fleet
+from loadtest.lab.results import Cell, Findings, Plot, Series
+from loadtest.lab.table import LabContext
+
+WORDS = (files("loadtest") / "workloads" / "words.txt").read_text().split()
+SIZES, QUICK_SIZES = (128, 512, 1024, 2048), (128, 512)
+
+
+def run(context: LabContext) -> Findings:
+    """A long beginning and a short question: first unknown, then again with another question."""
+    rounds = 3 if context.quick else 5
+    with Fleet(context) as fleet:
+        fleet.stream("hello", 2)  # connects, and warms up
+        rows = [
+            _measure(fleet, words, rounds) for words in (QUICK_SIZES if context.quick else SIZES)
+        ]
+    lengths = [float(str(row[0])) for row in rows]
+    cold = [float(str(row[2])) for row in rows]
+    known = [float(str(row[3])) for row in rows]
+    return Findings(
+        parameters={
+            "rounds": rounds,
+            "beginning": "random words, new in each round",
+            "question": "four other words",
+            "placement": "the router's own choice",
+        },
+        columns=["prompt tokens", "cached tokens", "unknown ms", "known ms", "unknown ÷ known"],
+        rows=rows,
+        plots=[
+            Plot(
+                title="Time to first token",
+                x_label="tokens of the prompt",
+                y_label="ms",
+                x=lengths,
+                series=[Series("unknown", list(cold)), Series("known", list(known))],
+            )
+        ],
+        sentence=f"With {rows[-1][1]} of {rows[-1][0]} tokens known the first token came after "
+        f"{known[-1]:.0f} ms instead of {cold[-1]:.0f}: {cold[-1] / known[-1]:.1f} × as soon.",
+        notes=["Medians over the rounds, one request at a time, measured by the client."],
+    )
+
+
+def _measure(fleet: Fleet, words: int, rounds: int) -> list[Cell]:
+    cold, known, prompts, cached = [], [], [], []
+    draw = random.SystemRandom()  # never the words of an earlier run
+    for _ in range(rounds):
+        beginning = " ".join(draw.choices(WORDS, k=words))
+        first = fleet.stream(f"{beginning}\n{' '.join(draw.choices(WORDS, k=4))}", 2)
+        again = fleet.stream(f"{beginning}\n{' '.join(draw.choices(WORDS, k=4))}", 2)
+        cold.append(first.ttft_s)
+        known.append(again.ttft_s)
+        prompts.append(again.prompt_tokens)
+        cached.append(again.cached_tokens)
+    median = statistics.median
+    times = [1e3 * median(cold), 1e3 * median(known)]
+    return [round(median(prompts)), round(median(cached)), *times, times[0] / times[1]]

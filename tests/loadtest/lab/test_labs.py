@@ -1,0 +1,138 @@
+"""`baton lab` as it is typed: on a tiny model always, on SmolLM2 and a fleet in the slow tests."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from loadtest.lab.cli import lab
+from loadtest.lab.report import report
+from loadtest.lab.results import Findings, LabResults, Plot, Series, shown
+from loadtest.lab.table import LABS
+from tests.matrix.tiny import write_tiny
+
+ROOT = Path(__file__).parents[3]
+app = typer.Typer()
+app.command()(lab)
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The reference of a model of no size."""
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+def left_in(folder: Path, name: str) -> LabResults:
+    """What a run has left, checked as far as it is the same for all."""
+    results = msgspec.json.decode((folder / "results.json").read_bytes(), type=LabResults)
+    assert (results.lab, results.quick) == (name, True)
+    findings = results.findings
+    assert findings.rows
+    assert {len(row) for row in findings.rows} == {len(findings.columns)}
+    assert findings.plots
+    for plot in findings.plots:
+        assert {len(line.y) for line in plot.series} == {len(plot.x)}
+    page = (folder / "report.html").read_text()
+    assert f"<title>Lab: {name}" in page
+    assert results.machine in page
+    assert "src=" not in page
+    assert json.loads(re.findall(r'type="application/json">(.*?)</script>', page, re.DOTALL)[0])
+    return results
+
+
+def test_without_a_name_they_are_listed() -> None:
+    told = run().output
+    for name in LABS:
+        assert name in told
+    assert "no lab 'nonsense'; there are: capacity, prefix" in run("nonsense", code=1).stderr
+
+
+def test_a_lab_leaves_results_and_a_report_and_says_what_it_found(
+    tiny: str, tmp_path: Path
+) -> None:
+    told = run("capacity", "--quick", "--model", tiny, "--threads", 1, "--out", tmp_path)
+    found = left_in(tmp_path, "capacity").findings
+    assert found.sentence in " ".join(told.output.split())
+    # 80 tokens are 5 blocks; 30 blocks hold 6 such requests: the 7th is one too many.
+    assert found.parameters["requests that fit, predicted"] == 6
+    preempted = {row[0]: row[3] for row in found.rows}
+    assert preempted[6] == 0
+    assert preempted[7] > 0
+    assert found.parameters["longest request accepted, tokens"] == 30 * 16
+
+
+def test_continuous_batching_takes_fewer_steps(tiny: str, tmp_path: Path) -> None:
+    run("batching", "--quick", "--model", tiny, "--threads", 1, "--out", tmp_path)
+    for row in left_in(tmp_path, "batching").findings.rows:
+        assert row[6] < row[5]
+
+
+def test_a_lab_that_needs_a_fleet_says_so() -> None:
+    assert "give --url or --fleet FILE" in run("prefix", "--quick", code=1).stderr
+
+
+def test_a_lab_that_fails_says_so(tmp_path: Path) -> None:
+    failed = run("chunks", "--model", tmp_path / "nowhere", "--out", tmp_path / "x", code=1)
+    assert "ended with exit code 1" in failed.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_emulated_subject_is_named_in_the_report_and_nothing_in_it_is_html() -> None:
+    findings = Findings(
+        parameters={"a <b>": 1.23456},
+        columns=["x"],
+        rows=[[None], ["<script>"]],
+        plots=[
+            Plot(title="t", x_label="x", y_label="y", x=[0.0], series=[Series("</script>", [1.0])])
+        ],
+        sentence="It was so.",
+    )
+    results = LabResults(
+        lab="prefix",
+        question="Why?",
+        command="baton lab",
+        created="2026-11-22T00:00:00+00:00",
+        machine="m",
+        load_average=0.5,
+        subject="s",
+        emulated="epyc-135m",
+        quick=True,
+        findings=findings,
+    )
+    page = report(results)
+    assert "No model ran; steps lasted as in the timing model epyc-135m" in page
+    assert "&lt;script&gt;" in page
+    assert '"</script>"' not in page
+    cells = [shown(cell) for cell in (None, 1.23456, 12345.6, 7, "a")]
+    assert cells == ["–", "1.23", "12,346", "7", "a"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [lab.name for lab in LABS.values() if lab.needs == "engine"])
+def test_each_engine_lab_runs_on_the_real_model(name: str, tmp_path: Path) -> None:
+    run(name, "--quick", "--out", tmp_path)
+    left_in(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.fleet
+@pytest.mark.timeout(600)
+def test_each_fleet_lab_runs_on_a_fleet_of_its_own(tmp_path: Path) -> None:
+    file = ROOT / "deploy" / "local.yaml"
+    run("prefix", "--quick", "--fleet", file, "--out", tmp_path / "prefix")
+    prefix = left_in(tmp_path / "prefix", "prefix").findings
+    assert all(row[1] > 0.8 * row[0] for row in prefix.rows), "the beginning was found"
+    run("cancellation", "--quick", "--fleet", file, "--out", tmp_path / "cancellation")
+    cancelled = left_in(tmp_path / "cancellation", "cancellation").findings
+    assert all(row[3:] == [0, 0] for row in cancelled.rows)
