@@ -75,8 +75,8 @@ class Registry:
             protocol=2,
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=_TIMEOUT_S,
-            # Its way of timing a write loses a cancel (`asyncio.wait_for` before Python 3.12), and a
-            # loop that was told to end goes on: calls have a limit of ours instead.
+            # Its way of timing a write loses a cancel (`asyncio.wait_for` before Python 3.12): a
+            # loop that was told to end goes on. Calls have a limit of ours instead.
             socket_timeout=None,
             max_connections=8,
             timeout=_TIMEOUT_S,  # calls beyond these wait for a connection
