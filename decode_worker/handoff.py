@@ -168,6 +168,8 @@ class Handoff:
     def cancel(self) -> None:
         """Stop; ``on_drained`` is called as soon as nothing writes into the pages."""
         self._cancelled = True
+        if self._stream is not None and self._figures is None and not self._submission.probe:
+            self._parts.metrics.inc("baton_transfers", outcome="abandoned")
         self._perform(self._machine.cancel())
 
     # ---------------------------------------------------------------- actions of the machine

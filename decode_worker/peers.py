@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import grpc
@@ -12,7 +15,6 @@ from batonpb.decode_pb2 import PrefillTarget
 
 from kvtransfer.transport import FrameStream
 from kvtransfer.transports import TRANSPORTS, transport_to
-from telemetry.running_mean import RunningMean
 from wire.grpc_channels import Channels
 from wire.grpc_options import token_metadata
 
@@ -20,30 +22,45 @@ HANDSHAKE_S = 1.0
 _AGAIN_S = 0.05  # between handshakes with an address where somebody listens and nobody answers
 ControlCall = grpc.aio.StreamStreamCall[Any, Any]
 _ASSUMED_BYTES_PER_S = 200e6  # of an edge that was not measured yet, for a pull's budget
-_SAMPLE_WEIGHT = 0.3
+_SAMPLES = 9
 _LEAST_SAMPLE_BYTES = 1 << 16  # smaller ones say more about latency than about bandwidth
 
 
 class EdgeRate:
-    """Bandwidth from one prefill worker to here, fitted to hand-offs."""
+    """Bandwidth from one prefill worker to here, fitted to hand-offs.
+
+    The median byte of the last pulls: half of the bytes came at this rate or faster. A small pull
+    tells of latency, and one that waited for the wire behind another's tells of nothing; an edge
+    that is believed slow is avoided, so that nobody would learn better.
+    """
 
     def __init__(self) -> None:
-        self._measured_bytes_per_s = RunningMean(_SAMPLE_WEIGHT)
+        self._pulls: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)  # bytes/s, bytes
+        self._bytes_per_s = _ASSUMED_BYTES_PER_S
 
     @property
     def measured(self) -> bool:
         """Whether a hand-off said anything yet."""
-        return self._measured_bytes_per_s.measured
+        return bool(self._pulls)
 
     @property
     def bytes_per_s(self) -> float:
         """As measured, or what is assumed until then."""
-        return self._measured_bytes_per_s.value or _ASSUMED_BYTES_PER_S
+        return self._bytes_per_s
 
     def note(self, payload_bytes: int, seconds: float) -> None:
         """One pull moved that much in that time."""
         if payload_bytes >= _LEAST_SAMPLE_BYTES and seconds > 0:
-            self._measured_bytes_per_s.add(payload_bytes / seconds)
+            self._pulls.append((payload_bytes / seconds, payload_bytes))
+            self._bytes_per_s = _median_byte(self._pulls)
+
+
+def _median_byte(pulls: Iterable[tuple[float, int]]) -> float:
+    fastest_first = sorted(pulls, reverse=True)
+    half_bytes = sum(payload_bytes for _, payload_bytes in fastest_first) / 2
+    came_bytes = accumulate(payload_bytes for _, payload_bytes in fastest_first)
+    middle = next(i for i, so_far_bytes in enumerate(came_bytes) if so_far_bytes >= half_bytes)
+    return fastest_first[middle][0]
 
 
 class PeerGoneError(Exception):

@@ -27,6 +27,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.events import StepDone
+from telemetry.logs import request_context
 from telemetry.tasks import BackgroundTasks
 from wire.codecs import error_to_wire
 from wire.compatibility import WIRE_MAX, WIRE_MIN
@@ -163,6 +164,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if refusal is not None:
             self._refuse(submission.request_id, submission.attempt, session, refusal)
             return
+        with request_context(submission.request_id, submission.traceparent):
+            self._begin(submission, session)
+
+    def _begin(self, submission: pb.Submission, session: RouterSession) -> None:
         try:
             request = DecodeRequest(submission, session, self._parts)
             request.start()
@@ -238,6 +243,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def status(self, with_capabilities: bool = False) -> common_pb2.WorkerStatus:
         """This worker's load and health."""
         engine, load = self._parts.engine, self._parts.engine.load
+        fit = engine.prompt_fit
         edges = [
             common_pb2.EdgeRate(prefill_worker_id=worker_id, bytes_per_s=edge.bytes_per_s)
             for worker_id, edge in self._parts.peers.edges.items()
@@ -263,6 +269,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             load_age_ns=engine.load_age_ns(time.monotonic_ns()),
             queued_prompt_tokens=load.queued_prompt_tokens,
             prefill_tokens_per_s=engine.prefill_tokens_per_s,
+            prefill_token_s=fit.token_s,
+            prefill_context_s=fit.context_s,
+            queued_prompt_context=load.queued_prompt_context,
             decode_step_s=engine.decode_step_s,
             edges=edges,
             capabilities=self._capabilities if with_capabilities else None,

@@ -41,6 +41,7 @@ from registry.kv_events import KvEventPublisher
 from registry.redis_store import Registry
 from registry.types import Role, WorkerRecord
 from registry.workers import Presence
+from telemetry.logs import LogFormat, set_up_logs
 from telemetry.metrics import Metrics, serve_metrics
 from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing
@@ -68,6 +69,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     fleet_token: str
     host: str = "127.0.0.1"
     log_dir: str = ""
+    log_format: LogFormat = "text"
     fault_injection: str = ""  # damage frames on purpose, see kvtransfer.fault_injection
     canary_s: float = CANARY_S
 
@@ -407,9 +409,10 @@ async def serve(settings: WorkerSettings) -> int:
 
 def main() -> None:
     """Entry of ``python -m fleet.worker``: settings as JSON on standard input, secrets included."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     die_with_parent()
-    sys.exit(asyncio.run(serve(msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings))))
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
+    set_up_logs(settings.log_format)
+    sys.exit(asyncio.run(serve(settings)))
 
 
 if __name__ == "__main__":

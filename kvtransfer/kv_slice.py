@@ -125,6 +125,9 @@ def cut(
     per_layer = 2 * kv_slice.head_count * geometry.head_bytes * geometry.block_tokens
     layers = max(1, min(kv_slice.layer_count, room // per_layer))
     blocks = max(1, room // (per_layer * layers))
+    if layers >= kv_slice.layer_count and blocks >= kv_slice.block_count:
+        yield kv_slice
+        return
     for layer in range(0, kv_slice.layer_count, layers):
         band = replace(
             kv_slice,

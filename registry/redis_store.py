@@ -41,6 +41,7 @@ ADAPTERS_TTL_S = TICKETS_TTL_S = 24 * 3600
 STREAM_BATCHES = 4096
 BATCH_HASHES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
 _TIMEOUT_S = 2.0
+_CALL_LIMIT_S = 3.0
 
 Command = tuple[Any, ...]
 
@@ -74,7 +75,9 @@ class Registry:
             protocol=2,
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=_TIMEOUT_S,
-            socket_timeout=_TIMEOUT_S,
+            # Its way of timing a write loses a cancel (`asyncio.wait_for` before Python 3.12): a
+            # loop that was told to end goes on. Calls have a limit of ours instead.
+            socket_timeout=None,
             max_connections=8,
             timeout=_TIMEOUT_S,  # calls beyond these wait for a connection
         )
@@ -416,7 +419,8 @@ class Registry:
             async with self._redis.pipeline(transaction=atomic) as pipe:
                 for command in commands:
                     pipe.execute_command(*command)
-                answers: Sequence[Any] = await pipe.execute()
+                async with asyncio.timeout(_CALL_LIMIT_S):
+                    answers: Sequence[Any] = await pipe.execute()
         except (TimeoutError, RedisError, OSError) as error:
             self.connected = False
             self.errors += 1

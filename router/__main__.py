@@ -32,6 +32,7 @@ from router.placement.index_feed import EventSource
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
+from telemetry.logs import set_up_logs
 from telemetry.metrics import Metrics
 
 _LOG = logging.getLogger("router")
@@ -47,13 +48,12 @@ def main() -> int:
     parser.add_argument("--host", help="instead of the one in the file")
     parser.add_argument("--fd", type=int, help="a socket that listens already, inherited")
     arguments = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up_logs("text")
     overrides = {"host": arguments.host} if arguments.host else {}
     try:
         config = load_config(arguments.config, overrides, said_by="--host")
         settings = RouterSettings.from_config(config, port=arguments.port)
+        set_up_logs(settings.logs.format)
         model = ServedModel.load(settings)
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"{error}\n")

@@ -7,6 +7,7 @@ from typing import Self
 
 from config.clients import ApiKeyConfig, ClientLimitsConfig
 from config.fleet_file import FleetConfig
+from config.logs import LogsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class RouterSettings:
         max_context_tokens: None takes the model's own.
         api_keys: Key to what it may do; None means that nobody needs a key.
         clients: How long slow clients are waited for, and how many there may be.
+        logs: Their layout, and what of requests they hold.
         start_limit_s: A router that still does not know its workers then begins to listen.
         probe_pause_s: Between two rounds of probes, however often the workers change.
         share_cache: Whether tenants find each other's cached prefixes.
@@ -42,6 +44,7 @@ class RouterSettings:
     port: int = 8000
     api_keys: Mapping[str, ApiKeyConfig] | None = field(default=None, repr=False)
     clients: ClientLimitsConfig = field(default_factory=ClientLimitsConfig)
+    logs: LogsConfig = field(default_factory=LogsConfig)
     start_limit_s: float = 2.0
     share_cache: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -87,6 +90,7 @@ class RouterSettings:
             port=config.port if port is None else port,
             api_keys=dict(config.api_keys) if config.api_keys else None,
             clients=config.clients,
+            logs=config.logs,
             share_cache=config.share_cache_between_tenants,
             adapters=config.adapters.load,
             max_adapters=config.adapters.max_loaded,

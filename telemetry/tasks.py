@@ -15,13 +15,15 @@ constants: they are labels of a metric. Product code begins no task in another w
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from typing import Any
 
 _LOG = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 30.0
+UNHEARD_S = 5.0
+"""A task that goes on for so long after its cancel did not hear of it: libraries lose some."""
 SETTLED_S = 60.0
 """A task that has run for so long starts again with the first delay."""
 
@@ -70,15 +72,20 @@ class BackgroundTasks:
         try:
             yield task
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await self._end([task])
 
     async def close(self) -> None:
         """Cancel all and wait for them; the caller's own task, if it is one of them, goes on."""
         others = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await self._end(others)
+
+    async def _end(self, tasks: Collection[asyncio.Task[None]]) -> None:
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=UNHEARD_S)
+            for task in tasks:
+                _LOG.warning("%s goes on after its cancel: it is told again", task.get_name())
 
     def _begin_once(
         self, work: Work, name: str, on_failure: Callable[[Exception], None] | None

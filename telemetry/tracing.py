@@ -16,8 +16,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ class Tracing:
 
     Without an OTLP endpoint in the environment spans cost nothing, but an incoming trace context
     still passes through ``inject``. Standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT``,
-    ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``,
+    ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, ``OTEL_EXPORTER_OTLP_PROTOCOL`` (``grpc``, or
+    ``http/protobuf``, the default), ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``,
     ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_TRACES_SAMPLER``, ``OTEL_BSP_*``, ``OTEL_SDK_DISABLED``.
 
     Args:
@@ -61,7 +62,7 @@ class Tracing:
 
 def _pipeline(
     component: str, environ: Mapping[str, str]
-) -> "tuple[TracerProvider, OTLPSpanExporter] | None":
+) -> "tuple[TracerProvider, SpanExporter] | None":
     endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     if not any(environ.get(name) for name in endpoints):
         return None
@@ -69,10 +70,7 @@ def _pipeline(
         return None
     if environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none":
         return None
-    if environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf") != "http/protobuf":
-        _LOG.warning("traces go by OTLP over http/protobuf; OTEL_EXPORTER_OTLP_PROTOCOL is ignored")
     # Imported here: most processes have no endpoint, and the SDK costs 100 ms and 10 MB.
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -82,9 +80,25 @@ def _pipeline(
     )
     attributes = {} if named else {"service.name": f"baton-{component}"}
     provider = TracerProvider(resource=Resource.create(attributes))
-    exporter = OTLPSpanExporter()
+    exporter = _exporter(environ)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider, exporter
+
+
+def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
+    """By OTLP over what the environment says; both read their endpoint and headers there."""
+    protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL"
+    )
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
+
+        return over_grpc.OTLPSpanExporter()
+    if protocol not in (None, "", "http/protobuf"):
+        _LOG.warning("traces go by OTLP over http/protobuf: no other than grpc (not %r)", protocol)
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
+
+    return over_http.OTLPSpanExporter()
 
 
 def inject(span: trace.Span | None = None) -> str:

@@ -7,13 +7,24 @@ queue ──admission──▶ running ──▶ ended         reservations: cap
 
 import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
+from engine.core.geometry import context_tokens
 from engine.core.plan import StepPlan
 from engine.core.reservations import Reservation, Reservations, ReservationState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import SpareBlocks
+
+
+class Load(NamedTuple):
+    """Requests that run and that wait; prompt tokens to be computed, and those before each."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
+    queued_context: int
 
 
 class BatchState:
@@ -81,8 +92,8 @@ class BatchState:
         """Whether anything is left that may yield rows, now or after blocks come back."""
         return bool(self.running or self.queue)
 
-    def load(self) -> tuple[int, int, int]:
-        """(running requests, waiting requests, prompt tokens still to be computed)."""
+    def load(self) -> Load:
+        """What runs, what waits, and what is still to be computed."""
         running = {sequence.request.request_id for sequence in self.running} | self.held.keys()
         running |= {
             reservation.request.request_id
@@ -90,12 +101,13 @@ class BatchState:
             if reservation.state is not ReservationState.WAITING
         }
         waiting = {item.request.request_id for item in self.queue} - running
-        queued_tokens = sum(
-            len(item.tokens) - max(item.computed, item.found_tokens)
-            for item in [*self.running, *self.queue]
-            if isinstance(item, TokenSequence) and not item.decodes
-        )
-        return len(running), len(waiting), queued_tokens
+        queued_tokens = queued_context = 0
+        for item in [*self.running, *self.queue]:
+            if isinstance(item, TokenSequence) and not item.decodes:
+                begin, end = max(item.computed, item.found_tokens), len(item.tokens)
+                queued_tokens += end - begin
+                queued_context += context_tokens(begin, end)
+        return Load(len(running), len(waiting), queued_tokens, queued_context)
 
     def answering(self) -> int:
         """Sequences that write answers."""

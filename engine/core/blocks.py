@@ -10,7 +10,8 @@ once it is full and computed; outside the engine, blocks in use are called ``lea
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -27,6 +28,45 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int = 0
 
 
+class _FreeMap:
+    """Which blocks are free: one byte for each, so that a run of them is found by ``find``."""
+
+    def __init__(self, total: int) -> None:
+        self._bytes = bytearray(b"\1" * total)
+        self._count = total
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        block = self._bytes.find(1)
+        while block >= 0:
+            yield block
+            block = self._bytes.find(1, block + 1)
+
+    def add(self, block: int) -> None:
+        self._count += not self._bytes[block]
+        self._bytes[block] = 1
+
+    def take(self, blocks: Iterable[int]) -> list[int]:
+        taken = list(blocks)
+        for block in taken:
+            self._bytes[block] = 0
+        self._count -= len(taken)
+        return taken
+
+    def run_from(self, first: int, count: int) -> range:
+        """Up to ``count`` free blocks that follow each other, from ``first`` on."""
+        end = min(first + count, len(self._bytes))
+        used = self._bytes.find(0, first, end)
+        return range(first, used if used >= 0 else max(end, first))
+
+    def first_run(self, count: int) -> range:
+        """The first ``count`` free blocks that follow each other; empty if there are none."""
+        first = self._bytes.find(b"\1" * count)
+        return range(first, first + count) if first >= 0 else range(0)
+
+
 class BlockPool:
     """Reference counts, hashes and LRU order of ``total`` blocks.
 
@@ -41,7 +81,7 @@ class BlockPool:
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self.total = total
         self.block_tokens = block_tokens
-        self._free: set[int] = set(range(total))
+        self._free = _FreeMap(total)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * total
         self._quarantined: set[int] = set()
@@ -102,8 +142,7 @@ class BlockPool:
         taken = self._run_of_free(count, after)
         missing = count - len(taken)
         if missing:
-            rest = sorted(self._free)[:missing]
-            self._free.difference_update(rest)
+            rest = self._free.take(islice(self._free, missing))
             taken += rest + self._evict(missing - len(rest))
             taken.sort()
         for block in taken:
@@ -112,23 +151,9 @@ class BlockPool:
 
     def _run_of_free(self, count: int, after: int | None) -> list[int]:
         """Take up to ``count`` free blocks that follow each other; all of them, or few, or none."""
-        run: list[int] = []
         if after is not None:
-            block = after + 1
-            while len(run) < count and block in self._free:
-                run.append(block)
-                block += 1
-        elif count > 1:
-            for block in sorted(self._free):
-                if run and block != run[-1] + 1:
-                    run = []
-                run.append(block)
-                if len(run) == count:
-                    break
-            else:
-                run = []
-        self._free.difference_update(run)
-        return run
+            return self._free.take(self._free.run_from(after + 1, count))
+        return self._free.take(self._free.first_run(count)) if count > 1 else []
 
     def _evict(self, count: int) -> list[int]:
         evicted = []
@@ -179,7 +204,8 @@ class BlockPool:
     def absolve(self, blocks: Sequence[int]) -> None:
         """Free quarantined blocks: the writer is proven to have stopped."""
         self._quarantined.difference_update(blocks)
-        self._free.update(blocks)
+        for block in blocks:
+            self._free.add(block)
 
     def hashes(self) -> list[bytes]:
         """Hashes of all blocks that can be found, for a snapshot."""
@@ -220,8 +246,11 @@ class BlockPool:
             wrong = [b for b in range(self.total) if references[b] != self._references[b]]
             raise RuntimeError(f"blocks {wrong[:8]}: references differ from the tables that hold")
         in_use = {block for block in range(self.total) if references[block]}
-        parts = [self._free, set(self._cached), in_use, self._quarantined]
+        free = set(self._free)
+        parts = [free, set(self._cached), in_use, self._quarantined]
         union = set().union(*parts)
+        if len(free) != len(self._free):
+            raise RuntimeError(f"{len(free)} blocks are free, {len(self._free)} were counted")
         if sum(map(len, parts)) != self.total or len(union) != self.total:
             raise RuntimeError(f"block states overlap or leak: {list(map(len, parts))}")
         if draining is not None and sorted(draining) != sorted(self._quarantined):
@@ -235,5 +264,5 @@ class BlockPool:
         hashed = {block for block in range(self.total) if self._hash_of[block] is not None}
         if len(hashed) != len(self._block_of):
             raise RuntimeError("two blocks have one hash, or a hash that points to no block")
-        if hashed & (self._free | self._quarantined) or not hashed.issuperset(self._cached):
+        if hashed & (set(self._free) | self._quarantined) or not hashed.issuperset(self._cached):
             raise RuntimeError("a free block has a hash, or a cached one has none")

@@ -3,6 +3,7 @@
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
 from engine.core.errors import NumericsError, TransferError
+from engine.core.geometry import context_tokens
 from engine.core.model_runner import ModelRunner
 from engine.core.params import SampledToken
 from engine.core.plan import StepPlan
@@ -184,18 +185,19 @@ class EngineCore:
     def _load(self, plan: StepPlan | None, duration_ns: int) -> ev.StepDone:
         rows = plan.rows if plan else ()
         decode_rows = sum(row.decodes for row in rows)
-        prompt_tokens = sum(len(row.tokens) for row in rows if not row.decodes)
-        speculation = self.speculation
-        running, waiting, queued = self.batch.load()
+        prompts = [(row.start, len(row.tokens)) for row in rows if not row.decodes]
+        speculation, load = self.speculation, self.batch.load()
         return ev.StepDone(
             step=self.steps,
             duration_ns=duration_ns,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=sum(count for _, count in prompts),
+            prompt_context=sum(context_tokens(start, start + count) for start, count in prompts),
             decode_rows=decode_rows,
-            running=running,
-            waiting=waiting,
+            running=load.running,
+            waiting=load.waiting,
             answering=self.batch.answering(),
-            queued_prompt_tokens=queued,
+            queued_prompt_tokens=load.queued_tokens,
+            queued_prompt_context=load.queued_context,
             blocks=self.pool.counts(),
             evictions=self.pool.evictions,
             preemptions=self.batch.preemptions,

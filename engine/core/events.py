@@ -123,11 +123,13 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int = 0
     duration_ns: int = 0
     prompt_tokens: int = 0  # computed in this step, of prompts
+    prompt_context: int = 0  # tokens before each of them, in all
     decode_rows: int = 0
     running: int = 0
     waiting: int = 0
     answering: int = 0  # sequences that write answers
     queued_prompt_tokens: int = 0  # to be computed, as far as the cache did not hold them
+    queued_prompt_context: int = 0  # tokens before each of them, in all
     blocks: BlockCounts = BlockCounts()
     evictions: int = 0
     preemptions: int = 0

@@ -19,6 +19,11 @@ def head_bytes(dtype: str, head_dim: int) -> int:
     return head_elements(dtype, head_dim) * DTYPE_BYTES[dtype]
 
 
+def context_tokens(begin: int, end: int) -> int:
+    """How many tokens stand before each token of ``begin`` to ``end - 1``, in all."""
+    return (end - begin) * (begin + end - 1) // 2
+
+
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """One kv group's pool: ``[layer, k|v, block, token, head, dim]``, contiguous, row-major.
 

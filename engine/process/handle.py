@@ -10,7 +10,7 @@ from engine.core.blocks import BlockCounts
 from engine.core.params import AdapterRef
 from engine.process import messages
 from engine.process.client import EngineClient
-from engine.process.step_rates import StepRates
+from engine.process.step_rates import PromptFit, StepRates
 from engine.settings import EngineSettings
 
 _LOG = logging.getLogger(__name__)
@@ -80,6 +80,11 @@ class EngineHandle:
     def prefill_tokens_per_s(self) -> float:
         """Fitted rate at which prompts are computed; 0 until one was."""
         return self._rates.prefill_tokens_per_s
+
+    @property
+    def prompt_fit(self) -> PromptFit:
+        """What a prompt token takes, and one of those before it."""
+        return self._rates.prompt_fit
 
     @property
     def decode_step_s(self) -> float:

@@ -1,25 +1,40 @@
 """How fast an engine computes, fitted to its own steps. Sans-IO."""
 
-import statistics
+from bisect import bisect_left, insort
 from collections import deque
+from typing import NamedTuple
 
 from engine.core.events import StepDone
 
 _KEPT = 0.95  # of earlier prompts' weight at each step: the rate follows within some twenty steps
+_FIT_KEPT = 0.98  # a line needs steps of different contexts
+_DECODE_STEPS = 64  # the last ones; their median is the step's time
 _LEAST_SAMPLE_TOKENS = 32  # smaller ones say more about overhead than about the rate
+# Steps whose prompts lie less far apart than this do not tell what context costs.
+_LEAST_SPREAD_TOKENS = 256.0
+
+
+class PromptFit(NamedTuple):
+    """A prompt token takes ``token_s``, and ``context_s`` for each token before it; 0: unknown."""
+
+    token_s: float = 0.0
+    context_s: float = 0.0
 
 
 class StepRates:
-    """The two figures that the router's cost model wants of a worker.
+    """The figures that the router's cost model wants of a worker.
 
     The rate is tokens by seconds over many steps. One step says little of the next prompt: behind
     100,000 tokens of context a chunk takes three times as long, and a router that took such a rate
-    for the worker's would send the worker's own conversations elsewhere.
+    for the worker's would send the worker's own conversations elsewhere. So the seconds of a prompt
+    token are also fitted to its context: a line by least squares, where each token counts as one.
     """
 
     def __init__(self) -> None:
         self._prompt_tokens = self._prompt_s = 0.0
-        self._decode_steps_s: deque[float] = deque(maxlen=64)
+        self._line = _Line()
+        self._decode_steps_s: deque[float] = deque()
+        self._sorted_steps_s: list[float] = []  # the same: a median is asked for at each report
 
     def add(self, step: StepDone) -> None:
         """A step is done."""
@@ -29,8 +44,17 @@ class StepRates:
         if step.prompt_tokens >= _LEAST_SAMPLE_TOKENS:
             self._prompt_tokens = self._prompt_tokens * _KEPT + step.prompt_tokens
             self._prompt_s = self._prompt_s * _KEPT + seconds
+            tokens = step.prompt_tokens
+            self._line.add(tokens, step.prompt_context / tokens, seconds / tokens)
         elif step.decode_rows and not step.prompt_tokens:
-            self._decode_steps_s.append(seconds)
+            self._add_decode_step(seconds)
+
+    def _add_decode_step(self, seconds: float) -> None:
+        self._decode_steps_s.append(seconds)
+        insort(self._sorted_steps_s, seconds)
+        if len(self._decode_steps_s) > _DECODE_STEPS:
+            oldest_s = self._decode_steps_s.popleft()
+            del self._sorted_steps_s[bisect_left(self._sorted_steps_s, oldest_s)]
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -38,7 +62,40 @@ class StepRates:
         return self._prompt_tokens / self._prompt_s if self._prompt_s else 0.0
 
     @property
+    def prompt_fit(self) -> PromptFit:
+        """What a prompt token takes, by how many tokens are before it."""
+        return self._line.fit()
+
+    @property
     def decode_step_s(self) -> float:
         """Median of recent steps without prompt tokens; 0 until there was one."""
-        steps = self._decode_steps_s
-        return statistics.median(steps) if steps else 0.0
+        steps_s = self._sorted_steps_s
+        middle = len(steps_s) // 2
+        return (steps_s[middle] + steps_s[~middle]) / 2 if steps_s else 0.0
+
+
+class _Line:
+    """y = a + b x by least squares, earlier points counting less and less; neither is negative."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = 0.0  # the weight of all points, and their mean
+        self._xx = self._xy = 0.0  # sums of products of distances from the mean
+
+    def add(self, weight: float, x: float, y: float) -> None:
+        kept = self._weight * _FIT_KEPT
+        self._weight = kept + weight
+        share = weight / self._weight
+        distance_x, distance_y = x - self._x, y - self._y
+        self._x += share * distance_x
+        self._y += share * distance_y
+        self._xx = self._xx * _FIT_KEPT + kept * share * distance_x * distance_x
+        self._xy = self._xy * _FIT_KEPT + kept * share * distance_x * distance_y
+
+    def fit(self) -> PromptFit:
+        if not self._weight:
+            return PromptFit()
+        slope = self._xy / (self._xx + self._weight * _LEAST_SPREAD_TOKENS**2)
+        slope = max(slope, 0.0)
+        if slope * self._x >= self._y:  # noise: nothing is left for the token itself
+            slope = 0.0
+        return PromptFit(self._y - slope * self._x, slope)

@@ -13,7 +13,16 @@ from fleet.cli.common import FleetOption, get_json, running_fleet
 
 _BAR = 30
 _SHOWN_CANDIDATES = 8
-_TERMS = ("queue_s", "adapter_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s")
+_TERMS = (
+    "queue_s",
+    "adapter_s",
+    "compute_s",
+    "transfer_s",
+    "room_s",
+    "decode_s",
+    "slowdown_s",
+    "crowding_s",
+)
 
 
 def explain(

@@ -3,7 +3,7 @@
     ~/.local/state/baton/NAME/      (BATON_HOME or XDG_STATE_HOME move it)
         state.json                  who supervises, where, with which secrets; mode 0600
         workers.json                the router's last-known list of workers
-        logs/                       unless `log_dir` names another place
+        logs/                       unless `logs.dir` names another place
     /tmp/bt-XXXXXXXX/               sockets of Redis and Ray; gone after a stop
 
 NAME is the fleet's name; a second fleet of the same file on another port gets NAME-PORT.
@@ -65,7 +65,7 @@ def state_folder(name: str) -> Path:
 
 def log_folder(config: FleetConfig, name: str) -> Path:
     """Where a fleet's logs go."""
-    folder = Path(config.log_dir).expanduser() if config.log_dir else None
+    folder = Path(config.logs.dir).expanduser() if config.logs.dir else None
     folder = folder or state_folder(name) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder.resolve()

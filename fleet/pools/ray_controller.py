@@ -79,8 +79,8 @@ class ControllerActor:
 
     def __init__(self, spec: bytes) -> None:
         self._spec = msgspec.json.decode(spec, type=ControllerSpec)
-        log_to(Path(self._spec.log_dir) / "controller.log")
         self._config = FleetConfig.model_validate_json(self._spec.config_json)
+        log_to(Path(self._spec.log_dir) / "controller.log", self._config.logs.format)
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
         pools = {"prefill": self._config.pools.prefill, "decode": self._config.pools.decode}
         self._machine = FleetController(

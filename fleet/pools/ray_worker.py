@@ -8,7 +8,6 @@ import asyncio
 import faulthandler
 import gc
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping
@@ -19,6 +18,7 @@ import msgspec
 
 from fleet.pools.liveness import ShellProcess, StandstillGuard
 from registry.types import WorkerRecord
+from telemetry.logs import LogFormat, set_up_logs
 from telemetry.tasks import BackgroundTasks
 
 WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
@@ -58,7 +58,8 @@ class WorkerActor:
     """
 
     def __init__(self, program: str, settings: Mapping[str, Any]) -> None:
-        log_to(Path(settings["log_dir"]) / f"{settings['worker_id']}.log")
+        log_file = Path(settings["log_dir"]) / f"{settings['worker_id']}.log"
+        log_to(log_file, settings.get("log_format", "text"))
         module = importlib.import_module(program)
         self._settings_type: type[Any] = module.WorkerSettings
         self._settings = self._settings_of(settings)
@@ -149,7 +150,7 @@ class WorkerActor:
         return self._worker
 
 
-def log_to(file: Path) -> None:
+def log_to(file: Path, layout: LogFormat = "text") -> None:
     """Send this process' output, its children's, and crash dumps to one file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and file.stat().st_size > _LOG_LIMIT_BYTES:
@@ -161,5 +162,4 @@ def log_to(file: Path) -> None:
         os.dup2(descriptor, stream)
     os.close(descriptor)
     faulthandler.enable(file=2, all_threads=True)
-    layout = f"%(asctime)s {os.getpid()} %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=layout, force=True)
+    set_up_logs(layout, before=f"{os.getpid()} ")

@@ -131,6 +131,7 @@ def worker_settings(
         "fleet_token": fleet_token,
         "host": host,
         "log_dir": log_dir,
+        "log_format": config.logs.format,
     }
 
 

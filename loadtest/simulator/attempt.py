@@ -6,6 +6,7 @@ shells do between machines, engines and wire takes ``CONTROL_NS`` a message.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -29,6 +30,15 @@ DETECT_NS = 50_000_000  # a connection that is refused tells of a death
 LEASE_NS = 5_000_000_000  # ``router.settings``: what nobody renews lapses
 _SEED = hash_seed(b"simulated", "simulated", "simulated")
 _FIRST_TOKEN = 0
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A pull: what says how fast the edge is, is all of it, and not a frame behind its siblings."""
+
+    frames: int
+    began_ns: int
+    payload_bytes: float = 0.0
 
 
 class AttemptListener(Protocol):
@@ -350,10 +360,11 @@ class Attempt:
 
     def _pull(self, pull: receiver.Pull) -> None:
         self._pulls_ns = self._pulls_ns or self._clock.now_ns
+        under_way = _UnderWay(len(pull.kv_slices), self._clock.now_ns)
         for kv_slice in pull.kv_slices:
-            self._fetch(kv_slice, pull.epoch)
+            self._fetch(kv_slice, pull.epoch, under_way)
 
-    def _fetch(self, kv_slice: KvSlice, epoch: int) -> None:
+    def _fetch(self, kv_slice: KvSlice, epoch: int, pull: _UnderWay) -> None:
         sending, prefill = self._sender, self.prefill
         if sending is None or prefill is None or not sending.may_read(kv_slice):
             self._perform(self._receiver.pull_failed([kv_slice], "not there", epoch))
@@ -364,7 +375,7 @@ class Attempt:
         end_ns = self._network.send(prefill.worker_id, target, payload_bytes, now_ns + CONTROL_NS)
         reading = (sending, prefill, self._sender_id)
         self._clock.at(
-            end_ns, partial(self._arrived, kv_slice, epoch, *reading, payload_bytes, now_ns)
+            end_ns, partial(self._arrived, kv_slice, epoch, *reading, payload_bytes, pull)
         )
 
     def _arrived(
@@ -375,11 +386,14 @@ class Attempt:
         source: SimulatedWorker,
         engine_id: str,
         payload_bytes: float,
-        began_ns: int,
+        pull: _UnderWay,
     ) -> None:
         self._give_back(sending.read_ended(), source, engine_id)
-        seconds = (self._clock.now_ns - began_ns) / 1e9
-        self.decode.note_transfer(source.worker_id, payload_bytes, seconds)
+        pull.frames -= 1
+        pull.payload_bytes += payload_bytes
+        if not pull.frames:
+            seconds = (self._clock.now_ns - pull.began_ns) / 1e9
+            self.decode.note_transfer(source.worker_id, pull.payload_bytes, seconds)
         if not self._receiver.frame_arrived(kv_slice, epoch):
             return
         self.record.transfer_bytes += payload_bytes

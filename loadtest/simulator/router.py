@@ -13,6 +13,7 @@ from batonpb.common_pb2 import WorkerStatus
 
 from engine.core import events as ev
 from engine.core.errors import BatonError, QueueFullError, UnavailableError
+from engine.core.geometry import context_tokens
 from loadtest.simulator.attempt import CONTROL_NS, Attempt
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import Network
@@ -179,7 +180,9 @@ class SimulatedRouter(WorkerListener):
         uncached_tokens = record.prompt_tokens - cached_tokens
         decode = self._fewest_streams(decodes) if prefills else computes
         book = partial(self._book.book, request_id=record.id, now_ns=now_ns)
-        book(computes.worker_id, tokens=uncached_tokens, streams=0 if prefills else 1)
+        context = context_tokens(cached_tokens, record.prompt_tokens)
+        streams = 0 if prefills else 1
+        book(computes.worker_id, tokens=uncached_tokens, context=context, streams=streams)
         if prefills:
             book(decode.worker_id, tokens=0, streams=1)
         for incarnation in {computes.incarnation, decode.incarnation}:
@@ -327,6 +330,7 @@ class SimulatedRouter(WorkerListener):
             best.worker_id,
             record.id,
             tokens=record.prompt_tokens,
+            context=context_tokens(0, record.prompt_tokens),
             streams=0,
             now_ns=self._clock.now_ns,
         )

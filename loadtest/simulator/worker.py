@@ -136,6 +136,7 @@ class SimulatedWorker:
         self._rates = StepRates()
         self._load = ev.StepDone(blocks=self.core.pool.counts())
         self._edges: dict[str, EdgeRate] = {}
+        self._said_edges: dict[str, EdgeRateMessage] = {}
         self._handlers: dict[str, Handler] = {}
         self._inbox: list[Command] = []
         self._steps: _Steps | None = None
@@ -176,7 +177,13 @@ class SimulatedWorker:
 
     def note_transfer(self, prefill_id: str, payload_bytes: float, seconds: float) -> None:
         """KV came from there, in that time."""
-        self._edges.setdefault(prefill_id, EdgeRate()).note(int(payload_bytes), seconds)
+        edge = self._edges.setdefault(prefill_id, EdgeRate())
+        edge.note(int(payload_bytes), seconds)
+        if edge.measured:  # said in every report: made once
+            said = self._said_edges.setdefault(
+                prefill_id, EdgeRateMessage(prefill_worker_id=prefill_id)
+            )
+            said.bytes_per_s = edge.bytes_per_s
 
     def die(self) -> None:
         """Everything is lost, and nobody is told by this worker."""
@@ -309,7 +316,7 @@ class SimulatedWorker:
 
     def status(self) -> WorkerStatus:
         """As the Decode service reports it."""
-        load, blocks = self._load, self._load.blocks
+        load, blocks, fit = self._load, self._load.blocks, self._rates.prompt_fit
         return WorkerStatus(
             state="ready",
             kv_blocks=BlockCounts(
@@ -325,11 +332,10 @@ class SimulatedWorker:
             load_age_ns=self._clock.now_ns - self._steps.began_ns if self._steps else 0,
             queued_prompt_tokens=load.queued_prompt_tokens,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            prefill_token_s=fit.token_s,
+            prefill_context_s=fit.context_s,
+            queued_prompt_context=load.queued_prompt_context,
             decode_step_s=self._rates.decode_step_s,
             steps=load.step,
-            edges=[
-                EdgeRateMessage(prefill_worker_id=prefill_id, bytes_per_s=edge.bytes_per_s)
-                for prefill_id, edge in self._edges.items()
-                if edge.measured
-            ],
+            edges=self._said_edges.values(),
         )

@@ -29,6 +29,8 @@ from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
 from router.requests.observer import Observer
+from router.watch.request_log import RequestLog
+from telemetry.logs import request_context
 from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing
 
@@ -42,6 +44,7 @@ class AnswerContext:
 
     gateway: Gateway
     observer: Observer
+    request_log: RequestLog
     tracing: Tracing
     span: Span
     endpoint: str
@@ -69,6 +72,10 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests to their ends and write the answer."""
+        with request_context(self._context.request_id, self._requests[0].traceparent):
+            await self._call(scope, receive, send)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 499
         try:
             async with self._context.tasks.beside(self._watch(receive), "watch for disconnect"):
@@ -77,9 +84,11 @@ class Exchange(Response):
             status = 499 if isinstance(fault, OSError) else 500
             raise
         finally:
+            context = self._context
             for active in self._active:
-                self._context.gateway.cancel(active)
-                self._context.gateway.delivered(active)
+                context.gateway.cancel(active)
+                context.request_log.write(active, context.endpoint, status)
+                context.gateway.delivered(active)
             self._report(status)
 
     async def _watch(self, receive: Receive) -> None:
@@ -97,6 +106,8 @@ class Exchange(Response):
         except BatonError as error:
             tenant = self._requests[0].tenant
             self._context.observer.rejected(error.code, tenant)
+            if not self._active:  # the others have their line when they are over
+                self._context.request_log.refused(error, self._context.endpoint, tenant)
             response = error_response(error, self._context.request_id)
             await response(scope, receive, send)
             return error.status

@@ -18,6 +18,7 @@ from engine.core.errors import (
     SlowRequestError,
     UnavailableError,
 )
+from telemetry.logs import request_context
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,9 +84,10 @@ def install(app: FastAPI) -> None:
         )
 
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
-        _LOG.error("a request failed inside the router", exc_info=error)
-        # This answer goes out around the middleware.
-        return error_response(InternalError("the router failed; see its log"), _new_id())
+        name = _new_id()  # this answer goes out around the middleware
+        with request_context(name, request.headers.get("traceparent", "")):
+            _LOG.error("a request failed inside the router", exc_info=error)
+        return error_response(InternalError("the router failed; see its log"), name)
 
     app.add_middleware(_RequestIds)
     app.add_exception_handler(BatonError, on_baton_error)

@@ -79,6 +79,7 @@ class _Calls:
             refusal = error if isinstance(error, BatonError) else InternalError(str(error))
             self._router.observer.rejected(refusal.code, "all")
             self._router.observer.answered(endpoint, refusal.status, "all")
+            self._router.request_log.refused(refusal, endpoint, "all")
             raise
 
     async def embeddings(
@@ -177,6 +178,7 @@ class _Calls:
         return AnswerContext(
             gateway=self._router.gateway,
             observer=self._router.observer,
+            request_log=self._router.request_log,
             tracing=self._router.tracing,
             span=span,
             endpoint=endpoint,

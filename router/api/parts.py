@@ -29,6 +29,7 @@ from router.requests.observer import Observer
 from router.requests.readiness import Prober
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.watch.request_log import RequestLog
 from router.workers.directory import WorkerDirectory
 from telemetry.metrics import Metrics
 from telemetry.tasks import BackgroundTasks
@@ -52,6 +53,7 @@ class RouterParts:
     tasks: BackgroundTasks
     tracing: Tracing
     observer: Observer
+    request_log: RequestLog
     prefix_index: PrefixIndex
     gateway: Gateway
     preparer: Preparer
@@ -80,6 +82,7 @@ class RouterParts:
             tasks=tasks,
             tracing=Tracing("router"),
             observer=observer,
+            request_log=RequestLog(settings.logs, settings.api_keys, model.tokenizer),
             prefix_index=prefix_index,
             gateway=gateway,
             preparer=Preparer(model, settings),

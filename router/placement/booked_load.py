@@ -6,27 +6,51 @@ young enough to hold it has come. An engine looks for new requests between two s
 a second apart, so a report says itself how old the load in it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # A report counts for bookings at least this much older than it: the submission needs to arrive,
 # and a prefill worker gets it from the decode worker.
 _SETTLE_NS = 50_000_000
 
 
+class Unreported(NamedTuple):
+    """Load that a worker's last report does not hold yet.
+
+    ``tokens`` of prompts to compute, ``context`` tokens before each of them, in all; ``streams``.
+    """
+
+    tokens: int = 0
+    context: int = 0
+    streams: int = 0
+
+
+_NOTHING = Unreported()
+
+
 @dataclass(slots=True)
 class _Booking:
     tokens: int
+    context: int
     streams: int
     at_ns: int
     adapter: str
-    reported: bool = False
+
+
+@dataclass(slots=True)
+class _Worker:
+    """Bookings by request; those that no report holds yet stand in both."""
+
+    live: dict[str, _Booking] = field(default_factory=dict)
+    unreported: dict[str, _Booking] = field(default_factory=dict)
 
 
 class LoadBook:
     """Bookings by worker and request."""
 
     def __init__(self) -> None:
-        self._booked: dict[str, dict[str, _Booking]] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._workers_of: dict[str, set[str]] = {}  # by request
 
     def book(
         self,
@@ -36,49 +60,81 @@ class LoadBook:
         tokens: int,
         streams: int,
         now_ns: int,
+        context: int = 0,
         adapter: str = "",
     ) -> None:
-        """Count a placement: prompt tokens to compute, sequences to run, the adapter's digest."""
-        worker = self._booked.setdefault(worker_id, {})
-        worker[request_id] = _Booking(tokens, streams, now_ns, adapter)
+        """Count a placement.
+
+        Args:
+            worker_id: Where.
+            request_id: What.
+            tokens: Of the prompt, to be computed there.
+            streams: Sequences that will run there.
+            now_ns: Monotonic clock.
+            context: Tokens before each of ``tokens``, in all.
+            adapter: The adapter's digest.
+        """
+        booking = _Booking(tokens, context, streams, now_ns, adapter)
+        worker = self._workers.setdefault(worker_id, _Worker())
+        worker.live[request_id] = worker.unreported[request_id] = booking
+        self._workers_of.setdefault(request_id, set()).add(worker_id)
 
     def brings(self, worker_id: str, adapter: str) -> bool:
         """Whether a request that was placed there makes the worker load this adapter."""
-        booked = self._booked.get(worker_id, {})
-        return any(booking.adapter == adapter for booking in booked.values())
+        worker = self._workers.get(worker_id)
+        return worker is not None and any(
+            booking.adapter == adapter for booking in worker.live.values()
+        )
 
     def computed(self, request_id: str) -> None:
         """The first token came: the prompt is no longer a load."""
-        for worker in self._booked.values():
-            booking = worker.get(request_id)
-            if booking is not None:
-                booking.tokens = 0
+        for worker_id in self._workers_of.get(request_id, ()):
+            booking = self._workers[worker_id].live[request_id]
+            booking.tokens = booking.context = 0
 
     def take_back(self, worker_id: str | None, request_id: str) -> None:
         """Another worker does the request's part of this one."""
-        if worker_id is not None:
-            self._booked.get(worker_id, {}).pop(request_id, None)
+        booked_on = self._workers_of.get(request_id, set())
+        if worker_id is not None and worker_id in booked_on:
+            booked_on.discard(worker_id)
+            self._drop(worker_id, request_id)
 
     def release(self, request_id: str) -> None:
         """The request ended."""
-        for worker in self._booked.values():
-            worker.pop(request_id, None)
+        for worker_id in self._workers_of.pop(request_id, ()):
+            self._drop(worker_id, request_id)
+
+    def _drop(self, worker_id: str, request_id: str) -> None:
+        worker = self._workers[worker_id]
+        del worker.live[request_id]
+        worker.unreported.pop(request_id, None)
 
     def reported(self, worker_id: str, as_of_ns: int) -> None:
         """A report of the worker came, of how things stood there at that time."""
-        for booking in self._booked.get(worker_id, {}).values():
-            if as_of_ns - booking.at_ns >= _SETTLE_NS:
-                booking.reported = True
+        worker = self._workers.get(worker_id)
+        if worker is None or not worker.unreported:
+            return
+        worker.unreported = {
+            request_id: booking
+            for request_id, booking in worker.unreported.items()
+            if as_of_ns - booking.at_ns < _SETTLE_NS
+        }
 
     def forget(self, worker_id: str) -> None:
         """Drop the bookings of a worker that is gone."""
-        self._booked.pop(worker_id, None)
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            for request_id in worker.live:
+                self._workers_of[request_id].discard(worker_id)
 
-    def unreported(self, worker_id: str) -> tuple[int, int]:
-        """Tokens and streams that the worker's last report does not hold yet."""
-        tokens = streams = 0
-        for booking in self._booked.get(worker_id, {}).values():
-            if not booking.reported:
-                tokens += booking.tokens
-                streams += booking.streams
-        return tokens, streams
+    def unreported(self, worker_id: str) -> Unreported:
+        """What the worker's last report does not hold yet."""
+        worker = self._workers.get(worker_id)
+        if worker is None or not worker.unreported:
+            return _NOTHING
+        bookings = worker.unreported.values()
+        return Unreported(
+            sum(booking.tokens for booking in bookings),
+            sum(booking.context for booking in bookings),
+            sum(booking.streams for booking in bookings),
+        )

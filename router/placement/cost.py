@@ -1,20 +1,24 @@
 """What a placement costs, in seconds, and which one to take. Sans-IO.
 
-    P → D   queue(P) + compute(P) + exposed transfer(P, D) + room(D) + decode(D) + slowdown(P, D)
-    W       queue(W) + compute(W)                          + room(W) + decode(W) + slowdown(W)
+    P → D   queue(P) + compute(P) + crowding(P) + exposed transfer(P, D)
+                                                + room(D) + decode(D) + slowdown(P, D)
+    W       queue(W) + compute(W) + crowding(W) + room(W) + decode(W) + slowdown(W)
 
 and for a LoRA adapter that one of them does not hold yet, the time to load it there.
 
-One unit for everything, so that nothing needs a weight: the seconds that this request waits plus
-the seconds by which it delays the streams that run already. Rates are those that the workers
-fitted to their own steps; until they have, the priors below stand in.
+One unit for everything, so that nothing needs a weight: the seconds that this request waits, plus
+those by which it delays the streams that run already (slowdown) and the requests that come later
+(crowding). Rates are those that the workers fitted to their own steps; until they have, the priors
+below stand in. A prompt token takes longer the more tokens are before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from heapq import nsmallest
+from operator import attrgetter
+from typing import NamedTuple
 
-from engine.core.geometry import BLOCK_TOKENS
+from engine.core.geometry import BLOCK_TOKENS, context_tokens
 from router.request import Mode
 
 # Until a worker reports: a small model on a laptop, and loopback.
@@ -36,42 +40,51 @@ PAIRED_OF_A_ROLE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
-    """Measured transfer rate from one prefill worker to one decode worker."""
-
-    bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A live worker as this router sees it, with what it booked itself.
 
     ``cached_blocks`` is how much of the present prompt the worker holds, by the prefix index;
+    ``queued_context`` is how many tokens are before each of ``queued_tokens``, in all;
     ``answering`` streams stand still while a prompt is computed, the others are prompts;
-    ``adapter_s`` is how long it would have to load the prompt's adapter.
+    ``adapter_s`` is how long it would have to load the prompt's adapter; ``crowding`` is how many
+    seconds later requests wait longer for each second that a worker of its role computes;
+    ``edges_bytes_per_s`` are measured, by the prefill worker that KV came from.
     """
 
     worker_id: str
     incarnation: bytes
     role: str
     queued_tokens: int = 0
+    queued_context: int = 0
     streams: int = 0
     answering: int | None = None  # of them, those that write answers; None: all
     room_blocks: int = 1 << 30  # free and cached
     total_blocks: int = 1 << 30
     cached_blocks: int = 0
     adapter_s: float = 0.0
-    prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
+    crowding: float = 0.0
+    prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S  # of such prompts as it had
+    prefill_token_s: float = 0.0  # one token behind no context; 0: the rate stands for it
+    prefill_context_s: float = 0.0  # more for each token of context
     decode_step_s: float = PRIOR_DECODE_STEP_S
     block_bytes: int = 0
     block_tokens: int = BLOCK_TOKENS
     format_id: str = ""  # equal on both sides of a pair that can hand over
-    edges: Mapping[str, Edge] = field(default_factory=dict)
-    unmeasured: Edge = Edge()  # what is expected of the others
+    edges_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    unmeasured_bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S  # what is expected of the others
+
+    def prompt_s(self, tokens: int, context: int) -> float:
+        """How long it computes so many prompt tokens, with so many before each of them in all."""
+        token_s = self.prefill_token_s or 1 / self.prefill_tokens_per_s
+        return tokens * token_s + context * self.prefill_context_s
+
+    @property
+    def queue_s(self) -> float:
+        """How long it computes the prompts that wait there."""
+        return self.prompt_s(self.queued_tokens, self.queued_context)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(NamedTuple):
     """The parts of one candidate's cost, all in seconds."""
 
     queue_s: float
@@ -81,12 +94,13 @@ class Terms:
     room_s: float
     decode_s: float
     slowdown_s: float
+    crowding_s: float
 
     @property
     def total_s(self) -> float:
         """What is compared."""
         before_s = self.first_token_s + self.transfer_s + self.room_s
-        return before_s + self.decode_s + self.slowdown_s
+        return before_s + self.decode_s + self.slowdown_s + self.crowding_s
 
     @property
     def first_token_s(self) -> float:
@@ -94,8 +108,7 @@ class Terms:
         return self.queue_s + self.adapter_s + self.compute_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A placement. ``prefill`` is None where the worker computes the prompt itself."""
 
     prefill: WorkerLoad | None
@@ -121,7 +134,7 @@ class Candidate:
             "mode": self.mode,
             "uncached_tokens": self.uncached_tokens,
             "cost_s": round(self.terms.total_s, 6),
-            "terms": {name: round(value, 6) for name, value in asdict(self.terms).items()},
+            "terms": {name: round(value, 6) for name, value in self.terms._asdict().items()},
         }
 
 
@@ -150,13 +163,13 @@ def candidates(
     compared: list[Candidate] = []
     work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
     if mode != "disaggregated":
-        compared += [_alone(worker, work) for worker in workers]
+        compared += [_alone(work.prompt(worker), work.answer(worker)) for worker in workers]
     if mode != "colocated":
         compared += [
-            _pair(prefill, decode, work)
-            for prefills, decodes in _halves(workers, work)
-            for prefill in prefills
-            for decode in decodes
+            _pair(prompt, answer)
+            for prompts, answers in _halves(workers, work)
+            for prompt in prompts
+            for answer in answers
         ]
     return sorted(compared, key=lambda candidate: candidate.terms.total_s)
 
@@ -197,7 +210,42 @@ def price(
         moves_kv: Whether a pair hands anything over.
     """
     work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
-    return _alone(decode, work) if prefill is None else _pair(prefill, decode, work)
+    answer = work.answer(decode)
+    if prefill is None:
+        return _alone(work.prompt(decode), answer)
+    return _pair(work.prompt(prefill), answer)
+
+
+class _Prompt(NamedTuple):
+    """What computing the prompt on a worker costs."""
+
+    worker: WorkerLoad
+    uncached_tokens: int
+    queue_s: float
+    compute_s: float
+    slowdown_s: float
+    crowding_s: float
+
+    @property
+    def own_s(self) -> float:
+        worker_s = self.queue_s + self.worker.adapter_s + self.compute_s
+        return worker_s + self.slowdown_s + self.crowding_s
+
+
+class _Answer(NamedTuple):
+    """What writing the answer on a worker costs, and the KV that it lacks."""
+
+    worker: WorkerLoad
+    lacking_bytes: int
+    room_s: float
+    decode_s: float
+    slowdown_s: float
+
+    @property
+    def own_s(self) -> float:
+        wire_s = self.lacking_bytes / self.worker.unmeasured_bytes_per_s * EXPOSED_SHARE
+        worker_s = self.worker.adapter_s + self.room_s + self.decode_s
+        return worker_s + self.slowdown_s + wire_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,103 +255,89 @@ class _Work:
     choices: int
     moves_kv: bool
 
-    def uncached(self, worker: WorkerLoad) -> int:
+    def prompt(self, worker: WorkerLoad) -> _Prompt:
         # The last token is always computed: its logits are wanted.
         cached = min(worker.cached_blocks * worker.block_tokens, self.prompt_tokens - 1)
-        return self.prompt_tokens - cached
+        uncached = self.prompt_tokens - cached
+        context = context_tokens(cached, self.prompt_tokens)
+        compute_s = PREFILL_OVERHEAD_S + worker.prompt_s(uncached, context)
+        # Streams wait while a prompt is computed. Prompts that came before it do not.
+        delayed = worker.streams if worker.answering is None else worker.answering
+        return _Prompt(
+            worker,
+            uncached,
+            worker.queue_s,
+            compute_s,
+            slowdown_s=compute_s * delayed,
+            crowding_s=compute_s * worker.crowding,
+        )
 
-    def blocks(self, worker: WorkerLoad) -> int:
-        tokens = self.prompt_tokens + self.choices * self.expected_tokens
-        return -(-tokens // worker.block_tokens)
+    def answer(self, worker: WorkerLoad) -> _Answer:
+        step_s, marginal_s = worker.decode_step_s, worker.decode_step_s * STEP_SHARE_PER_STREAM
+        decode_s = self.expected_tokens * (step_s + marginal_s * worker.streams)
+        slowdown_s = self.expected_tokens * marginal_s * worker.streams * self.choices
+        blocks = -(
+            -(self.prompt_tokens + self.choices * self.expected_tokens) // worker.block_tokens
+        )
+        lacking = max(0, blocks - worker.cached_blocks - worker.room_blocks)
+        # Running answers free the whole pool in about one answer's time: wait in proportion.
+        room_s = lacking / max(worker.total_blocks, 1) * self.expected_tokens * step_s
+        return _Answer(worker, self._lacking_bytes(worker), room_s, decode_s, slowdown_s)
 
-    def payload_bytes(self, decode: WorkerLoad) -> int:
-        """KV that the decode worker lacks."""
+    def _lacking_bytes(self, worker: WorkerLoad) -> int:
         if not self.moves_kv:
             return 0
-        prompt_blocks = -(-self.prompt_tokens // decode.block_tokens)
-        return max(0, prompt_blocks - decode.cached_blocks) * decode.block_bytes
+        prompt_blocks = -(-self.prompt_tokens // worker.block_tokens)
+        return max(0, prompt_blocks - worker.cached_blocks) * worker.block_bytes
 
 
 def _halves(
     workers: Sequence[WorkerLoad], work: _Work
-) -> list[tuple[list[WorkerLoad], list[WorkerLoad]]]:
+) -> list[tuple[list[_Prompt], list[_Answer]]]:
     """The prefill and the decode workers that are worth pairing, by format."""
-    formats: dict[str, tuple[list[WorkerLoad], list[WorkerLoad]]] = {}
+    formats: dict[str, tuple[list[_Prompt], list[_Answer]]] = {}
     for worker in workers:
-        prefills, decodes = formats.setdefault(worker.format_id, ([], []))
+        prompts, answers = formats.setdefault(worker.format_id, ([], []))
         if worker.role == "prefill":
-            prefills.append(worker)
+            prompts.append(work.prompt(worker))
         elif worker.role == "decode":
-            decodes.append(worker)
-
-    def prefill_s(worker: WorkerLoad) -> float:
-        queue_s = worker.queued_tokens / worker.prefill_tokens_per_s
-        return queue_s + worker.adapter_s + _compute_s(worker, work) * (1 + _delayed(worker))
-
-    def decode_s(worker: WorkerLoad) -> float:
-        wire_s = work.payload_bytes(worker) / worker.unmeasured.bytes_per_s * EXPOSED_SHARE
-        return worker.adapter_s + sum(_decode_terms(worker, work)) + wire_s
-
+            answers.append(work.answer(worker))
+    own_s = attrgetter("own_s")
     return [
         (
-            nsmallest(PAIRED_OF_A_ROLE, prefills, key=prefill_s),
-            nsmallest(PAIRED_OF_A_ROLE, decodes, key=decode_s),
+            nsmallest(PAIRED_OF_A_ROLE, prompts, key=own_s),
+            nsmallest(PAIRED_OF_A_ROLE, answers, key=own_s),
         )
-        for prefills, decodes in formats.values()
+        for prompts, answers in formats.values()
     ]
 
 
-def _compute_s(worker: WorkerLoad, work: _Work) -> float:
-    return PREFILL_OVERHEAD_S + work.uncached(worker) / worker.prefill_tokens_per_s
-
-
-def _delayed(worker: WorkerLoad) -> int:
-    """Streams that wait while a prompt is computed. Prompts that came before it do not."""
-    return worker.streams if worker.answering is None else worker.answering
-
-
-def _decode_terms(worker: WorkerLoad, work: _Work) -> tuple[float, float, float]:
-    """Waiting for room, own decoding, and what that costs the streams there."""
-    step_s, marginal_s = worker.decode_step_s, worker.decode_step_s * STEP_SHARE_PER_STREAM
-    decode_s = work.expected_tokens * (step_s + marginal_s * worker.streams)
-    slowdown_s = work.expected_tokens * marginal_s * worker.streams * work.choices
-    lacking = max(0, work.blocks(worker) - worker.cached_blocks - worker.room_blocks)
-    # Running answers free the whole pool in about one answer's time: wait in proportion.
-    room_s = lacking / max(worker.total_blocks, 1) * work.expected_tokens * step_s
-    return room_s, decode_s, slowdown_s
-
-
-def _alone(worker: WorkerLoad, work: _Work) -> Candidate:
-    compute_s = _compute_s(worker, work)
-    room_s, decode_s, slowdown_s = _decode_terms(worker, work)
+def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
     terms = Terms(
-        queue_s=worker.queued_tokens / worker.prefill_tokens_per_s,
-        adapter_s=worker.adapter_s,
-        compute_s=compute_s,
+        queue_s=prompt.queue_s,
+        adapter_s=prompt.worker.adapter_s,
+        compute_s=prompt.compute_s,
         transfer_s=0.0,
-        room_s=room_s,
-        decode_s=decode_s,
-        slowdown_s=slowdown_s + compute_s * _delayed(worker),
+        room_s=answer.room_s,
+        decode_s=answer.decode_s,
+        slowdown_s=answer.slowdown_s + prompt.slowdown_s,
+        crowding_s=prompt.crowding_s,
     )
-    return Candidate(
-        prefill=None, decode=worker, terms=terms, uncached_tokens=work.uncached(worker)
-    )
+    return Candidate(None, answer.worker, terms, prompt.uncached_tokens)
 
 
-def _pair(prefill: WorkerLoad, decode: WorkerLoad, work: _Work) -> Candidate:
-    compute_s = _compute_s(prefill, work)
-    room_s, decode_s, slowdown_s = _decode_terms(decode, work)
-    edge = decode.edges.get(prefill.worker_id) or decode.unmeasured
-    wire_s = work.payload_bytes(decode) / edge.bytes_per_s
+def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
+    prefill, decode = prompt.worker, answer.worker
+    bytes_per_s = decode.edges_bytes_per_s.get(prefill.worker_id) or decode.unmeasured_bytes_per_s
+    wire_s = answer.lacking_bytes / bytes_per_s
     terms = Terms(
-        queue_s=prefill.queued_tokens / prefill.prefill_tokens_per_s,
+        queue_s=prompt.queue_s,
         adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
-        compute_s=compute_s,
-        transfer_s=EDGE_OVERHEAD_S + max(wire_s - compute_s, wire_s * EXPOSED_SHARE),
-        room_s=room_s,
-        decode_s=decode_s,
-        slowdown_s=slowdown_s + compute_s * _delayed(prefill),
+        compute_s=prompt.compute_s,
+        transfer_s=EDGE_OVERHEAD_S + max(wire_s - prompt.compute_s, wire_s * EXPOSED_SHARE),
+        room_s=answer.room_s,
+        decode_s=answer.decode_s,
+        slowdown_s=answer.slowdown_s + prompt.slowdown_s,
+        crowding_s=prompt.crowding_s,
     )
-    return Candidate(
-        prefill=prefill, decode=decode, terms=terms, uncached_tokens=work.uncached(prefill)
-    )
+    return Candidate(prefill, decode, terms, prompt.uncached_tokens)

@@ -10,8 +10,10 @@ from typing import Protocol
 from batonpb.common_pb2 import Capabilities
 
 from engine.core.errors import UnavailableError
+from engine.core.geometry import context_tokens
 from router.placement.booked_load import LoadBook
 from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, candidates, choose
+from router.placement.crowding import Crowding
 from router.placement.prefix_index import PrefixIndex
 from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.placement.worker_load import Reports, loads_of
@@ -92,6 +94,7 @@ class Placer:
         self._book = book
         self._seeds = HashSeedCache()
         self._reports = Reports()
+        self._crowding = Crowding()
         self._clock_ns = clock_ns
         self._random = random_source or random.Random()
         self._hashes_of = hashes_of or partial(prompt_hashes, seeds=self._seeds)
@@ -135,7 +138,9 @@ class Placer:
 
     def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[Slot]:
         """Workers that may serve the request; ``avoid`` is an incarnation that just failed."""
-        usable = [slot for slot in self._workers.usable if slot.incarnation != avoid]
+        usable = list(self._workers.usable)
+        if avoid:
+            usable = [slot for slot in usable if slot.incarnation != avoid]
         if request.pinned is None:
             return usable
         pinned_ids = (request.pinned.prefill, request.pinned.decode)
@@ -171,6 +176,7 @@ class Placer:
             request.adapter_digest,
             self._reports,
             PAIRED_OF_A_ROLE,
+            self._crowding,
         )
         compared = candidates(
             loads,
@@ -195,9 +201,11 @@ class Placer:
 
     def _book_load(self, request: GenerationRequest, chosen: Candidate, now_ns: int) -> None:
         computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id
-        tokens = chosen.uncached_tokens
+        length, tokens = len(request.prompt), chosen.uncached_tokens
+        context = context_tokens(length - tokens, length)
         book = partial(self._book.book, now_ns=now_ns, adapter=request.adapter_digest)
         if computes != decodes:
-            book(computes, request.request_id, tokens=tokens, streams=0)
-            tokens = 0
-        book(decodes, request.request_id, tokens=tokens, streams=request.sampling.n)
+            book(computes, request.request_id, tokens=tokens, context=context, streams=0)
+            tokens = context = 0
+        streams = request.sampling.n
+        book(decodes, request.request_id, tokens=tokens, context=context, streams=streams)

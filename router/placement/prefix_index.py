@@ -8,7 +8,7 @@ waits for its snapshot stays in use; only a dead incarnation is dropped at once.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum
 
 from registry.types import (
@@ -184,11 +184,12 @@ class PrefixIndex:
         With ``now_ns`` those count too that it is expected to hold soon.
         """
         entry = self._held.get(incarnation)
-        held = entry.hashes if entry is not None else ()
+        held: Container[bytes] = entry.hashes if entry is not None else ()
+        expected = self._expected if now_ns is not None else None
         for count, block_hash in enumerate(hashes):
             if block_hash in held:
                 continue
-            if now_ns is None or self._expected.get((incarnation, block_hash), 0) <= now_ns:
+            if not expected or expected.get((incarnation, block_hash), 0) <= (now_ns or 0):
                 return count
         return len(hashes)
 

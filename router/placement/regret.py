@@ -11,7 +11,9 @@ cost model, fitted to what has come to light since:
   same pair.
 
 The regret is the price of the choice made less that of the cheapest. What is measured counts for
-all whom it concerns, so that one noisy step is no regret.
+all whom it concerns, so that one noisy step is no regret. What nobody can measure, the delay of
+others (slowdown and crowding), is part of both prices as it was when the choice was made: a request
+that waited longer so that others wait less was placed well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,8 @@ class FittedRates(NamedTuple):
 
     prefill_tokens_per_s: float
     decode_step_s: float
+    prefill_token_s: float = 0.0
+    prefill_context_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,22 +114,29 @@ def _refit(worker: WorkerLoad, fitted: Mapping[str, FittedRates]) -> WorkerLoad:
     rates = fitted.get(worker.worker_id)
     if rates is None:
         return worker
-    return replace(
-        worker,
-        prefill_tokens_per_s=rates.prefill_tokens_per_s or worker.prefill_tokens_per_s,
-        decode_step_s=rates.decode_step_s or worker.decode_step_s,
-    )
+    if rates.prefill_tokens_per_s:
+        worker = replace(
+            worker,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            prefill_token_s=rates.prefill_token_s,
+            prefill_context_s=rates.prefill_context_s,
+        )
+    return replace(worker, decode_step_s=rates.decode_step_s or worker.decode_step_s)
 
 
 def _with_measured(candidate: Candidate, chosen: Candidate, measured: Measured) -> Terms:
     """A candidate's terms, with what the request measured on the workers that both share."""
     terms = candidate.terms
     if candidate.computes.worker_id == chosen.computes.worker_id:
-        terms = replace(terms, queue_s=measured.queue_s, compute_s=measured.compute_s)
+        terms = terms._replace(
+            queue_s=measured.queue_s,
+            compute_s=measured.compute_s,
+            crowding_s=measured.compute_s * candidate.computes.crowding,
+        )
     if candidate.decode.worker_id == chosen.decode.worker_id:
-        terms = replace(terms, decode_s=measured.decode_s)
+        terms = terms._replace(decode_s=measured.decode_s)
         if candidate.mode == chosen.mode == "disaggregated" and (
             candidate.computes.worker_id == chosen.computes.worker_id
         ):
-            terms = replace(terms, transfer_s=measured.exposed_s)
+            terms = terms._replace(transfer_s=measured.exposed_s)
     return terms

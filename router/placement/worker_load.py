@@ -1,27 +1,33 @@
 """The input of the cost model: a worker's last report, what was booked since, what it holds."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import nsmallest
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
-from engine.core.geometry import BLOCK_TOKENS, head_bytes
-from router.placement.booked_load import LoadBook
+from engine.core.geometry import BLOCK_TOKENS, context_tokens, head_bytes
+from router.placement.booked_load import LoadBook, Unreported
 from router.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
     PRIOR_EDGE_BYTES_PER_S,
     PRIOR_PREFILL_TOKENS_PER_S,
-    Edge,
     WorkerLoad,
 )
+from router.placement.crowding import Crowding
 from router.placement.prefix_index import PrefixIndex
 from router.placement.regret import FittedRates
 from router.workers.table import Slot
 from wire.compatibility import format_id
+
+_SAMPLED_EDGES = 8  # of a report, for what is expected of edges that were not measured
+_SAMPLE_PROMPT_TOKENS = 4096
+_RATES_STAND_NS = 1_000_000_000
+_SAME_WITHIN = 0.1  # the fits of equal workers differ by a few percent
 
 
 def loads_of(
@@ -33,6 +39,7 @@ def loads_of(
     adapter: str = "",
     reports: "Reports | None" = None,
     keep_of_a_role: int = 0,
+    crowding: Crowding | None = None,
 ) -> list[WorkerLoad]:
     """The slots as the cost model takes them.
 
@@ -46,51 +53,83 @@ def loads_of(
         reports: Those that were read for an earlier prompt.
         keep_of_a_role: Of a large fleet, only so many of each role that would have the prompt
             soonest, and as many that have the fewest streams; of equal ones, the first. 0: all.
+        crowding: Learns how busy the fleet is.
     """
     reports = reports or Reports()
+    connected = [(slot, reports.of(slot)) for slot in slots if slot.link is not None]
+    rates = reports.expected(connected, now_ns)
     found = [
         _Found(
             slot,
-            reports.of(slot),
-            prefix_index.prefix_blocks(slot.link.incarnation, hashes, now_ns),
-            *book.unreported(slot.worker_id),
+            slot.role,
+            report,
+            prefix_index.prefix_blocks(slot.incarnation, hashes, now_ns),
+            book.unreported(slot.worker_id),
         )
-        for slot in slots
-        if slot.link is not None
+        for slot, report in connected
     ]
-    rates = Rates.expected([one.report for one in found])
+    if crowding is not None:
+        crowding.note([(one.role, one.queued_tokens > 0) for one in found], now_ns)
     if keep_of_a_role and len(found) > 4 * keep_of_a_role:
         found = _worth_pricing(found, len(hashes), rates, keep_of_a_role)
-    return [load_of(one.slot, one.cached_blocks, book, adapter, rates, reports) for one in found]
+    return [
+        load_of(one.slot, one.cached_blocks, book, adapter, rates, reports, crowding)
+        for one in found
+    ]
 
 
 class _Found(NamedTuple):
     """A worker, before it is worth a price."""
 
     slot: Slot
+    role: str
     report: "Report"
     cached_blocks: int
-    booked_tokens: int
-    booked_streams: int
+    booked: Unreported
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.report.queued_tokens + self.booked.tokens
 
 
 def _worth_pricing(
     found: Sequence[_Found], prompt_blocks: int, rates: "Rates", keep: int
 ) -> list[_Found]:
-    def prompt_s(one: _Found) -> float:
-        uncached_tokens = (prompt_blocks - one.cached_blocks) * one.report.block_tokens
-        tokens = one.report.queued_tokens + one.booked_tokens + uncached_tokens
-        return tokens / (one.report.prefill_tokens_per_s or rates.prefill_tokens_per_s)
+    """Those of each role that would have the prompt soonest, and those with the fewest streams."""
+    by_role: dict[str, tuple[list[float], list[int], list[_Found]]] = {}
+    for one in found:
+        role, report = one.role, one.report
+        prompts_s, streams, peers = by_role.setdefault(role, ([], [], []))
+        uncached_tokens = (prompt_blocks - one.cached_blocks) * report.block_tokens
+        tokens = report.queued_tokens + one.booked.tokens + uncached_tokens
+        prompts_s.append(tokens * rates.token_s(role, report))
+        streams.append(report.streams + one.booked.streams)
+        peers.append(one)
+    kept: list[_Found] = []
+    for _, (prompts_s, streams, peers) in sorted(by_role.items()):
+        soonest = nsmallest(keep, range(len(peers)), key=prompts_s.__getitem__)
+        freest = nsmallest(keep, range(len(peers)), key=streams.__getitem__)
+        kept += [peers[index] for index in dict.fromkeys([*soonest, *freest])]
+    return kept
 
-    def streams(one: _Found) -> int:
-        return one.report.streams + one.booked_streams
 
-    kept: dict[str, _Found] = {}
-    for role in sorted({one.slot.role for one in found}):
-        peers = [one for one in found if one.slot.role == role]
-        best = [*nsmallest(keep, peers, key=prompt_s), *nsmallest(keep, peers, key=streams)]
-        kept |= {one.slot.worker_id: one for one in best}
-    return list(kept.values())
+class PromptLine(NamedTuple):
+    """A prompt token takes ``token_s``, and ``context_s`` for each token before it; 0: not told."""
+
+    token_s: float = 0.0
+    context_s: float = 0.0
+    sample_s: float = 0.0  # a prompt of a usual length, to compare lines by
+
+    @classmethod
+    def fitted(cls, token_s: float, context_s: float) -> "PromptLine":
+        """As a worker reports it."""
+        context = context_tokens(0, _SAMPLE_PROMPT_TOKENS)
+        sample_s = _SAMPLE_PROMPT_TOKENS * token_s + context * context_s
+        return cls(token_s, context_s, sample_s)
+
+    def is_like(self, usual: "PromptLine") -> bool:
+        """Whether workers of these lines differ by less than what fits differ by."""
+        return abs(self.sample_s - usual.sample_s) <= _SAME_WITHIN * usual.sample_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +139,88 @@ class Rates:
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
     edge_bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S
+    prompt_lines: Mapping[str, PromptLine] = field(default_factory=dict)  # by role
 
     @classmethod
-    def expected(cls, reports: Sequence["Report"]) -> "Rates":
+    def expected(cls, reports: Sequence[tuple[str, "Report"]]) -> "Rates":
         """The mean of its peers, so that nobody is preferred for not having measured.
 
         The same holds for edges: in a fleet of fast links, a pair that has not handed over yet
         must not be taken for a slow one, or it never will.
         """
-        prefills = [rate for report in reports if (rate := report.prefill_tokens_per_s)]
-        steps = [step for report in reports if (step := report.decode_step_s)]
-        edges = [rate for report in reports if (rate := report.edge_bytes_per_s)]
+        prefills = [rate for _, report in reports if (rate := report.prefill_tokens_per_s)]
+        steps = [step for _, report in reports if (step := report.decode_step_s)]
+        edges = [rate for _, report in reports if (rate := report.edge_bytes_per_s)]
+        lines: dict[str, list[PromptLine]] = {}
+        for role, report in reports:
+            if report.prompt_line.token_s:
+                lines.setdefault(role, []).append(report.prompt_line)
         return cls(
             fmean(prefills) if prefills else PRIOR_PREFILL_TOKENS_PER_S,
             fmean(steps) if steps else PRIOR_DECODE_STEP_S,
             fmean(edges) if edges else PRIOR_EDGE_BYTES_PER_S,
+            {role: _middle(of_role) for role, of_role in lines.items()},
         )
+
+    def prompt_line(self, role: str, report: "Report") -> PromptLine:
+        """The worker's own, unless it is so near to the usual one that the difference is noise.
+
+        Half a percent would send every prompt that is cached nowhere to the same few idle workers:
+        a tie is broken by the rate, again and again, and the cache follows.
+        """
+        own, usual = report.prompt_line, self.prompt_lines.get(role)
+        if usual is not None and (not report.prefill_tokens_per_s or own.is_like(usual)):
+            return usual
+        return own
+
+    def token_s(self, role: str, report: "Report") -> float:
+        """What a prompt token takes behind no context."""
+        known_s = self.prompt_line(role, report).token_s
+        return known_s or 1 / (report.prefill_tokens_per_s or self.prefill_tokens_per_s)
+
+
+def _middle(lines: Sequence[PromptLine]) -> PromptLine:
+    """That of a worker in the middle, so that one that is broken does not count."""
+    return sorted(lines, key=attrgetter("sample_s"))[len(lines) // 2]
+
+
+class ReportedEdges(Mapping[str, float]):
+    """Measured bytes/s by prefill worker, read when someone asks.
+
+    In a large fleet a report has hundreds of edges, and of most reports none is looked at.
+    """
+
+    def __init__(self, status: WorkerStatus) -> None:
+        self._status = status
+        self._read: dict[str, float] | None = None
+
+    def _rates(self) -> dict[str, float]:
+        if self._read is None:
+            self._read = {
+                edge.prefill_worker_id: edge.bytes_per_s
+                for edge in self._status.edges
+                if edge.bytes_per_s
+            }
+        return self._read
+
+    def __getitem__(self, prefill_id: str) -> float:
+        return self._rates()[prefill_id]
+
+    def get(self, prefill_id: str, default: float | None = None) -> float | None:  # type: ignore[override]
+        """As a dictionary's: ``Mapping`` would raise and catch."""
+        return self._rates().get(prefill_id, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rates())
+
+    def __len__(self) -> int:
+        return len(self._rates())
+
+    def usual_bytes_per_s(self) -> float:
+        """Mean of the first few; 0: none was measured."""
+        rates = [edge.bytes_per_s for edge in self._status.edges[:_SAMPLED_EDGES]]
+        measured = [rate for rate in rates if rate]
+        return fmean(measured) if measured else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +230,17 @@ class Report:
     status: WorkerStatus
     capabilities: Capabilities
     queued_tokens: int
+    queued_context: int
     streams: int
     answering: int | None
     room_blocks: int
     total_blocks: int
     prefill_tokens_per_s: float
+    prompt_line: PromptLine
     decode_step_s: float
     adapters: frozenset[bytes]
-    edges: dict[str, Edge]
-    edge_bytes_per_s: float  # mean of those that were measured; 0: none was
+    edges_bytes_per_s: Mapping[str, float]
+    edge_bytes_per_s: float  # mean of some that were measured; 0: none was
     block_bytes: int
     block_tokens: int
     format_id: str
@@ -142,22 +249,22 @@ class Report:
     def read(cls, status: WorkerStatus, capabilities: Capabilities) -> "Report":
         """As numbers."""
         groups, blocks = capabilities.kv_groups, status.kv_blocks
-        measured = {
-            edge.prefill_worker_id: edge.bytes_per_s for edge in status.edges if edge.bytes_per_s
-        }
+        edges = ReportedEdges(status)
         return cls(
             status=status,
             capabilities=capabilities,
             queued_tokens=status.queued_prompt_tokens,
+            queued_context=status.queued_prompt_context,
             streams=status.running + status.waiting,
             answering=status.answering if status.HasField("answering") else None,
             room_blocks=blocks.free + blocks.cached,
             total_blocks=blocks.total,
             prefill_tokens_per_s=status.prefill_tokens_per_s,
+            prompt_line=PromptLine.fitted(status.prefill_token_s, status.prefill_context_s),
             decode_step_s=status.decode_step_s,
             adapters=frozenset(status.adapters),
-            edges={worker_id: Edge(bytes_per_s=rate) for worker_id, rate in measured.items()},
-            edge_bytes_per_s=fmean(measured.values()) if measured else 0.0,
+            edges_bytes_per_s=edges,
+            edge_bytes_per_s=edges.usual_bytes_per_s(),
             block_bytes=sum(
                 len(group.layer_ids)
                 * 2
@@ -176,6 +283,15 @@ class Reports:
 
     def __init__(self) -> None:
         self._read: dict[str, Report] = {}
+        self._rates = Rates()
+        self._rates_until_ns = -1
+
+    def expected(self, connected: Sequence[tuple[Slot, Report]], now_ns: int) -> "Rates":
+        """What is expected of workers that have not measured: read anew once a second."""
+        if now_ns >= self._rates_until_ns:
+            self._rates = Rates.expected([(slot.role, report) for slot, report in connected])
+            self._rates_until_ns = now_ns + _RATES_STAND_NS
+        return self._rates
 
     def of(self, slot: Slot) -> Report:
         """The worker's.
@@ -204,6 +320,7 @@ def load_of(
     adapter: str = "",
     rates: Rates = Rates(),
     reports: Reports | None = None,
+    crowding: Crowding | None = None,
 ) -> WorkerLoad:
     """One worker's load: its last report, and what was booked since.
 
@@ -214,7 +331,8 @@ def load_of(
     if link is None:
         raise ValueError(f"{slot.worker_id} is not connected")
     report = (reports or Reports()).of(slot)
-    tokens, streams = book.unreported(slot.worker_id)
+    booked = book.unreported(slot.worker_id)
+    line = rates.prompt_line(slot.role, report)
     adapter_s = 0.0
     if adapter and bytes.fromhex(adapter) not in report.adapters:
         adapter_s = 0.0 if book.brings(slot.worker_id, adapter) else PRIOR_ADAPTER_LOAD_S
@@ -222,27 +340,36 @@ def load_of(
         worker_id=slot.worker_id,
         incarnation=link.incarnation,
         role=slot.role,
-        queued_tokens=report.queued_tokens + tokens,
-        streams=report.streams + streams,
-        answering=None if report.answering is None else report.answering + streams,
+        queued_tokens=report.queued_tokens + booked.tokens,
+        queued_context=report.queued_context + booked.context,
+        streams=report.streams + booked.streams,
+        answering=None if report.answering is None else report.answering + booked.streams,
         room_blocks=report.room_blocks,
         total_blocks=report.total_blocks,
         cached_blocks=cached_blocks,
         adapter_s=adapter_s,
+        crowding=crowding.wait_per_s(slot.role) if crowding is not None else 0.0,
         prefill_tokens_per_s=report.prefill_tokens_per_s or rates.prefill_tokens_per_s,
+        prefill_token_s=line.token_s,
+        prefill_context_s=line.context_s,
         decode_step_s=report.decode_step_s or rates.decode_step_s,
         block_bytes=report.block_bytes,
         block_tokens=report.block_tokens,
         format_id=report.format_id,
-        edges=report.edges,
-        unmeasured=Edge(bytes_per_s=rates.edge_bytes_per_s),
+        edges_bytes_per_s=report.edges_bytes_per_s,
+        unmeasured_bytes_per_s=rates.edge_bytes_per_s,
     )
 
 
 def fitted_rates(slots: Iterable[Slot]) -> dict[str, FittedRates]:
     """What live workers report of themselves now, by worker."""
     return {
-        slot.worker_id: FittedRates(status.prefill_tokens_per_s, status.decode_step_s)
+        slot.worker_id: FittedRates(
+            status.prefill_tokens_per_s,
+            status.decode_step_s,
+            status.prefill_token_s,
+            status.prefill_context_s,
+        )
         for slot in slots
         if slot.link is not None and (status := slot.link.status) is not None
     }

@@ -11,6 +11,7 @@ from time import monotonic_ns
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
 from engine.core.errors import BatonError, TransferError
+from engine.core.geometry import context_tokens
 from router.placement.booked_load import LoadBook
 from router.placement.worker_load import load_of
 from router.requests.active_request import ActiveRequest
@@ -124,7 +125,14 @@ class PrefillRecovery:
         active.prefill_id = link.worker_id
         active.record.note(f"prefill replaced by {link.worker_id}", now_ns)
         tokens = len(active.request.prompt)
-        self._book.book(link.worker_id, active.id, tokens=tokens, streams=0, now_ns=now_ns)
+        self._book.book(
+            link.worker_id,
+            active.id,
+            tokens=tokens,
+            context=context_tokens(0, tokens),
+            streams=0,
+            now_ns=now_ns,
+        )
         self._observer.retried("prefill replaced")
         self._answer(active, PrefillReplacement(prefill=prefill_target(link)))
 

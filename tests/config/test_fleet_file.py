@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.fleet_file import ConfigError, FleetConfig, load_config
+from config.logs import LogsConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -41,6 +42,22 @@ def test_an_empty_file_is_a_fleet_of_defaults(tmp_path: Path) -> None:
 
 def test_there_are_25_keys_at_most() -> None:
     assert len(FleetConfig.model_fields) <= 25
+
+
+def test_log_dir_is_an_older_name() -> None:
+    assert FleetConfig.model_validate({"log_dir": "/a"}).logs.dir == "/a"
+    both = {"log_dir": "/a", "logs": {"format": "json"}}
+    assert FleetConfig.model_validate(both).logs == LogsConfig(dir="/a", format="json")
+    with pytest.raises(ValueError, match="say one of them"):
+        FleetConfig.model_validate({"log_dir": "/a", "logs": {"dir": "/b"}})
+
+
+def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
+    keys = {"key-of-one": {"tenant": "one", "log_text": True}}
+    with pytest.raises(ValueError, match="log_text needs"):
+        FleetConfig.model_validate({"api_keys": keys, "logs": {"requests": True}})
+    logs = {"format": "json", "requests": True}
+    assert FleetConfig.model_validate({"api_keys": keys, "logs": logs}).logs.requests
 
 
 @pytest.mark.parametrize(

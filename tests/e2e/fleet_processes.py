@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -187,6 +188,28 @@ def fleet(folder: Path, *worker_ids: str, **changes: object) -> Iterator[Fleet]:
         yield running.start(*worker_ids, **changes)
     finally:
         running.stop()
+
+
+@contextlib.contextmanager
+def slowed(pid: int, runs_s: float = 0.03, stands_s: float = 0.17) -> Iterator[None]:
+    """A process that runs for a part of each fifth of a second only."""
+    over = threading.Event()
+
+    def throttle() -> None:
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            over.wait(stands_s)
+            os.kill(pid, signal.SIGCONT)
+            over.wait(runs_s)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        os.kill(pid, signal.SIGCONT)
 
 
 def chat(text: str, **fields: object) -> dict[str, object]:

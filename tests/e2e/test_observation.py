@@ -1,14 +1,10 @@
 """Ask it why: metrics that add up, targets, records of requests, one trace per request."""
 
-import http.server
-import threading
-from collections import defaultdict
-
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.e2e.fleet_processes import NAME, chat, fleet, soon
+from tests.telemetry.otlp_collector import over_grpc
 
 
 def samples(url: str) -> dict[str, float]:
@@ -96,40 +92,17 @@ def test_the_artifact_record(shared):
 
 
 async def test_one_trace_per_request_across_all_processes(tmp_path, monkeypatch):
-    spans = defaultdict(list)
-
-    class Collector(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                import gzip
-
-                body = gzip.decompress(body)
-            request = ExportTraceServiceRequest.FromString(body)
-            for resource in request.resource_spans:
-                service = {a.key: a.value.string_value for a in resource.resource.attributes}
-                for scope in resource.scope_spans:
-                    for span in scope.spans:
-                        spans[span.trace_id].append((service.get("service.name"), span))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    """By real OTLP over gRPC, from three processes."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-    try:
+    with over_grpc() as (collector, endpoint):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         with fleet(tmp_path, "prefill-0", "decode-0") as running:
             ask(running, "Trace me.", "disaggregated", max_tokens=3)
+            spans = collector.traces
             trace = await soon(
                 lambda: next((t for t in list(spans.values()) if len(t) >= 7), None), 15
             )
-    finally:
-        server.shutdown()
-        server.server_close()
     names = {span.name for _, span in trace}
     assert names == {
         *(f"chat {NAME}", "baton.queue", "baton.attempt", "baton.delivery"),

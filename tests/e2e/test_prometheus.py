@@ -1,13 +1,9 @@
 """A real Prometheus beside a real fleet: targets, names, sums, every query of every dashboard."""
 
-import contextlib
 import json
 import math
-import os
 import shutil
-import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +14,7 @@ import pytest
 
 from telemetry.dashboard_panels import PRICE
 from telemetry.dashboards import DEFAULT_PRICE, FOLDER
-from tests.e2e.fleet_processes import Fleet, chat, free_port
+from tests.e2e.fleet_processes import Fleet, chat, free_port, slowed
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
@@ -192,28 +188,6 @@ def test_every_query_of_a_dashboard_returns_data(prometheus: Prometheus, load, n
             assert numbers or panel["title"] in MAY_BE_NAN, (panel["title"], expression, found)
             asked += 1
     assert asked > 4
-
-
-@contextlib.contextmanager
-def slowed(pid: int, runs_s: float = 0.03, stands_s: float = 0.17) -> Iterator[None]:
-    """A process that runs for a part of each fifth of a second only."""
-    over = threading.Event()
-
-    def throttle() -> None:
-        while not over.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            over.wait(stands_s)
-            os.kill(pid, signal.SIGCONT)
-            over.wait(runs_s)
-
-    thread = threading.Thread(target=throttle)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.slow

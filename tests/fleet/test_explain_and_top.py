@@ -6,10 +6,20 @@ from fleet.cli.explain import list_of, story_of
 from fleet.cli.top import frame
 
 TERMS = dict.fromkeys(
-    ("queue_s", "adapter_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s"), 0.1
+    (
+        "queue_s",
+        "adapter_s",
+        "compute_s",
+        "transfer_s",
+        "room_s",
+        "decode_s",
+        "slowdown_s",
+        "crowding_s",
+    ),
+    0.1,
 )
 CANDIDATE = {"prefill": "prefill-0", "decode": "decode-0", "mode": "disaggregated"}
-CANDIDATE |= {"uncached_tokens": 40, "cost_s": 0.7, "terms": TERMS}
+CANDIDATE |= {"uncached_tokens": 40, "cost_s": 0.8, "terms": TERMS}
 STORY = {
     "id": "chatcmpl-1",
     "state": "ended",
@@ -56,7 +66,7 @@ def test_a_story_says_the_sentence_the_phases_and_the_prices() -> None:
     assert "200.0 ms before token 3 (usually 10.0 ms)" in text
     assert "2 preemptions" in text
     assert "and 4 more: --json" in text
-    [first, second] = [line.split() for line in text.splitlines() if " 700.0 ms" in line][:2]
+    [first, second] = [line.split() for line in text.splitlines() if " 800.0 ms" in line][:2]
     assert first[:4] == ["→", "prefill-0", "→", "decode-0"]
     assert second[0] == "decode-0"
 

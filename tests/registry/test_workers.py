@@ -174,3 +174,28 @@ async def test_a_host_whose_clock_is_ahead_takes_nobody_off_the_index(
     await registry.publish(EventBatch(incarnation=b"b" * 16, sequence=1, stored=()), 0)
     await registry.refresh(b"b" * 16)
     assert set(await registry.live()) == {b"a" * 16, b"b" * 16}
+
+
+@pytest.mark.parametrize("steps", range(0, 40, 3))
+async def test_a_loop_over_redis_hears_its_cancel_wherever_it_is(
+    redis_server: EmbeddedRedis, steps: int
+) -> None:
+    """redis-py loses a cancel that comes while it writes, where it has a timeout for that."""
+    registry = Registry(redis_server.url, f"cancel-{steps}")
+
+    async def poll() -> None:
+        while True:
+            await registry.take_order()
+
+    task = asyncio.create_task(poll())
+    await asyncio.sleep(0.05)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task], timeout=1.0)
+    heard = task.done()
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)
+    await registry.close()
+    assert heard

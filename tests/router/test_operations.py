@@ -139,7 +139,16 @@ async def test_a_request_can_be_explained(fleet):
     costs = [candidate["cost_s"] for candidate in story["candidates"]]
     assert costs == sorted(costs)
     assert set(story["chosen"]["terms"]) == {
-        *("queue_s", "adapter_s", "compute_s", "transfer_s", "room_s", "decode_s", "slowdown_s")
+        *(
+            "queue_s",
+            "adapter_s",
+            "compute_s",
+            "transfer_s",
+            "room_s",
+            "decode_s",
+            "slowdown_s",
+            "crowding_s",
+        )
     }
     assert sum(story["chosen"]["terms"].values()) == pytest.approx(
         story["chosen"]["cost_s"], abs=1e-5

@@ -105,6 +105,29 @@ async def test_close_ends_all_but_the_task_that_calls_it(tasks, failures) -> Non
     assert other.cancelled()
 
 
+async def test_a_task_that_did_not_hear_its_cancel_is_told_again(tasks, monkeypatch, caplog):
+    """A library that swallows one must not keep a process from ending."""
+    monkeypatch.setattr(module, "UNHEARD_S", 0.05)
+    swallowed = 0
+
+    async def deaf() -> None:
+        nonlocal swallowed
+        while True:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                swallowed += 1
+                if swallowed == 2:
+                    raise
+
+    tasks.spawn(deaf(), "deaf")
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await tasks.close()
+    assert swallowed == 2
+    assert "test: deaf goes on after its cancel" in caplog.text
+
+
 async def test_a_task_that_is_cancelled_before_it_ran_leaves_no_warning(tasks, recwarn) -> None:
     tasks.spawn(broken(), "never run")
     await tasks.close()

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import grpc
+import httpx
 import pytest
 from batonpb import decode_pb2 as pb
 from batonpb import decode_pb2_grpc
@@ -117,6 +119,17 @@ async def test_cancel_at_each_stage_frees_both_sides(when):
             assert end.error.code == "cancelled"
             await router.baseline(2.0)
             await other.baseline(2.0)
+        if when != "queued":  # which may be over before a stream was opened
+            outcome = "committed" if when == "decoding" else "abandoned"
+            assert await transfers(decode) == {outcome: 1.0}
+
+
+async def transfers(decode) -> dict[str, float]:
+    """``baton_transfers_total`` of a worker, by outcome."""
+    async with httpx.AsyncClient() as client:
+        page = await client.get(f"http://{decode.record.metrics_address}/metrics")
+    found = re.findall(r'baton_transfers_total\{.*outcome="(\w+)".*\} (\S+)', page.text)
+    return {outcome: float(count) for outcome, count in found if float(count)}
 
 
 async def test_a_silent_router_loses_its_lease():

@@ -1,5 +1,7 @@
 """The block pool: every block in one state, hashes outlive owners, tails go before roots."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,7 +90,7 @@ def _free_with_a_hash(pool, table):
 
 
 def _lost(pool, table):
-    pool._free.pop()
+    pool._free.take([7])
 
 
 def _one_hash_for_two(pool, table):
@@ -96,7 +98,7 @@ def _one_hash_for_two(pool, table):
 
 
 def _quarantined_by_nobody(pool, table):
-    pool._quarantined.add(pool._free.pop())
+    pool._quarantined.update(pool._free.take([7]))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,32 @@ def test_check_integrity_finds_every_kind_of_damage(damage):
     damage(pool, table)
     with pytest.raises(RuntimeError):
         pool.check_integrity([table], [])
+
+
+def test_free_blocks_are_found_as_a_set_of_numbers_would_find_them():
+    """The first run that is long enough; behind a sequence, its next ones; else the lowest."""
+    draw = random.Random(4)
+    for _ in range(200):
+        pool = BlockPool(12)
+        used = draw.sample(range(12), draw.randrange(12))
+        pool._free.take(used)
+        free = sorted(set(range(12)) - set(used))
+        assert list(pool._free) == free
+        assert len(pool._free) == len(free)
+        count, after = draw.randrange(1, 6), draw.choice([None, draw.randrange(12)])
+        taken = pool.allocate(count, after)
+        if count > len(free):
+            assert taken is None
+            continue
+        runs = [free[i : i + count] for i in range(len(free) - count + 1)]
+        runs = [run for run in runs if run[-1] - run[0] == count - 1]
+        expected = runs[0] if count > 1 and runs else free[:count]
+        if after is not None:
+            following = [after + 1 + i for i in range(count)]
+            begin = [b for i, b in enumerate(following) if set(following[: i + 1]) <= set(free)]
+            others = [block for block in free if block not in begin]
+            expected = sorted(begin + others[: count - len(begin)])
+        assert taken == expected
 
 
 def test_check_integrity_finds_a_lost_reference():

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from registry.types import EventBatch
-from router.placement.booked_load import LoadBook
+from router.placement.booked_load import LoadBook, Unreported
 from router.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
-    Edge,
+    Candidate,
     Terms,
     WorkerLoad,
     candidates,
@@ -83,11 +83,14 @@ def test_what_prefill_says_by_itself_is_not_charged_for_a_transfer():
 
 
 def test_a_slow_edge_makes_the_hand_off_not_worth_it():
-    fast, slow = Edge(bytes_per_s=1e10), Edge(bytes_per_s=1e5)
+    fast, slow = 1e10, 1e5
     prefill = worker("prefill-0", decode_step_s=0.1)
-    decode = worker("decode-0", streams=8, edges={"prefill-0": fast})
+    decode = worker("decode-0", streams=8, edges_bytes_per_s={"prefill-0": fast})
     assert ranked([prefill, decode])[0].mode == "disaggregated"
-    assert ranked([prefill, replace(decode, edges={"prefill-0": slow})])[0].mode == "colocated"
+    assert (
+        ranked([prefill, replace(decode, edges_bytes_per_s={"prefill-0": slow})])[0].mode
+        == "colocated"
+    )
 
 
 def test_a_cached_prefix_is_worth_its_compute_and_no_more():
@@ -98,6 +101,33 @@ def test_a_cached_prefix_is_worth_its_compute_and_no_more():
     assert ranked([replace(warm, queued_tokens=2000), cold])[0].decode.worker_id == "decode-1"
 
 
+def test_where_the_fleet_is_busy_a_cached_prefix_is_worth_a_longer_wait():
+    """Who computes it again delays those who come later too."""
+    warm, cold = worker("prefill-0", cached_blocks=60, queued_tokens=2000), worker("prefill-1")
+    decode = worker("decode-0")
+
+    def best(crowding: float) -> Candidate:
+        workers = [replace(one, crowding=crowding) for one in (warm, cold)]
+        return ranked([*workers, decode], "disaggregated")[0]
+
+    assert best(0.0).computes.worker_id == "prefill-1"
+    assert best(3.0).computes.worker_id == "prefill-0"
+    terms = best(3.0).terms
+    assert terms.crowding_s == pytest.approx(3 * terms.compute_s)
+    assert best(0.0).terms.crowding_s == 0
+
+
+def test_a_token_behind_a_long_context_takes_longer():
+    fitted = {"prefill_token_s": 1e-3, "prefill_context_s": 1e-6}
+    cold = worker("decode-0", **fitted)
+    warm = replace(cold, cached_blocks=60)
+    terms = ranked([warm], prompt=1000)[0].terms
+    assert terms.compute_s == pytest.approx(0.01 + 40e-3 + 40 * 979.5e-6)
+    assert ranked([cold], prompt=1000)[0].terms.compute_s == pytest.approx(0.01 + 1 + 0.4995)
+    queued = replace(cold, queued_tokens=40, queued_context=39_180)
+    assert ranked([queued])[0].terms.queue_s == pytest.approx(40e-3 + 40 * 979.5e-6)
+
+
 def test_even_a_whole_prefix_leaves_a_token_to_compute():
     best = ranked([worker("decode-0", cached_blocks=1000)], prompt=160)[0]
     assert best.uncached_tokens == 1
@@ -105,10 +135,10 @@ def test_even_a_whole_prefix_leaves_a_token_to_compute():
 
 def test_blocks_that_decode_holds_do_not_travel():
     prefill = worker("prefill-0")
-    edge = {"prefill-0": Edge(bytes_per_s=1e6)}
-    cold = ranked([prefill, worker("decode-0", edges=edge)], "disaggregated")[0]
+    edge = {"prefill-0": 1e6}
+    cold = ranked([prefill, worker("decode-0", edges_bytes_per_s=edge)], "disaggregated")[0]
     warm = ranked(
-        [prefill, worker("decode-0", edges=edge, cached_blocks=62)], "disaggregated"
+        [prefill, worker("decode-0", edges_bytes_per_s=edge, cached_blocks=62)], "disaggregated"
     )[0]  # fmt: skip
     assert warm.terms.transfer_s < cold.terms.transfer_s / 10
     assert warm.terms.compute_s == cold.terms.compute_s
@@ -136,7 +166,7 @@ LOADS = st.builds(
 def test_costs_are_positive_seconds_and_more_load_never_costs_less(load, prompt, expected):
     workers = [load, worker("prefill-9")]
     for candidate in ranked(workers, prompt=prompt, expected=expected):
-        parts = [getattr(candidate.terms, name) for name in Terms.__dataclass_fields__]
+        parts = [getattr(candidate.terms, name) for name in Terms._fields]
         assert all(part >= 0 for part in parts)
         assert candidate.terms.total_s == pytest.approx(sum(parts))
     busier = replace(load, queued_tokens=load.queued_tokens + 100, streams=load.streams + 1)
@@ -160,19 +190,32 @@ class TestLoadBook:
     def test_a_booking_counts_until_a_younger_report(self):
         book = LoadBook()
         book.book("w", "r", tokens=100, streams=2, now_ns=0)
-        assert book.unreported("w") == (100, 2)
+        assert book.unreported("w") == Unreported(tokens=100, streams=2)
         book.reported("w", as_of_ns=10_000_000)  # too soon: it may not have arrived there
-        assert book.unreported("w") == (100, 2)
+        assert book.unreported("w") == Unreported(tokens=100, streams=2)
         book.reported("w", as_of_ns=300_000_000)
-        assert book.unreported("w") == (0, 0)
+        assert book.unreported("w") == Unreported()
 
     def test_the_first_token_takes_the_prompt_off_and_the_end_the_rest(self):
         book = LoadBook()
         book.book("w", "r", tokens=100, streams=2, now_ns=0)
         book.computed("r")
-        assert book.unreported("w") == (0, 2)
+        assert book.unreported("w") == Unreported(streams=2)
         book.release("r")
-        assert book.unreported("w") == (0, 0)
+        assert book.unreported("w") == Unreported()
+
+    def test_a_worker_that_is_gone_takes_its_bookings_along(self):
+        book = LoadBook()
+        for name in ("p", "d"):
+            book.book(name, "r", tokens=100, context=4950, streams=1, now_ns=0)
+        book.forget("p")
+        assert book.unreported("p") == Unreported()
+        assert book.unreported("d") == Unreported(100, 4950, 1)
+        book.take_back("p", "r")
+        book.computed("r")
+        assert book.unreported("d") == Unreported(streams=1)
+        book.release("r")
+        assert book.unreported("d") == Unreported()
 
     def test_a_burst_spreads_before_any_report_comes(self):
         book, generator = LoadBook(), random.Random(7)
@@ -180,8 +223,8 @@ class TestLoadBook:
         for number in range(40):
             loads = []
             for name in counts:
-                tokens, streams = book.unreported(name)
-                loads.append(worker(name, queued_tokens=tokens, streams=streams))
+                booked = book.unreported(name)
+                loads.append(worker(name, queued_tokens=booked.tokens, streams=booked.streams))
             best = choose(ranked(loads), tie_s=0.002, pick=generator.choice)
             counts[best.decode.worker_id] += 1
             book.book(best.decode.worker_id, str(number), tokens=1000, streams=1, now_ns=0)
@@ -266,7 +309,7 @@ def test_a_measured_edge_is_taken_as_it_is_reported():
     status = WorkerStatus(edges=[EdgeRate(prefill_worker_id="prefill-0", bytes_per_s=1e9)])
     link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"d")
     slot = SimpleNamespace(worker_id="decode-0", role="decode", link=link)
-    assert load_of(slot, 0, LoadBook()).edges["prefill-0"] == Edge(bytes_per_s=1e9)
+    assert load_of(slot, 0, LoadBook()).edges_bytes_per_s == {"prefill-0": 1e9}
 
 
 def test_who_has_not_measured_is_expected_to_be_like_its_peers():
@@ -275,7 +318,9 @@ def test_who_has_not_measured_is_expected_to_be_like_its_peers():
     def slot(name: str, **measured: float) -> SimpleNamespace:
         status = WorkerStatus(**measured)
         link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"i")
-        return SimpleNamespace(worker_id=name, role="prefill", link=link)
+        return SimpleNamespace(
+            worker_id=name, role="prefill", link=link, incarnation=link.incarnation
+        )
 
     slots = [
         slot("prefill-0", prefill_tokens_per_s=100.0, decode_step_s=0.2),
@@ -285,5 +330,26 @@ def test_who_has_not_measured_is_expected_to_be_like_its_peers():
     loads = loads_of(slots, [], PrefixIndex(), LoadBook(), 0)
     assert [load.prefill_tokens_per_s for load in loads] == [100.0, 300.0, 200.0]
     assert [load.decode_step_s for load in loads] == [0.2, 0.2, 0.2]
+    slots[2].link.status = WorkerStatus()
     (alone,) = loads_of(slots[2:], [], PrefixIndex(), LoadBook(), 0)
     assert alone.prefill_tokens_per_s == PRIOR_PREFILL_TOKENS_PER_S
+
+
+def test_a_difference_that_is_noise_does_not_break_ties():
+    """Else every prompt that is cached nowhere goes to the worker with the luckiest fit."""
+
+    def slot(name: str, **measured: float) -> SimpleNamespace:
+        status = WorkerStatus(**measured)
+        link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"i")
+        role = name.split("-")[0]
+        return SimpleNamespace(worker_id=name, role=role, link=link, incarnation=link.incarnation)
+
+    def fitted(name: str, token_s: float) -> SimpleNamespace:
+        line = {"prefill_token_s": token_s, "prefill_context_s": token_s * 1e-5}
+        return slot(name, prefill_tokens_per_s=0.9 / token_s, **line)
+
+    slots = [fitted(f"prefill-{i}", token_s) for i, token_s in enumerate((1.01e-4, 1e-4, 0.99e-4))]
+    slots += [fitted("prefill-3", 2e-4), slot("prefill-4"), fitted("decode-0", 3e-4)]
+    loads = loads_of(slots, [], PrefixIndex(), LoadBook(), 0)
+    assert [load.prefill_token_s for load in loads] == [1.01e-4] * 3 + [2e-4, 1.01e-4, 3e-4]
+    assert loads[0].prefill_context_s == loads[4].prefill_context_s == pytest.approx(1.01e-9)

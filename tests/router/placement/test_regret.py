@@ -87,3 +87,15 @@ def test_a_pair_and_its_decode_worker_alone_share_what_decoding_took() -> None:
     found = told(pair, placements, as_predicted(pair, decode_s=30.0, exposed_s=3.0))
     assert found.best.mode == "colocated"
     assert found.seconds == pytest.approx(3.0, abs=0.1)
+
+
+def test_who_waited_for_the_sake_of_later_requests_is_not_regretted() -> None:
+    """The cached prefix is behind a queue; to compute it once more would delay others by more."""
+    crowded = {"crowding": 4.0, "prefill_tokens_per_s": 1500.0}
+    warm = replace(QUICK, cached_blocks=60, queued_tokens=3000, **crowded)
+    placements = compared(warm, replace(OTHER, **crowded), DECODE)
+    chosen = placements[0]
+    assert chosen.computes.worker_id == "prefill-0"
+    assert told(chosen, placements, as_predicted(chosen)).seconds == 0
+    found = told(chosen, placements, as_predicted(chosen, compute_s=chosen.terms.compute_s + 1))
+    assert found.chosen_s == pytest.approx(chosen.terms.total_s + 5), "and those who come later"

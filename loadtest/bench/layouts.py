@@ -1,0 +1,268 @@
+"""Disaggregated, colocated or `auto`? The same machine and loads, cut in three ways.
+
+    python -m loadtest.bench.layouts --out DIR [--seeds 3] [--requests 40] [--trace FILE]
+
+- ``disaggregated``: one prefill and one decode worker, each pinned to half of the cores
+- ``auto``: the same two workers, and the router chooses for every request
+- ``colocated``: one worker with all the cores
+
+Every load is sent to all of them with the same seeds, in an order that turns. Each run leaves its
+results.json in DIR; the table has medians over seeds. Where ``llama-server`` is built
+(``loadtest.bench.llamacpp --build``), it is a fourth column with the same weights.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import httpx
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine.artifacts.artifact import resolve_model
+from engine.llm import DEFAULT_MODEL
+from loadtest.bench.llamacpp import Peer, PeerError, cache_folder
+from loadtest.client.records import ServerOptions
+from loadtest.client.server import Server
+from loadtest.metrics.summary import Slo
+from loadtest.results.files import Results, write_results
+from loadtest.run import RunOptions, run_plan
+from loadtest.workloads.lengths import parse_lengths
+from loadtest.workloads.plan import Plan
+from loadtest.workloads.replay import replay_plan
+from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
+from loadtest.workloads.traces import read_trace
+
+TRACES = Path(__file__).parents[1] / "traces"
+SLO = Slo(ttft_s=2.0, tpot_s=0.1)
+START_LIMIT_S = 180.0
+FIGURES: dict[str, Callable[[Results], float | None]] = {
+    "TTFT p50 s": lambda run: _at(run, "ttft_s", "p50"),
+    "TTFT p99 s": lambda run: _at(run, "ttft_s", "p99"),
+    "ITL p99 s": lambda run: _at(run, "itl_s", "p99"),
+    "worst tenth of gaps, p50 s": lambda run: _at(run, "itl_worst_tenth_s", "p50"),
+    "longest gap, p99 s": lambda run: _at(run, "itl_longest_s", "p99"),
+    "tokens/s": lambda run: run.summary.answer_tokens_per_s,
+    "good of sent": lambda run: run.summary.attainment,
+    "good requests/s": lambda run: run.summary.good_per_s,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to cut the machine.
+
+    Args:
+        name: Of the column.
+        server: Which server it needs: layouts of one server share it.
+        headers: Sent with every request.
+    """
+
+    name: str
+    server: str
+    headers: dict[str, str]
+
+
+LAYOUTS = (
+    Layout(name="disaggregated", server="pair", headers={"x-baton-mode": "disaggregated"}),
+    Layout(name="auto", server="pair", headers={"x-baton-mode": "auto"}),
+    Layout(name="colocated", server="one", headers={"x-baton-mode": "auto"}),
+)
+PEER = Layout(name="llama-server", server="llama", headers={})
+
+
+def loads(requests: int, rate: float, seed: int) -> dict[str, Plan]:
+    """The loads of one seed: two traces, scaled down, and long prompts among short ones."""
+    plans = {
+        "conversation ÷ 32": _trace_plan("mooncake_conversation.jsonl", 32, requests, rate, seed),
+        "Azure conversation ÷ 8": _trace_plan("azure_conv_2023.csv", 8, requests, rate, seed),
+    }
+    load = OpenLoop(
+        requests=requests,
+        rate=rate,
+        prompt_tokens=parse_lengths("uniform:32-96"),
+        answer_tokens=parse_lengths("uniform:24-48"),
+        long_every=8,
+        long_tokens=1024,
+    )
+    plans["a long prompt every 8"] = open_loop_plan(load, name="interference", seed=seed)
+    return plans
+
+
+def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int) -> Plan:
+    """A part of a trace, its pace changed so that its mean rate is ``rate``."""
+    rows = read_trace(TRACES / file, requests * (1 + seed))[-requests:]
+    took_s = rows[-1].arrival_s - rows[0].arrival_s
+    return replay_plan(rows, name=file, speed=rate * took_s / requests, shrink=shrink, seed=seed)
+
+
+@contextlib.contextmanager
+def _fleet(folder: Path, *, pair: bool) -> Iterator[str]:
+    folder.mkdir(parents=True)
+    cores = os.cpu_count() or 1
+    port = _free_port()
+    threads, pools = (cores // 2, (1, 1)) if pair else (cores, (0, 1))
+    (folder / "fleet.yaml").write_text(
+        f"fleet: bench-{folder.name}\nport: {port}\nmodel: {DEFAULT_MODEL}\n"
+        f"pools: {{prefill: {pools[0]}, decode: {pools[1]}}}\nthreads_per_rank: {max(threads, 1)}\n"
+        "kv_blocks_per_worker: 1024\nmax_context_tokens: 4096\n"
+    )
+    command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
+    url = f"http://127.0.0.1:{port}"
+    with _process(command, folder, {"BATON_HOME": str(folder / "home")}, f"{url}/health/ready"):
+        if pair:
+            _pin(url, cores)
+        yield url
+
+
+@contextlib.contextmanager
+def _llama(folder: Path) -> Iterator[str]:
+    folder.mkdir(parents=True)
+    peer, port, cores = Peer(cache_folder()), _free_port(), str(os.cpu_count() or 1)
+    source = resolve_model(DEFAULT_MODEL).path
+    arguments = ("-m", str(peer.bf16_model(source)), "-t", cores, "-tb", cores, "-np", "32")
+    where = ("-c", "131072", "--host", "127.0.0.1", "--port", str(port))
+    command = [str(peer.programs / "llama-server"), *arguments, *where]
+    url = f"http://127.0.0.1:{port}"
+    with _process(command, folder, peer.environment, f"{url}/health"):
+        yield url
+
+
+_SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
+    "pair": lambda folder: _fleet(folder, pair=True),
+    "one": lambda folder: _fleet(folder, pair=False),
+    "llama": _llama,
+}
+
+
+@contextlib.contextmanager
+def _process(
+    command: Sequence[str], folder: Path, more: dict[str, str], ready: str
+) -> Iterator[None]:
+    """A server process, from ready to gone."""
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env={**os.environ, **more}, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            until_s = time.monotonic() + START_LIMIT_S
+            while not _answers(ready):
+                if process.poll() is not None or time.monotonic() > until_s:
+                    raise RuntimeError(f"{command[0]} is not ready: see {folder / 'log'}")
+                time.sleep(0.5)
+            yield
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=10, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _pin(url: str, cores: int) -> None:
+    """The engine of each role on its own half of the cores."""
+    halves = {"prefill": range(cores // 2), "decode": range(cores // 2, cores)}
+    for worker in httpx.get(f"{url}/fleet", timeout=10, trust_env=False).json()["workers"]:
+        engine = psutil.Process(worker["pid"])
+        for process in (engine, *engine.children(recursive=True)):
+            process.cpu_affinity(list(halves[worker["role"]]) or [0])
+            for thread in process.threads():  # those that there are already have their own
+                os.sched_setaffinity(thread.id, list(halves[worker["role"]]) or [0])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:
+    with Server(url, "") as server:
+        wanted = ServerOptions(
+            url=server.url, model=server.first_model(), ignore_eos=True, headers=layout.headers
+        )
+        options = RunOptions(server=server.settle(wanted), slo=SLO)
+    results = run_plan(plan, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_results(folder, results)
+    return results
+
+
+def _at(run: Results, name: str, field: str) -> float | None:
+    distribution = run.summary.distributions.get(name)
+    return None if distribution is None else float(getattr(distribution, field))
+
+
+def measure(
+    *, out: Path, seeds: int, requests: int, rate: float, console: Console
+) -> dict[str, dict[str, list[Results]]]:
+    """All runs: load to layout to the results of each seed. One server is up at a time."""
+    layouts = list(LAYOUTS)
+    try:
+        Peer(cache_folder())
+        layouts.append(PEER)
+    except PeerError as missing:
+        console.print(f"llama-server: not run ({missing})")
+    found: dict[str, dict[str, list[Results]]] = {}
+    for seed in range(seeds):
+        needed = list(dict.fromkeys(layout.server for layout in layouts))
+        for name in needed if seed % 2 == 0 else reversed(needed):
+            with TemporaryDirectory() as folder, _SERVERS[name](Path(folder) / name) as url:
+                mine = [layout for layout in layouts if layout.server == name]
+                for what, plan in loads(requests, rate, seed).items():
+                    for layout in mine if seed % 2 == 0 else reversed(mine):
+                        where = out / f"{what.replace(' ', '-')}-{layout.name}-{seed}"
+                        run = _run(plan, url, layout, where)
+                        found.setdefault(what, {}).setdefault(layout.name, []).append(run)
+                        console.print(f"{what}, seed {seed}, {layout.name}: {run.summary.ends}")
+    return found
+
+
+def medians(runs: Sequence[Results]) -> dict[str, float | None]:
+    """Every figure's median over seeds."""
+    rows = {}
+    for name, figure in FIGURES.items():
+        values = [value for run in runs if (value := figure(run)) is not None]
+        rows[name] = statistics.median(values) if values else None
+    return rows
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of all results.")],
+    seeds: int = 3,
+    requests: int = 40,
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 1.0,
+) -> None:
+    """Run the comparison; alone on the machine."""
+    console = Console(soft_wrap=True)
+    found = measure(out=out, seeds=seeds, requests=requests, rate=rate, console=console)
+    told: dict[str, Any] = {}
+    for load, columns in found.items():
+        told[load] = {name: medians(runs) for name, runs in columns.items()}
+        table = Table(load, *columns)
+        for figure in FIGURES:
+            cells = (told[load][name][figure] for name in columns)
+            table.add_row(figure, *("–" if cell is None else f"{cell:.3g}" for cell in cells))
+        console.print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "layouts.json").write_text(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,122 @@
+"""One line in the log for every request that is over, where ``logs.requests`` asks for it.
+
+Figures always; prompt and answer only where the tenant's key says ``log_text: true``, and then
+with everything that a rule of ``logs.redact`` matches replaced by the rule's name.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from time import monotonic_ns
+from typing import Any
+
+from config.clients import ApiKeyConfig
+from config.logs import LogsConfig
+from engine.core.errors import BatonError
+from engine.text.tokenizer import TextTokenizer
+from router.requests.active_request import ActiveRequest
+from telemetry.logs import request_context
+
+_LOG = logging.getLogger("baton.requests")
+
+
+class Redactor:
+    """Replaces what rules match.
+
+    Args:
+        rules: Name to regular expression; applied in this order.
+    """
+
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        self._rules = [(f"[{name}]", re.compile(rule)) for name, rule in rules.items()]
+
+    def __call__(self, text: str) -> str:
+        """The text, with ``[name]`` wherever the rule of that name matches."""
+        for shown, rule in self._rules:
+            text = rule.sub(shown, text)
+        return text
+
+
+class RequestLog:
+    """Writes the lines.
+
+    Args:
+        logs: Whether, and how.
+        api_keys: Say which tenants want their texts in it.
+        tokenizer: Of the model.
+    """
+
+    def __init__(
+        self,
+        logs: LogsConfig,
+        api_keys: Mapping[str, ApiKeyConfig] | None,
+        tokenizer: TextTokenizer,
+    ) -> None:
+        self._logs = logs
+        self._tenants = {key.tenant for key in (api_keys or {}).values() if key.log_text}
+        self._redact = Redactor(logs.rules)
+        self._tokenizer = tokenizer
+
+    def write(self, active: ActiveRequest, endpoint: str, status: int) -> None:
+        """A request is over for its client. Its tokens must still be there.
+
+        Args:
+            active: The request.
+            endpoint: As in ``baton_requests_total``.
+            status: HTTP; 499 where the client left.
+        """
+        if not self._logs.requests or active.request.probe:
+            return
+        with request_context(active.id, active.request.traceparent):
+            fields = _figures(active, endpoint, status)
+            message = "%s %d: %s, %d + %d tokens, %.3f s"
+            parts = ("end", "prompt_tokens", "completion_tokens", "elapsed_s")
+            if active.request.tenant in self._tenants:
+                fields |= self._texts(active)
+            _LOG.info(message, endpoint, status, *map(fields.get, parts), extra=fields)
+
+    def refused(self, error: BatonError, endpoint: str, tenant: str) -> None:
+        """A request was refused before it began; ids are those of the context.
+
+        Args:
+            error: Why.
+            endpoint: As in ``baton_requests_total``.
+            tenant: ``all`` where nobody knows yet.
+        """
+        if self._logs.requests:
+            fields = {"endpoint": endpoint, "status": error.status, "tenant": tenant}
+            fields |= {"end": error.code, "error": error.code, "reason": error.message}
+            _LOG.info("%s %d: %s", endpoint, error.status, error.code, extra=fields)
+
+    def _texts(self, active: ActiveRequest) -> dict[str, Any]:
+        answers = [self._text(choice.token_ids) for choice in active.record.choices]
+        return {"prompt": self._text(active.request.prompt), "answers": answers}
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        # Cut before decoding, as a prompt may be long, and redacted before the last cut, so that
+        # half of a secret at the end is not shown for want of its other half.
+        limit = self._logs.max_text_chars
+        text = self._redact(self._tokenizer.decode(list(tokens[: 2 * limit])))
+        return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _figures(active: ActiveRequest, endpoint: str, status: int) -> dict[str, Any]:
+    record, request = active.record, active.request
+    first_ns, arrived_ns = record.first_token_ns, request.arrived_ns
+    error = record.error.code if record.error is not None else None
+    reasons = [choice.finish_reason for choice in record.choices]
+    return {
+        "endpoint": endpoint,
+        "status": status,
+        "tenant": request.tenant,
+        "end": error or (",".join(map(str, reasons)) if record.finished else "client left"),
+        "error": error,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "first_token_s": (first_ns - arrived_ns) / 1e9 if first_ns else None,
+        "elapsed_s": (monotonic_ns() - arrived_ns) / 1e9,
+        "attempts": record.attempt,
+        "prefill": active.prefill_id or active.decode_id,
+        "decode": active.decode_id,
+    }
