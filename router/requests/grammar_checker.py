@@ -137,6 +137,8 @@ class GrammarChecker:
         verdict = self._known.get(question)
         if verdict is not None:  # tried while this one waited
             return verdict
+        if self._process is not None and _is_gone(self._process):
+            await self._kill()  # it died between two questions: neither is to blame
         process = self._process or await self._start()
         began_s = monotonic()
         try:
@@ -183,8 +185,8 @@ class GrammarChecker:
         return process
 
     async def _ask(self, process: asyncio.subprocess.Process, message: bytes) -> Verdict:
-        if process.stdin is None or process.stdout is None:
-            raise BrokenPipeError
+        if process.stdin is None or process.stdout is None or process.stdin.is_closing():
+            raise BrokenPipeError  # uvloop would raise a RuntimeError
         process.stdin.write(message)
         await process.stdin.drain()
         (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
@@ -197,3 +199,7 @@ class GrammarChecker:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def _is_gone(process: asyncio.subprocess.Process) -> bool:
+    return process.returncode is not None or process.stdin is None or process.stdin.is_closing()

@@ -68,6 +68,15 @@ async def test_one_that_kills_the_compiler_is_refused_and_the_next_is_served(mak
     assert refusals == 2
 
 
+async def test_a_process_that_died_between_two_is_no_fault_of_the_second(make_checker):
+    """It was blamed as too expensive, for as long as the router ran; uvloop made it a 500."""
+    checker = make_checker()
+    await checker.check("guided_regex", "regex", "a+")
+    checker._process.kill()
+    await checker._process.wait()
+    assert "b+" in await checker.check("guided_regex", "regex", "b+")
+
+
 async def test_one_that_takes_too_long_is_refused_and_the_next_is_served(make_checker):
     checker = make_checker(limit_s=0.05)
     await checker.check("guided_choice", "choice", '["a"]')
