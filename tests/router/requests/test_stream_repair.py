@@ -176,9 +176,9 @@ def ask(fleet, failed: FakeLink, *, peer_died: bool = True) -> None:
 
 def booked(fleet) -> dict[str, int]:
     return {
-        name: len(requests)
-        for name, requests in fleet.gateway._book._booked.items()
-        if name.startswith("prefill") and requests
+        name: len(worker.live)
+        for name, worker in fleet.gateway._book._workers.items()
+        if name.startswith("prefill") and worker.live
     }
 
 
