@@ -49,6 +49,7 @@ async def text(url: str, model: str, mode: str, **fields) -> str:
     return answer.json()["choices"][0]["text"]
 
 
+@pytest.mark.slow
 async def test_adapters_are_loaded_mixed_and_unloaded_while_the_fleet_runs(shared, paths):
     for name, path in paths.items():
         loaded(shared.url, name, path)

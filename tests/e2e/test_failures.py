@@ -187,11 +187,12 @@ async def outage(shared, seconds: float) -> None:
 # ---- from here on workers die, and stay dead -----------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "delay_s",
     [
         pytest.param(0.05, id="before or during"),
-        pytest.param(0.6, id="during or after", marks=pytest.mark.slow),
+        pytest.param(0.6, id="during or after"),
     ],
 )
 async def test_kill_the_prefill_worker_and_the_request_completes(tmp_path, delay_s):
@@ -254,6 +255,7 @@ async def test_a_frozen_decode_worker_is_noticed(tmp_path):
         await asyncio.to_thread(running.assert_baseline, 10.0)
 
 
+@pytest.mark.slow
 async def test_a_request_that_kills_workers_stops_after_two(tmp_path):
     poison = 28_000  # a token id that no other test's prompt holds
     with fleet(tmp_path, "decode-0", "decode-1", "decode-2", poison_token=poison) as running:

@@ -29,6 +29,7 @@ def test_prompts_together_give_the_answers_of_prompts_alone(llm: LLM) -> None:
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
 
 
+@pytest.mark.slow
 def test_preemption_does_not_show(llm: LLM) -> None:
     prompts = [[(i * 31 + j * 7) % 40_000 for j in range(130)] for i in range(8)]
     params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)

@@ -48,6 +48,11 @@ def test_a_signal_ends_waiting_and_starting(
         assert process.stdout.readline() == f"{said}\n"
 
 
+def _hears_interrupts() -> None:
+    """A background job of a script, as CI may be one, has inherited that they are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_make_alone_is_heard(program: Path, number: signal.Signals) -> None:
@@ -58,6 +63,7 @@ def test_a_signal_to_make_alone_is_heard(program: Path, number: signal.Signals) 
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        preexec_fn=_hears_interrupts,
     ) as make:
         assert make.stdout is not None
         assert make.stdout.readline() == "up\n"

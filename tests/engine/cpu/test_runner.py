@@ -102,7 +102,7 @@ def test_a_batch_of_16_gives_the_tokens_of_16_requests_alone(
     assert together == alone
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_hidden_states_are_bit_equal_across_chunkings_beyond_512_keys(
     make_driver: Make, dtype: str
 ) -> None:

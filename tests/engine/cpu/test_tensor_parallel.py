@@ -194,7 +194,7 @@ def test_any_heads_and_widths(tmp_path: Path, heads: int, kv_heads: int, dtype: 
 @pytest.mark.parametrize(
     ("ranks", "dtype"),
     [
-        (2, "bf16"),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
         pytest.param(2, "fp32", marks=pytest.mark.slow),
         pytest.param(3, "bf16", marks=pytest.mark.slow),
         pytest.param(3, "fp32", marks=pytest.mark.slow),

@@ -38,6 +38,7 @@ def memory(geometry: KvGeometry) -> memoryview:
     return memoryview(bytearray(geometry.pool_bytes))
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_proven_and_wrapped(artifact: Any) -> None:
     said: list[str] = []
     made, info = cuda_build.build_cuda_runner(

@@ -83,6 +83,7 @@ def test_every_family_has_the_hidden_states_of_the_other_engine(family: str) -> 
     assert (decoder.logits(together[-1:]) - logits[-1:]).norm() < 1e-5 * logits[-1:].norm()
 
 
+@pytest.mark.slow
 def test_fp8_weights_change_the_hidden_states_by_their_rounding() -> None:
     c = dataclasses.replace(SHALLOW, hidden_size=32, intermediate_size=48)
     text, found = tiny.tokens(12), []

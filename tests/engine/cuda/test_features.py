@@ -84,6 +84,7 @@ def verifying(sequence: int, text: list[int], draft_tokens: list[int], table: li
     )
 
 
+@pytest.mark.slow
 def test_masks_guesses_and_filters_draw_the_tokens_of_the_cpu() -> None:
     pair = Pair()
     params = {1: GREEDY, 2: SEEDED, 3: FILTERED, 4: SHAPED, 5: PUNISHED}
@@ -152,6 +153,7 @@ def test_scores_and_embeddings_are_those_of_the_cpu(cut: int) -> None:
         np.testing.assert_allclose(np.frombuffer(a, "<f4"), np.frombuffer(b, "<f4"), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_are_mixed_in_a_batch_as_on_the_cpu(tmp_path: Path) -> None:
     pair = Pair()
     names = []
