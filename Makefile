@@ -55,10 +55,10 @@ serve: $(VENV)/.runtime ## start a fleet and stay; BATON_PORT and BATON_CONFIG a
 	@exec $(BIN)/baton up "$(BATON_CONFIG)"
 
 test: $(VENV)/.dev ## the tests, warnings as errors
-	$(PYTEST) -n 2 --dist loadgroup -m "not slow"
+	$(PYTEST) -n 2 --dist loadscope -m "not slow"
 
 test-all: $(VENV)/.dev ## the slow tests too
-	$(PYTEST) -n 2 --dist loadgroup
+	$(PYTEST) -n 2 --dist loadscope
 
 check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 	$(BIN)/ruff format --check .

@@ -1,14 +1,27 @@
 """How the tests are shared out between two processes (`make test` runs them with xdist)."""
 
+from typing import Any
+
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-_SHARED = ("client", "shared")  # fixtures that stand on the one fleet that is started per process
+E2E = "tests/e2e/"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file stays together, for its fixtures; so do all tests of the shared fleet."""
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        together = any(name in fixtures for name in _SHARED) and "e2e" in item.path.parts
-        group = "e2e" if together else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+class ByFile(LoadScopeScheduling):
+    """A file stays together, for its fixtures; so does all of e2e, for the fleet that it shares.
+
+    xdist has ``loadgroup`` for this, which pytest 9.2 broke without a word: groups were scattered,
+    and every fleet of a module was started in both processes.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return E2E if file.startswith(E2E) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """The scheduler, whatever ``--dist`` says; files in the order of their names."""
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
