@@ -32,6 +32,12 @@ class Client:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=170)
 
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
     def ask(self, text: str, mode: str = "disaggregated", tenant: str = "a", **more: Any) -> Any:
         headers = {"x-baton-mode": mode, "x-baton-tenant": tenant}
         body = chat(text, **{"max_tokens": 8, **more})
@@ -54,9 +60,10 @@ class Client:
 
 
 @pytest.fixture
-def client(running: Fleet) -> Client:
+def client(running: Fleet) -> Iterator[Client]:
     running.assert_baseline()
-    return Client(running.url)
+    with Client(running.url) as made:
+        yield made
 
 
 def metric(running: Fleet, name: str) -> float:
@@ -150,15 +157,17 @@ def test_a_queue_before_idle_workers_is_a_window_that_is_too_small(running: Flee
     kept = file.read_text()
     file.write_text(f"{kept}max_batch_requests: 1\nmax_step_tokens: 64\n")
     try:
-        client = Client(running.start_router())
+        url = running.start_router()
     finally:
         file.write_text(kept)
     texts = [f"Count to {number}." for number in range(4)]
-    answers = client.ask_together(texts, max_tokens=30, ignore_eos=True)
-    texts_of(answers)
-    causes = [client.story(name)["why"]["cause"] for _, name, _ in answers]
+    with Client(url) as client:
+        answers = client.ask_together(texts, max_tokens=30, ignore_eos=True)
+        texts_of(answers)
+        causes = [client.story(name)["why"]["cause"] for _, name, _ in answers]
+        workers = client.get("/fleet")["workers"]
     assert "queued" in causes, causes
-    most = max(worker["kv_blocks"]["leased"] for worker in client.get("/fleet")["workers"])
+    most = max(worker["kv_blocks"]["leased"] for worker in workers)
     assert most < BLOCKS // 2, "the workers had room all the time"
 
 
