@@ -17,6 +17,7 @@ from engine.artifacts.model_config import ModelConfig
 from engine.core import events as ev
 from engine.core.params import SamplingParams
 from engine.core.sequence import Kind, RequestSpec
+from engine.core.speculative.proposers import SpeculationSettings
 from engine.loading.memory import automatic_blocks, footprint, pool_geometry
 from engine.process import messages
 from engine.process.handle import EngineHandle
@@ -188,7 +189,7 @@ async def test_a_full_engine_takes_what_was_said(
         tensor_parallel=ranks,
         draft=config if draft else None,
     )
-    speculation = messages.SpeculationSettings(mode="draft", draft=DEFAULT_MODEL) if draft else None
+    speculation = SpeculationSettings(mode="draft", draft=DEFAULT_MODEL) if draft else None
     settings = EngineSettings(
         model=DEFAULT_MODEL,
         dtype=dtype,
@@ -197,7 +198,7 @@ async def test_a_full_engine_takes_what_was_said(
         kv_blocks=said.kv_blocks,
         max_batch_requests=concurrency,
         tensor_parallel=ranks,
-        speculation=speculation or messages.SpeculationSettings(),
+        speculation=speculation or SpeculationSettings(),
     )
     engine = await EngineHandle.start(settings)
     try:
