@@ -10,19 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fleet.cli.common import FleetOption, get_json, running_fleet
+from router.placement.cost import Terms
 
 _BAR = 30
 _SHOWN_CANDIDATES = 8
-_TERMS = (
-    "queue_s",
-    "adapter_s",
-    "compute_s",
-    "transfer_s",
-    "room_s",
-    "decode_s",
-    "slowdown_s",
-    "crowding_s",
-)
 
 
 def explain(
@@ -122,7 +113,7 @@ def _candidates(story: dict[str, Any]) -> RenderableType:
     candidates = story["candidates"]
     if not candidates:
         return Text("no candidates: it was never placed")
-    names = [name.removesuffix("_s") for name in _TERMS]
+    names = [name.removesuffix("_s") for name in Terms._fields]
     table = Table("", "candidate", "cost", *names, "to compute", box=None, padding=(0, 1))
     for one in candidates[:_SHOWN_CANDIDATES]:
         pair = (one["prefill"], one["decode"])
@@ -131,7 +122,7 @@ def _candidates(story: dict[str, Any]) -> RenderableType:
             "→" if chosen else "",
             escape(" → ".join(filter(None, pair))),
             _s(one["cost_s"]),
-            *(_s(one["terms"][name]) for name in _TERMS),
+            *(_s(one["terms"][name]) for name in Terms._fields),
             str(one["uncached_tokens"]),
             style="bold" if chosen else "",
         )

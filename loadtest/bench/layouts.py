@@ -102,10 +102,13 @@ def loads(requests: int, rate: float, seed: int) -> dict[str, Plan]:
 
 
 def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int) -> Plan:
-    """A part of a trace, its pace changed so that its mean rate is ``rate``."""
-    rows = read_trace(TRACES / file, requests * (1 + seed))[-requests:]
-    took_s = rows[-1].arrival_s - rows[0].arrival_s
-    return replay_plan(rows, name=file, speed=rate * took_s / requests, shrink=shrink, seed=seed)
+    """A part of a trace for each seed, its pace changed so that the whole has this mean rate."""
+    rows = read_trace(TRACES / file)
+    begin = seed * requests % (len(rows) - requests)
+    part, first_s = rows[begin : begin + requests], rows[begin].arrival_s
+    moved = [row._replace(arrival_s=row.arrival_s - first_s) for row in part]
+    speed = rate * rows[-1].arrival_s / len(rows)
+    return replay_plan(moved, name=file, speed=speed, shrink=shrink, seed=seed)
 
 
 @contextlib.contextmanager
@@ -246,7 +249,7 @@ def medians(runs: Sequence[Results]) -> dict[str, float | None]:
 def main(
     out: Annotated[Path, typer.Option(help="Folder of all results.")],
     seeds: int = 3,
-    requests: int = 40,
+    requests: Annotated[int, typer.Option(min=1, max=200, help="Of each run.")] = 40,
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 1.0,
 ) -> None:
     """Run the comparison; alone on the machine."""

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from loadtest.results.page import write_whole
+
 Cell = str | int | float | None
 
 
@@ -77,9 +79,5 @@ def shown(value: Cell) -> str:
 
 def write_results(folder: Path, results: LabResults) -> Path:
     """Write ``results.json``, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "results.json"
-    scratch = file.with_suffix(".new")
-    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
-    scratch.replace(file)
-    return file
+    content = msgspec.json.format(msgspec.json.encode(results), indent=1)
+    return write_whole(folder / "results.json", content)

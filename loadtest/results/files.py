@@ -12,6 +12,7 @@ import msgspec
 
 from loadtest.client.records import ClientReport, RequestRecord
 from loadtest.metrics.summary import Summary
+from loadtest.results.page import write_whole
 
 VERSION: Literal[1] = 1
 _RESULTS, _PARTIAL = "results.json", "partial.jsonl"
@@ -53,12 +54,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_results(folder: Path, results: Results) -> Path:
     """Write ``results.json``, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / _RESULTS
-    scratch = file.with_suffix(".new")
-    scratch.write_bytes(msgspec.json.encode(results))
-    scratch.replace(file)
-    return file
+    return write_whole(folder / _RESULTS, msgspec.json.encode(results))
 
 
 def read_results(path: Path) -> Results:

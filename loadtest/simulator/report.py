@@ -7,11 +7,10 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
+from loadtest.metrics.summary import Distribution
 from loadtest.simulator.records import Record
 from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.traces import TraceRequest
-
-QUANTILES = (50, 90, 95, 99)
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,31 +20,13 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float = 0.1
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A distribution, in seconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values_ns: Sequence[float]) -> "Spread":
-        """Of nanoseconds; all zero where there are none."""
-        if not values_ns:
-            return cls(mean=0, p50=0, p90=0, p95=0, p99=0, max=0)
-        seconds = np.asarray(values_ns, dtype=np.float64) / 1e9
-        p50, p90, p95, p99 = (round(float(v), 6) for v in np.percentile(seconds, QUANTILES))
-        return cls(
-            mean=round(float(seconds.mean()), 6),
-            p50=p50,
-            p90=p90,
-            p95=p95,
-            p99=p99,
-            max=round(float(seconds.max()), 6),
-        )
+def _seconds(values_ns: Sequence[float]) -> Distribution:
+    """Of nanoseconds, in seconds to the microsecond; all zero where there are none."""
+    found = Distribution.of(np.asarray(values_ns, dtype=np.float64) / 1e9)
+    if found is None:
+        return Distribution(count=0, mean=0.0, p50=0.0, p90=0.0, p95=0.0, p99=0.0, max=0.0)
+    rounded = {name: round(value, 6) for name, value in msgspec.structs.asdict(found).items()}
+    return Distribution(**rounded)
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,18 +58,18 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     bound_share: float
     max_to_mean_work: float
     busy_share: float
-    ttft: Spread
-    tpot: Spread
-    e2e: Spread
-    second_token: Spread
-    longest_gap: Spread
-    queue: Spread
-    transfer: Spread
+    ttft: Distribution
+    tpot: Distribution
+    e2e: Distribution
+    second_token: Distribution
+    longest_gap: Distribution
+    queue: Distribution
+    transfer: Distribution
     transfer_gb: float
     good_share: float
     good_per_s: float
-    prediction_error: Spread
-    regret: Spread
+    prediction_error: Distribution
+    regret: Distribution
     preemptions: int
     evictions: int
     worker_deaths: int
@@ -137,28 +118,28 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
         bound_share=round(bound_share(trace), 6),
         max_to_mean_work=round(_max_to_mean_work(simulation), 6),
         busy_share=round(_busy_s(simulation) / duration_s, 6),
-        ttft=Spread.of([_ttft_ns(record) for record in answered]),
-        tpot=Spread.of(list(tpots_ns.values())),
-        e2e=Spread.of([record.last_ns - record.request.arrived_ns for record in answered]),
-        second_token=Spread.of(
+        ttft=_seconds([_ttft_ns(record) for record in answered]),
+        tpot=_seconds(list(tpots_ns.values())),
+        e2e=_seconds([record.last_ns - record.request.arrived_ns for record in answered]),
+        second_token=_seconds(
             [record.second_ns - record.first_ns for record in answered if record.second_ns]
         ),
-        longest_gap=Spread.of([record.longest_gap_ns for record in answered if record.tokens > 1]),
-        queue=Spread.of(
+        longest_gap=_seconds([record.longest_gap_ns for record in answered if record.tokens > 1]),
+        queue=_seconds(
             [one.started_ns - one.request.arrived_ns for one in records if one.started_ns]
         ),
-        transfer=Spread.of([record.transfer_ns for record in records if record.transfer_ns]),
+        transfer=_seconds([record.transfer_ns for record in records if record.transfer_ns]),
         transfer_gb=round(sum(record.transfer_bytes for record in records) / 1e9, 3),
         good_share=round(len(good) / len(records), 6),
         good_per_s=round(len(good) / duration_s, 6),
-        prediction_error=Spread.of(
+        prediction_error=_seconds(
             [
                 abs(record.predicted_first_s * 1e9 - (record.first_ns - record.placed_ns))
                 for record in answered
                 if record.predicted_first_s and record.attempt == 1
             ]
         ),
-        regret=Spread.of(
+        regret=_seconds(
             [record.regret_s * 1e9 for record in records if record.regret_s is not None]
         ),
         preemptions=sum(life.core.batch.preemptions for life in lives),

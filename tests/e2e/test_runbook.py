@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loadtest.cli import app
+from loadtest.results.files import read_results
 from tests.e2e.fleet_processes import NAME, Fleet, chat, fleet, slowed
 
 pytestmark = pytest.mark.slow
@@ -201,6 +202,10 @@ def test_an_upgrade_is_judged_by_two_results(
     )
     assert compared.exit_code == 0, compared.output + compared.stderr
     assert "tpot_s" in compared.output
+    runs = [read_results(tmp_path / name) for name in ("before", "after")]
+    tpot = [run.summary.distributions["tpot_s"] for run in runs]
+    # The median may not move: the router sends what it can past the slow worker.
+    assert tpot[1].p99 > 1.5 * tpot[0].p99, "what the quotients tell was really so"
 
 
 def test_nothing_is_held_after_clients_have_left(running: Fleet, client: Client) -> None:
@@ -214,6 +219,13 @@ def test_nothing_is_held_after_clients_have_left(running: Fleet, client: Client)
                 for _ in answer.iter_lines():
                     break
 
+    def left() -> float:
+        page = httpx.get(f"{running.url}/metrics", timeout=10).text.splitlines()
+        lines = [line for line in page if line.startswith("baton_cancellations_total{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    before = left()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(leave, range(24)))
     running.assert_baseline(10.0)
+    assert left() > before, "some were in the middle of it"
