@@ -103,7 +103,9 @@ class Handoff:
         self._stream: PrefillStream | None = None
         self._tasks = BackgroundTasks("hand-off", parts.count_task_failure)
         self._first: tuple[SampledToken, ...] | None = None
-        self._ended_choices: set[int] = set()
+        self._ended_choices = {
+            choice for choice, emitted in enumerate(submission.emitted) if emitted.finish_reason
+        }
         self._taken_over = False
         self._figures: TransferFigures | None = None
         self._cancelled = False

@@ -18,7 +18,7 @@ from engine.process import messages
 from telemetry.tracing import extract, inject
 from wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
 from wire.requests import submit_from_wire
-from wire.tokens import count_tokens
+from wire.tokens import count_tokens, unpack_tokens
 
 
 class DecodeRequest:
@@ -44,6 +44,9 @@ class DecodeRequest:
         choices = range(self._params.n)
         self._tokens: list[list[SampledToken]] = [[] for _ in choices]
         self._finish: list[tuple[str, int | None]] = [("", None) for _ in choices]
+        for choice, emitted in zip(choices, submission.emitted, strict=False):  # elsewhere
+            self._tokens[choice] += map(SampledToken, unpack_tokens(emitted.token_ids))
+            self._finish[choice] = (emitted.finish_reason, None)
         self._prompt_outputs: ev.PromptOutputsReady | None = None
         self._route: pb.RequestRoute | None = None
         self._end: pb.RequestEnd | None = None
@@ -137,6 +140,8 @@ class DecodeRequest:
         self._times.queue_ns = first.queue_ns
         self._times.cached_tokens = first.cached_tokens
         self._say_route("disaggregated", first.prefill_worker_id, first.cached_tokens)
+        if self.submission.emitted:
+            return  # the client has them from another worker
         if first.prompt_outputs is not None:
             self._on_prompt_outputs(first.prompt_outputs)
         ended: list[int] = []

@@ -51,6 +51,8 @@ from wire.grpc_options import WORKER_OPTIONS, TokenInterceptor
 _LOG = logging.getLogger(__name__)
 
 CANARY_S = 10.0
+DRAIN_S = 30.0
+"""For others to go on with what runs here, after a signal."""
 QUARANTINE_FRACTION = 0.05
 QUARANTINE_S = 3.0  # above the fraction
 QUARANTINE_LONG_S = 30.0  # any block at all
@@ -216,20 +218,28 @@ class Worker:
         """Returns when nothing of the worker is left in this process."""
         await self._closed.wait()
 
-    async def drain(self, timeout_s: float = 30.0) -> bool:
-        """Take no new work and wait for what is there; True when nothing was left."""
+    async def drain(self, timeout_s: float, hurried: asyncio.Event | None = None) -> bool:
+        """Take nothing new, and wait until others have gone on with what is there.
+
+        Args:
+            timeout_s: What is left by then is ended.
+            hurried: Set to wait no longer.
+
+        Returns:
+            Whether nothing was left.
+        """
         decode, prefill = self._parts.decode, self._parts.prefill
         decode.drain()
         prefill.draining = True
         self._parts.presence.update("draining")
-        try:
-            async with asyncio.timeout(timeout_s):
-                while decode.live_requests or prefill.open_handoffs:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            decode.cancel_all(UnavailableError("the worker is shutting down"))
-            await asyncio.sleep(0.2)
-            return False
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while decode.live_requests or prefill.open_handoffs:
+            if loop.time() >= until_s or (hurried is not None and hurried.is_set()):
+                decode.cancel_all(UnavailableError("the worker is shutting down"))
+                await asyncio.sleep(0.2)
+                return False
+            await asyncio.sleep(0.05)
         return True
 
     async def stop(self) -> None:
@@ -380,15 +390,20 @@ def _record(
 async def serve(settings: WorkerSettings) -> int:
     """Run one worker in this process, without Ray, until a signal or a death; its exit code.
 
-    The record of the worker goes to standard output as one line of JSON when it is ready.
+    The record of the worker goes to standard output as one line of JSON when it is ready. After a
+    first signal it takes nothing new, and routers have others go on with what runs; with all of
+    that gone it ends, with exit code 0. A second signal, or ``DRAIN_S``, ends it with requests.
     """
     loop = asyncio.get_running_loop()
     worker = None
     asked_to_stop = asyncio.timeout(None)
+    hurried = asyncio.Event()
 
     def stop() -> None:
         if not asked_to_stop.expired():
             asked_to_stop.reschedule(loop.time())
+        else:
+            hurried.set()
 
     try:
         async with asked_to_stop:
@@ -403,8 +418,9 @@ async def serve(settings: WorkerSettings) -> int:
             raise
     if worker is None:
         return 0
+    emptied = await worker.drain(DRAIN_S, hurried)
     await worker.stop()
-    return await worker.wait()
+    return await worker.wait() or int(not emptied)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ class GenerationRequest:
         pooling: Not empty: the answer is the prompt's pooled hidden state; nothing is sampled.
         prompt_logprobs_only: Only the prompt's logprobs are asked for: the one token that is
             sampled is not shown.
+        goes_on: An answer that began at another worker is to go on; ``prompt`` ends with it.
         part_of: The call, where it has several prompts or inputs: each is a request.
     """
 
@@ -52,6 +53,7 @@ class GenerationRequest:
     traceparent: str = ""
     pooling: str = ""
     prompt_logprobs_only: bool = False
+    goes_on: bool = False
     part_of: str = ""
 
     @property

@@ -259,7 +259,8 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
     "faults": (
         "Baton: faults",
         (
-            _counted("Requests placed again", "baton_retries", "reason"),
+            _counted("Requests that began anew", "baton_retries", "reason"),
+            _counted("Answers that went on elsewhere", "baton_migrations", "reason"),
             _counted("Streams to workers that broke", "baton_stream_errors", "kind"),
             _counted("Deadlines that passed", "baton_timeouts", "phase"),
             _counted("Clients that went away", "baton_cancellations", "phase"),

@@ -162,12 +162,21 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "Placements that differ from the first choice.", "reason", from_start=("local prefill",)
     ),
     "baton_retries": _count(
-        "Requests placed again, by reason.",
+        "Requests placed again before any token, by reason.",
         "reason",
         from_start=(
             "worker lost",
+            "worker leaving",
             "prefill replaced",
             "submit failed",
+        ),
+    ),
+    "baton_migrations": _count(
+        "Answers that went on at another worker, behind the tokens that they had, by reason.",
+        "reason",
+        from_start=(
+            "worker lost",
+            "worker leaving",
         ),
     ),
     "baton_stream_errors": _count(

@@ -6,7 +6,9 @@ from engine.core.geometry import SCALED, KvGeometry
 from engine.emulated_timing import timing_in
 
 WIRE_MIN = 1
-WIRE_MAX = 1
+WIRE_MAX = 2
+EMITTED_WIRE = 2
+"""The first version whose workers go on with an answer that began elsewhere."""
 
 
 def kv_group(geometry: KvGeometry) -> pb.KvGroup:

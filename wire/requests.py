@@ -11,6 +11,7 @@ from batonpb.prefill_pb2 import PrefillStart
 from engine.core.sequence import Kind, RequestSpec
 from engine.process.messages import Submit
 from wire.codecs import adapter_from_wire, sampling_from_wire
+from wire.tokens import unpack_tokens
 
 
 def prefill_start(
@@ -54,6 +55,14 @@ def prefill_start(
     )
 
 
+def emitted_from_wire(submission: Submission) -> tuple[tuple[int, ...] | None, ...]:
+    """Per choice what it goes on behind, None where it has ended; empty: a new answer."""
+    return tuple(
+        None if choice.finish_reason else tuple(unpack_tokens(choice.token_ids))
+        for choice in submission.emitted
+    )
+
+
 def submit_from_wire(
     message: Submission | PrefillStart, engine_id: str, kind: Kind, skip_blocks: int = 0
 ) -> Submit:
@@ -75,5 +84,6 @@ def submit_from_wire(
         cacheable=not message.probe,
         adapter=adapter_from_wire(message.adapter),
         pooling=message.pooling,
+        emitted=emitted_from_wire(message) if isinstance(message, Submission) else (),
     )
     return Submit(request_id=engine_id, prompt_token_ids=message.prompt_tokens, spec=spec)

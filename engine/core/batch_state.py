@@ -155,9 +155,21 @@ class BatchState:
         """The sequence that computes the request's prompt."""
         sequence = self.new_sequence(request, 0, list(request.prompt))
         sequence.prompt_outputs = request.new_prompt_outputs()
-        if request.spec.cacheable and sequence.prompt_outputs is None:
-            sequence.found_tokens = len(self.matching(sequence)) * self.pool.block_tokens
+        self._find(sequence)
         return sequence
+
+    def new_answer(
+        self, request: EngineRequest, choice: int, emitted: Sequence[int]
+    ) -> TokenSequence:
+        """The sequence that goes on behind tokens that were emitted, of which no KV is here."""
+        sequence = self.new_sequence(request, choice, [*request.prompt, *emitted])
+        self._find(sequence)
+        return sequence
+
+    def _find(self, sequence: TokenSequence) -> None:
+        """Count what is cached of a sequence that is about to wait."""
+        if sequence.request.spec.cacheable and sequence.prompt_outputs is None:
+            sequence.found_tokens = len(self.matching(sequence)) * self.pool.block_tokens
 
     def matching(self, sequence: TokenSequence) -> list[int]:
         """Blocks that hold the sequence's first tokens; its last token is always computed."""

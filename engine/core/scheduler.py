@@ -68,10 +68,13 @@ class Scheduler:
                 f"prompt of {len(request.prompt)} tokens and answer of {answer} need {need} KV "
                 f"blocks; this worker has {self.batch.pool.total} (raise kv_blocks_per_worker)"
             )
+        request.check_emitted()
         request.submitted_ns = now_ns
         self._requests[request.request_id] = request
         if request.kind is Kind.REMOTE:
             self.batch.enqueue(self.batch.reservations.new(request))
+        elif request.spec.emitted:
+            self._go_on(request, request.spec.emitted)
         else:
             self.batch.enqueue(self.batch.new_prompt(request))
 
@@ -106,6 +109,10 @@ class Scheduler:
         source = self.batch.new_sequence(request, 0, list(request.prompt))
         source.blocks, source.computed = blocks, len(request.prompt)
         self.batch.register_hashes(source)
+        if request.spec.emitted:
+            self.batch.pool.release(blocks)  # findable by their hashes
+            self._go_on(request, request.spec.emitted)
+            return True
         for choice, token in enumerate(first):
             if token is not None and choice in request.live_choices:
                 self.batch.fork(source, choice, token)
@@ -127,13 +134,21 @@ class Scheduler:
         self.batch.drop(reservation)
         request = reservation.request
         request.kind = Kind.FULL
-        if first is None:
+        if request.spec.emitted:
+            self._go_on(request, request.spec.emitted)
+        elif first is None:
             self.batch.enqueue(self.batch.new_prompt(request))
-            return
-        for choice, token in enumerate(first):
-            if token is not None and choice in request.live_choices:
-                tokens = [*request.prompt, token]
-                self.batch.enqueue(self.batch.new_sequence(request, choice, tokens))
+        else:
+            self._go_on(request, [None if token is None else (token,) for token in first])
+
+    def _go_on(self, request: EngineRequest, emitted: Sequence[Sequence[int] | None]) -> None:
+        """Let answers that have begun wait for blocks, as if they had been preempted.
+
+        ``emitted`` has the tokens of each choice, or None for one that has ended.
+        """
+        for choice, tokens in enumerate(emitted):
+            if tokens is not None and choice in request.live_choices:
+                self.batch.enqueue(self.batch.new_answer(request, choice, tokens))
             else:
                 request.live_choices.discard(choice)
         self._end_if_done(request)
@@ -341,7 +356,8 @@ class Scheduler:
         if request.admitted_ns:
             return
         request.admitted_ns = now_ns
-        request.cached_tokens = matched_blocks * self.batch.pool.block_tokens
+        cached_tokens = matched_blocks * self.batch.pool.block_tokens
+        request.cached_tokens = min(cached_tokens, len(request.prompt))  # it may go on an answer
         self.batch.events.append(
             ev.Admitted(
                 request_id=request.request_id,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.core.block_hashes import block_hash
+from engine.core.errors import InvalidRequestError
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import AdapterRef, SamplingParams
 from engine.core.prompt_outputs import PromptOutputs
@@ -35,6 +36,9 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     cacheable: bool = True  # False for health probes
     adapter: AdapterRef | None = None
     pooling: str = ""  # not empty: pool the prompt's hidden rows to a vector, sample nothing
+    # Not empty: an answer that began elsewhere goes on. Per choice the tokens that were emitted,
+    # which are never sampled again; None for a choice that has ended.
+    emitted: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +60,27 @@ class EngineRequest:
     def __post_init__(self) -> None:
         self.kind = self.spec.kind
         self.live_choices = set(range(self.spec.params.n))
+        for choice, tokens in enumerate(self.spec.emitted):
+            if tokens is None:
+                self.live_choices.discard(choice)
+
+    def check_emitted(self) -> None:
+        """Refuse an answer that is to go on, but cannot.
+
+        Raises:
+            InvalidRequestError: Says why.
+        """
+        emitted, params = self.spec.emitted, self.spec.params
+        if not emitted:
+            return
+        if len(emitted) != params.n or self.spec.pooling or params.prompt_logprobs is not None:
+            raise InvalidRequestError("what was emitted does not fit the request")
+        for tokens in emitted:
+            if tokens is not None and not 0 < len(tokens) < params.max_tokens:
+                raise InvalidRequestError(
+                    f"an answer of at most {params.max_tokens} tokens cannot go on behind "
+                    f"{len(tokens)}"
+                )
 
     @property
     def order(self) -> tuple[int, int]:

@@ -13,7 +13,8 @@ class Drill:
     Args:
         title: What it asks.
         fault: What is done, ``fault_after_s`` into the load.
-        may_fail: Requests may end with typed errors (never wrong, silent or late).
+        may_fail: Requests may end with typed errors before their answer has begun (never wrong,
+            silent or late); one that has begun goes on.
         of_capacity: Sent at so many times the rate that the fleet was seen to serve; None: at the
             base rate.
         mode: ``x-baton-mode`` of this drill; None: what was chosen for all.

@@ -92,7 +92,8 @@ def judge(
         records: What became of them.
         golden: The right answer to each request, by index.
         fault_s: When the fault happened, on the records' clock.
-        may_fail: Typed errors are no fault; wrong tokens, hangs and silence always are.
+        may_fail: Typed errors are no fault, as long as no part of the answer had been sent; wrong
+            tokens, hangs, silence, and answers that break off always are.
         recovery_limit_s: Longer than that is a fault.
         workers: The fleet, some seconds after the last request ended.
     """
@@ -145,7 +146,7 @@ def _wrong_ends(
 ) -> list[str]:
     counts = Counter(record.index for record in records)
     faults = [f"request #{i} has {counts[i]} ends" for i in planned if counts[i] != 1]
-    allowed = {"ok", "aborted"} | (set(_TYPED_ERRORS) if may_fail else set())
+    allowed = {"ok", "aborted"} | ({"http_error"} if may_fail else set())
     bad = [
         f"#{r.index} {r.end} {r.status or ''} {r.detail}".strip()
         for r in records

@@ -107,13 +107,14 @@ class Attempt:
         self._sender: HandoffSender | None = None
         self._sender_id = ""
         self._streams = 0
-        self._first_said = False
+        self._emitted = record.tokens  # by a worker that died: the answer goes on behind them
+        self._first_said = self._emitted > 0
         self._pulls_ns = 0  # when the first pull began
 
     def start(self) -> None:
         """The submission arrives at the decode worker."""
         kind = Kind.FULL if self.prefill is None else Kind.REMOTE
-        self._submit(self.decode, self._id, kind, self._on_decode)
+        self._submit(self.decode, self._id, kind, self._on_decode, emitted=self._emitted)
 
     def _submit(
         self,
@@ -122,6 +123,7 @@ class Attempt:
         kind: Kind,
         handler: Callable[[ev.Event], None],
         skip_blocks: int = 0,
+        emitted: int = 0,
     ) -> None:
         record = self.record
         params = SamplingParams(max_tokens=record.answer_tokens, ignore_eos=True)
@@ -131,6 +133,7 @@ class Attempt:
             hash_seed=_SEED,
             ticket=record.ticket,
             skip_blocks=skip_blocks,
+            emitted=((_FIRST_TOKEN,) * emitted,) if emitted else (),
         )
         request = EngineRequest(
             request_id=engine_id,

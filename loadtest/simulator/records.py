@@ -30,6 +30,7 @@ class Record:
     blocks: int
     ticket: int = 0
     attempt: int = 0
+    computed_attempt: int = 0  # the last that yielded a token
     admitted: bool = False
     prefill_id: str | None = None
     decode_id: str | None = None
@@ -67,6 +68,11 @@ class Record:
     def sent(self) -> bool:
         """Whether the client has a part of the answer."""
         return self.tokens > 0
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another worker can go on behind what has come of the answer."""
+        return self.sent
 
     def on_tokens(self, first_ns: int, last_ns: int, count: int) -> None:
         """A run of tokens reached the client, evenly between these times."""

@@ -213,7 +213,8 @@ class SimulatedRouter(WorkerListener):
 
     def on_tokens(self, record: Record, first_ns: int, last_ns: int, count: int) -> None:
         """See ``AttemptListener``."""
-        if not record.tokens:
+        if record.computed_attempt != record.attempt:
+            record.computed_attempt = record.attempt
             self._book.computed(record.id)
         record.on_tokens(first_ns, last_ns, count)
 

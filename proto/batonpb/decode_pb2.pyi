@@ -52,7 +52,7 @@ class PrefillTarget(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling")
+    __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling", "emitted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class Submission(_message.Message):
     PROBE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     ticket: int
@@ -85,7 +86,16 @@ class Submission(_message.Message):
     probe: bool
     adapter: _common_pb2.Adapter
     pooling: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
+    emitted: _containers.RepeatedCompositeFieldContainer[Emitted]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., hash_seed: _Optional[bytes] = ..., deadline_remaining_ns: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., probe: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., pooling: _Optional[str] = ..., emitted: _Optional[_Iterable[_Union[Emitted, _Mapping]]] = ...) -> None: ...
+
+class Emitted(_message.Message):
+    __slots__ = ("token_ids", "finish_reason")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    finish_reason: str
+    def __init__(self, token_ids: _Optional[bytes] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class SubmitAck(_message.Message):
     __slots__ = ()

@@ -30,6 +30,8 @@ class ActiveRequest:
         self.placement: Placement | None = None  # the latest; kept when a later attempt fails
         self.decode_id: str | None = None  # the worker that holds it, once placed
         self.prefill_id: str | None = None
+        self.placed_ns = 0  # the last time before its first token came
+        self.computed = False  # the present attempt has yielded a token
         self.admitted = False
         self.wants_prefill = False  # waits for a prefill worker to replace a lost one
         self.submitted_ns = 0
@@ -64,14 +66,12 @@ class ActiveRequest:
         """An attempt begins on these workers."""
         self.placement = placement
         self.decode_id, self.prefill_id = placement.decode_id, placement.prefill_id
+        if not self.record.begun:
+            self.placed_ns = placement.placed_ns
+        self.computed = False
         self.wants_prefill = False
         self.early_end = False
         self.prefill_asked, self.repairs = b"", {}
-
-    @property
-    def placed_ns(self) -> int:
-        """When it was placed last; 0 before the first time."""
-        return self.placement.placed_ns if self.placement is not None else 0
 
     def notify(self) -> None:
         """Tell the handler that there is news."""
@@ -108,6 +108,7 @@ class ActiveRequest:
             "mode": request.mode,
             "adapter": request.adapter.name if request.adapter is not None else None,
             "attempts": record.attempt,
+            "moves": record.moves,
             "state": "ended" if record.ended else "running" if self.decode_id else "queued",
             "error": record.error.body()["error"] if record.error is not None else None,
             "seed": request.sampling.seed,

@@ -1,5 +1,6 @@
 """Begins an attempt: has the request placed, and sends it to the worker that is to hold it."""
 
+import msgspec
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
 from engine.core.errors import UnavailableError
@@ -45,19 +46,20 @@ class Dispatcher:
         self._observer = observer
         self._router_id = router_id
 
-    def begin_attempt(self, active: ActiveRequest, avoid: bytes = b"") -> None:
+    def begin_attempt(self, active: ActiveRequest, avoid: bytes = b"", why: str = "") -> None:
         """Place the request and send it.
 
         Args:
             active: Not placed, or to be placed again.
             avoid: An incarnation that just failed it.
+            why: It failed.
 
         Raises:
             UnavailableError: No worker that is ready can serve it.
         """
-        placement = self._placer.place(active.request, avoid)
+        placement = self._placer.place(active.record.to_place, avoid)
         active.take_placement(placement)
-        active.record.next_attempt()
+        active.record.next_attempt(why)
         computes_id = placement.chosen.computes.worker_id
         event = f"placed on {computes_id} → {placement.decode_id}"
         active.record.note(event, placement.placed_ns)
@@ -74,13 +76,17 @@ class Dispatcher:
         self, active: ActiveRequest, link: WorkerLink, prefill: WorkerLink | None, now_ns: int
     ) -> Submission:
         request, record = active.request, active.record
+        emitted, sampling = record.emitted, request.sampling
+        if emitted:  # behind all scores of the prompt
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Submission(
             request_id=active.id,
             attempt=record.attempt,
             ticket=record.ticket,
             priority=request.priority,
             prompt_tokens=pack_tokens(request.prompt),
-            sampling=sampling_to_wire(request.sampling),
+            sampling=sampling_to_wire(sampling),
+            emitted=emitted,
             tenant=request.tenant,
             hash_seed=self._placer.hash_seed(request, link.capabilities),
             deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),

@@ -44,7 +44,7 @@ from router.requests.history import KeptRecords
 from router.requests.observer import Observer
 from router.requests.prefill_recovery import PrefillRecovery
 from router.requests.record import RequestRecord
-from router.requests.recovery_policy import MAX_ATTEMPTS, after_worker_death
+from router.requests.recovery_policy import after_worker_death, may_try_again
 from router.requests.stream_repair import StreamRepair
 from router.requests.tickets import Tickets
 from router.settings import RouterSettings
@@ -198,10 +198,10 @@ class Gateway:
 
     # --- placement -------------------------------------------------------------------------------
 
-    def _place(self, active: ActiveRequest, avoid: bytes = b"") -> None:
-        """Choose workers and send. ``avoid`` is an incarnation that just failed."""
+    def _place(self, active: ActiveRequest, avoid: bytes = b"", why: str = "") -> None:
+        """Choose workers and send. ``avoid`` is an incarnation that just failed, for ``why``."""
         try:
-            self._dispatcher.begin_attempt(active, avoid)
+            self._dispatcher.begin_attempt(active, avoid, why)
         except Exception as fault:  # noqa: BLE001 - logged there; only this request ends
             active.decode_id = None
             self._fail_placed(active, as_error(active, fault))
@@ -313,13 +313,24 @@ class Gateway:
         self._retry(active, dead, "worker lost", WorkerLostError(f"the worker was lost: {reason}"))
 
     def _retry(self, active: ActiveRequest, avoid: bytes, why: str, otherwise: BatonError) -> None:
-        if not self._placer.eligible(active.request, avoid):
+        if not self._placer.eligible(active.record.to_place, avoid):
             active.decode_id = None
             self._fail_placed(active, otherwise)
             return
-        self._observer.retried(why)
+        self._observer.retried(why, goes_on=active.record.can_go_on)
         self._book.release(active.id)
-        self._place(active, avoid)
+        self._place(active, avoid, why)
+
+    def _move_away(self, link: WorkerLink) -> None:
+        """A worker leaves: others go on with what it holds, where there are any."""
+        leaves = UnavailableError(f"{link.worker_id} is leaving")
+        for active in self._held_by(link.worker_id):
+            if active.record.ended or active.request.probe or not may_try_again(active.record):
+                continue
+            if self._placer.could_place(active.record.to_place, link.incarnation):
+                active.record.note(f"{link.worker_id} is leaving", monotonic_ns())
+                self._send_cancel(active)
+                self._retry(active, link.incarnation, "worker leaving", leaves)
 
     def _fail_placed(self, active: ActiveRequest, error: BatonError) -> None:
         """End a request that no worker holds any more."""
@@ -338,10 +349,10 @@ class Gateway:
             return
         error = UnavailableError(f"{link.worker_id} did not take the request: {reason}")
         self._send_cancel(active)  # the worker may have it, and only the answer be lost
-        if active.record.attempt >= MAX_ATTEMPTS:
-            self._fail_placed(active, error)
-        else:
+        if may_try_again(active.record):
             self._retry(active, link.incarnation, "submit failed", error)
+        else:
+            self._fail_placed(active, error)
 
     def on_frame(self, link: WorkerLink, frame: WorkerFrame) -> None:
         """Everything that a worker did in one step. A fault in one request ends only that one."""
@@ -350,6 +361,8 @@ class Gateway:
             self.workers.note_transfers(link, frame.status.transfers)
             self._book.reported(link.worker_id, now_ns - frame.status.load_age_ns)
             self.tickets.seen(frame.status.highest_ticket)
+            if self.workers.leaves(link) and not self.stopping:
+                self._move_away(link)
         if frame.HasField("transfers"):
             self.workers.note_transfers(link, frame.transfers)
         for route in frame.routes:
@@ -390,7 +403,8 @@ class Gateway:
             self._stream_repair.hole(link, active, run.choice)
             return
         if result.fresh_tokens:
-            if not before_ns:
+            if not active.computed:
+                active.computed = True
                 self._book.computed(active.id)
             self._observer.tokens(active, before_ns, now_ns, result.fresh_tokens)
         if record.ended:
@@ -426,10 +440,10 @@ class Gateway:
         if isinstance(error, WorkerLostError):  # its engine died, its gRPC server still answers
             self._move(active, link.incarnation, f"{link.worker_id}: {error.message}", died=True)
             return
-        movable = end.error.retryable and not record.sent and record.attempt < MAX_ATTEMPTS
+        movable = end.error.retryable and may_try_again(record)
         if movable and not isinstance(error, DeadlineError):
             # Better elsewhere, but a worker that forgot the request may take it again.
-            alone = not self._placer.eligible(active.request, link.incarnation)
+            alone = not self._placer.eligible(record.to_place, link.incarnation)
             avoid = b"" if alone else link.incarnation
             self._retry(active, avoid, end.error.code, error)
         else:

@@ -49,9 +49,12 @@ class Observer:
         self.metrics.inc("baton_routes", mode=mode)
         self.metrics.observe("baton_predicted_seconds", predicted_s, mode=mode)
 
-    def retried(self, reason: str) -> None:
-        """A request was placed again."""
-        self.metrics.inc("baton_retries", reason=reason)
+    def retried(self, reason: str, *, goes_on: bool = False) -> None:
+        """A request was placed again; ``goes_on`` behind tokens of its answer."""
+        if goes_on:
+            self.metrics.inc("baton_migrations", reason=reason)
+        else:
+            self.metrics.inc("baton_retries", reason=reason)
 
     def fallback(self, reason: str) -> None:
         """A request runs otherwise than chosen."""
@@ -170,7 +173,7 @@ class Observer:
         """What the choice of workers cost too much, where the request ran as it was placed."""
         record, placement = active.record, active.placement
         times = record.times
-        replaced = placement is None or active.prefill_id != placement.prefill_id
+        replaced = placement is None or active.prefill_id != placement.prefill_id or record.moves
         if placement is None or replaced or times is None or not record.finished:
             return
         if active.request.pooling:
@@ -209,7 +212,8 @@ def phases(active: ActiveRequest, exposed_s: float = 0.0) -> dict[str, float]:
         active: Over.
         exposed_s: How much of the time between first and second token was the hand-off.
     """
-    record, times = active.record, active.record.times
+    record = active.record
+    times = record.times if not record.moves else None  # those of the last worker only
     arrived_ns, end_ns = record.request.arrived_ns, active.delivered_ns
     placed_ns = active.placed_ns or end_ns
     # The worker rounds otherwise: its parts must not exceed the time on this router's clock.

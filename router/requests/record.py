@@ -13,15 +13,15 @@ from typing import NamedTuple
 import msgspec
 from batonpb import common_pb2
 from batonpb.common_pb2 import TokenLogprob
-from batonpb.decode_pb2 import RequestRoute, RequestTimes, TokenRun
+from batonpb.decode_pb2 import Emitted, RequestRoute, RequestTimes, TokenRun
 
 from engine.core.errors import BatonError, InternalError
 from engine.core.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
-from router.request import GenerationRequest
-from wire.tokens import unpack_tokens
+from router.request import GenerationRequest, Mode
+from wire.tokens import pack_tokens, unpack_tokens
 
 
 class ShownLogprob(NamedTuple):
@@ -165,6 +165,9 @@ class RequestRecord:
         self.embedding = b""
         self._logprobs_intake = PromptLogprobsIntake(self.prompt_tokens - 1)
         self.sent = False  # something of the answer has left for the client
+        self.moves: list[str] = []  # why the answer went on at another worker, each time
+        self.paused_ns = 0  # between the last token at one worker and the first at the next
+        self._pauses = False
         self.ended = False
         self.died_holding: set[bytes] = set()  # incarnations that died with this request
         self.failed_prefills: set[bytes] = set()  # incarnations that failed it, dead or not
@@ -192,12 +195,60 @@ class RequestRecord:
         if len(self.timeline) < 256:
             self.timeline.append((event, now_ns))
 
-    def next_attempt(self) -> int:
-        """Begin an attempt. Nothing may have been sent: tokens of earlier attempts are dropped."""
-        if self.sent:
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another worker can go on with the answer, behind the tokens that have come."""
+        request = self.request
+        if request.pooling or request.prompt_logprobs_only or not self.begun:
+            return False
+        return all(choice.finish_reason or choice.token_ids for choice in self.choices)
+
+    @property
+    def emitted(self) -> list[Emitted]:
+        """What the next worker must take as given, per choice; empty for an answer that begins."""
+        if not self.moves:
+            return []
+        return [
+            Emitted(
+                token_ids=pack_tokens(choice.token_ids), finish_reason=choice.finish_reason or ""
+            )
+            for choice in self.choices
+        ]
+
+    @property
+    def to_place(self) -> GenerationRequest:
+        """The request as its next attempt computes it: with the longest answer as prompt.
+
+        The pools that a client asked for are those in which its answer begins: it is not broken
+        off because one of them is empty later.
+        """
+        if not self.can_go_on:
+            return self.request
+        live = [choice.token_ids for choice in self.choices if choice.finish_reason is None]
+        longest = max(live, key=len, default=[])
+        prompt = (*self.request.prompt, *longest)
+        sampling = msgspec.structs.replace(self.request.sampling, prompt_logprobs=None)
+        mode: Mode = "auto" if self.request.mode == "disaggregated" else self.request.mode
+        return replace(self.request, prompt=prompt, sampling=sampling, mode=mode, goes_on=True)
+
+    def next_attempt(self, why: str = "") -> int:
+        """Begin an attempt.
+
+        An answer that has begun goes on behind its tokens, which are facts; one of which nothing
+        has come starts anew.
+
+        Args:
+            why: What ended the attempt before.
+        """
+        goes_on = self.can_go_on
+        if self.sent and not goes_on:
             raise InternalError("an answer that has begun cannot be started again")
         self.attempt += 1
         self.route = None
+        if goes_on:
+            self.moves.append(why)
+            self._pauses = True
+            return self.attempt
         self.first_token_ns = self.second_token_ns = self.last_token_ns = 0
         self.choices = self._fresh_choices()
         self.prompt_logprobs, self._logprobs_intake = (
@@ -249,6 +300,10 @@ class RequestRecord:
         result = self.choices[run.choice].push(run)
         if not result.fresh_tokens and not run.finish_reason:
             return result
+        if self._pauses:
+            self._pauses = False
+            self.paused_ns += now_ns - self.last_token_ns
+            self.note("goes on", now_ns)
         if not self.first_token_ns:
             self.first_token_ns = now_ns
             self.note("first token", now_ns)

@@ -13,6 +13,7 @@ from router.request import GenerationRequest
 
 MAX_DEATHS = 2
 MAX_ATTEMPTS = 2
+MAX_MOVES = 8  # of an answer that goes on: workers may leave one after the other
 
 
 class FailureRecord(Protocol):
@@ -29,6 +30,10 @@ class FailureRecord(Protocol):
     @property
     def sent(self) -> bool:
         """Whether the client has a part of the answer."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another worker can go on behind what has come of the answer."""
 
     @property
     def died_holding(self) -> set[bytes]:
@@ -94,6 +99,13 @@ def after_prefill_failure(
     )
 
 
+def may_try_again(record: FailureRecord) -> bool:
+    """Whether the request may be placed once more, going on behind its tokens or starting anew."""
+    if record.can_go_on:
+        return record.attempt <= MAX_MOVES
+    return not record.sent and record.attempt < MAX_ATTEMPTS
+
+
 def after_worker_death(
     record: FailureRecord, *, dead: bytes, reason: str, died: bool
 ) -> BatonError | None:
@@ -113,8 +125,7 @@ def after_worker_death(
     poison = is_poison(record)
     if poison is not None:
         return poison
-    if record.sent:
-        return WorkerLostError(f"the decode worker was lost in the middle of the answer: {reason}")
-    if record.attempt >= MAX_ATTEMPTS:
-        return WorkerLostError(f"the worker was lost: {reason}")
-    return None
+    if may_try_again(record):
+        return None
+    where = " in the middle of the answer" if record.sent else ""
+    return WorkerLostError(f"the worker was lost{where}: {reason}")

@@ -132,11 +132,13 @@ def facts_of(active: ActiveRequest) -> Facts:
         ),
         expected_step_s=chosen.decode.decode_step_s if chosen is not None else 0.0,
         lost_to_repairs_s=_lost_to_repairs_s(active),
-        repairs=tuple(event for event, _ in record.timeline if _is_repair(event)),
+        repairs=_repairs_of(active),
         repaired_frames=times.repaired_chunks if times is not None else 0,
         transfer_bytes=times.transfer_bytes if times is not None else 0,
         preemptions=times.preemptions if times is not None else 0,
         usual_gap_s=gaps.usual_s,
+        paused_s=record.paused_ns / 1e9,
+        moves=tuple(record.moves),
         stalls_s=tuple(gap.seconds for gap in gaps.longest),
         stalled_before_token=gaps.longest[0].before_token if gaps.longest else 0,
     )
@@ -177,9 +179,21 @@ def _is_repair(event: str) -> bool:
     )
 
 
+def _before_first_token(active: ActiveRequest) -> list[tuple[str, int]]:
+    first_ns = active.record.first_token_ns or monotonic_ns()
+    return [(event, at_ns) for event, at_ns in active.record.timeline if at_ns <= first_ns]
+
+
+def _repairs_of(active: ActiveRequest) -> tuple[str, ...]:
+    """Of a request that moved, what came later is told by its moves."""
+    moved = bool(active.record.moves)
+    timeline = _before_first_token(active) if moved else active.record.timeline
+    return tuple(event for event, _ in timeline if _is_repair(event))
+
+
 def _lost_to_repairs_s(active: ActiveRequest) -> float:
     """From the first placement to the last thing that was repaired before the first token."""
-    timeline = active.record.timeline
+    timeline = _before_first_token(active)
     placed = [at_ns for event, at_ns in timeline if event.startswith("placed on")]
     repaired = [
         at_ns

@@ -37,6 +37,8 @@ class Facts:
         lost_to_repairs_s: First placement until the one that served, or until another prefill
             worker had the prompt.
         repairs: What was repaired, such as ``prefill-0 failed: the frame is damaged``.
+        paused_s: Between the last token at one worker and the first at the next.
+        moves: Why the answer went on at another worker, each time.
         stalls_s: The longest gaps between tokens, the longest first.
         stalled_before_token: The token that came after the longest one.
     """
@@ -61,6 +63,8 @@ class Facts:
     transfer_bytes: int = 0
     preemptions: int = 0
     usual_gap_s: float = 0.0
+    paused_s: float = 0.0
+    moves: tuple[str, ...] = ()
     stalls_s: tuple[float, ...] = ()
     stalled_before_token: int = 0
 
@@ -94,6 +98,7 @@ def _worth(facts: Facts, one: Why) -> bool:
 def _excesses(facts: Facts) -> Iterator[Why]:
     yield from _waiting(facts)
     yield from _repairing(facts)
+    yield from _going_on(facts)
     yield from _computing(facts)
     yield from _moving(facts)
     yield from _writing(facts)
@@ -114,6 +119,13 @@ def _repairing(facts: Facts) -> Iterator[Why]:
         times = f" ({len(facts.repairs)} repairs)" if len(facts.repairs) > 1 else ""
         told = f"{_s(facts.lost_to_repairs_s)} went into a repair{times}: {facts.repairs[-1]}."
         yield Why("repaired", told, facts.lost_to_repairs_s)
+
+
+def _going_on(facts: Facts) -> Iterator[Why]:
+    if facts.moves:
+        times = f" ({len(facts.moves)} moves)" if len(facts.moves) > 1 else ""
+        told = f"It paused for {_s(facts.paused_s)} while {facts.decode_worker} took it over{times}"
+        yield Why("moved", f"{told}: {facts.moves[-1]}.", facts.paused_s)
 
 
 def _computing(facts: Facts) -> Iterator[Why]:

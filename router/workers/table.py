@@ -17,7 +17,7 @@ from router.workers.directory import WorkerDirectory
 from router.workers.link import LinkListener, WorkerLink
 from router.workers.transfer_totals import TransferLedger
 from telemetry.tasks import BackgroundTasks
-from wire.compatibility import emulation, wire_overlaps
+from wire.compatibility import EMITTED_WIRE, emulation, wire_overlaps
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,6 +100,11 @@ class Slot:
             and len(link.capabilities.kv_groups) > 0
             and not self.refusal
         )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the worker can go on with an answer that began at another one."""
+        return self.link is not None and self.link.capabilities.wire.max >= EMITTED_WIRE
 
     def describe(self) -> dict[str, Any]:
         """The worker's entry in ``GET /fleet``: every field in every state."""
@@ -315,6 +320,11 @@ class WorkerTable:
         """The link to the worker of that name."""
         slot = self._slots.get(worker_id) if worker_id is not None else None
         return slot.link if slot is not None else None
+
+    def leaves(self, link: WorkerLink) -> bool:
+        """Whether the worker takes nothing new, and its requests had better go elsewhere."""
+        slot = self._slots.get(link.worker_id)
+        return slot is not None and slot.link is link and slot.state == "draining"
 
     @property
     def usable(self) -> list[Slot]:

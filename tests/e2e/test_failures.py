@@ -213,22 +213,71 @@ async def test_kill_the_prefill_worker_and_the_request_completes(tmp_path, delay
         await asyncio.to_thread(running.assert_baseline)
 
 
-async def test_kill_the_decode_worker_mid_stream(tmp_path):
+ANSWERS = {
+    "greedy": chat(STORY, max_tokens=120),
+    "seeded, with penalties": chat(
+        STORY, max_tokens=90, temperature=0.9, seed=4, presence_penalty=0.6, repetition_penalty=1.1
+    ),
+    "logprobs of two choices": chat(
+        STORY, max_tokens=60, n=2, temperature=0.7, seed=5, logprobs=True, top_logprobs=2
+    ),
+    "a grammar": chat(
+        "Write a list.", max_tokens=80, structured_outputs={"regex": "(item [a-z]{3,9}, ){14}end"}
+    ),
+    "a stop string": chat(STORY, max_tokens=120, stop=[" sea"]),
+}
+
+
+async def read(url: str, body: dict, begun: asyncio.Event | None = None) -> dict[int, list]:
+    """Each choice's text, log-probabilities and end; ``begun`` is set by the fourth event."""
+    shown: dict[int, list] = {}
+    seen = 0
+    async with streaming(url, body) as response:
+        async for event in events(response):
+            assert "error" not in event, event
+            seen += 1
+            if begun is not None and seen == 4:
+                begun.set()
+            for choice in event["choices"]:
+                text, logprobs, _ = shown.setdefault(choice["index"], ["", [], None])
+                logprobs += (choice["logprobs"] or {"content": []})["content"]
+                shown[choice["index"]] = [
+                    text + choice["delta"].get("content", ""),
+                    logprobs,
+                    choice["finish_reason"],
+                ]
+    return shown
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_answers_outlive_their_decode_worker(tmp_path, how):
+    """Five kinds of answer are under way when the worker goes; all clients see is a pause."""
     with fleet(tmp_path, "prefill-0", "decode-0", "decode-1") as running:
-        async with streaming(running.url, chat(STORY, max_tokens=600), "disaggregated") as response:
-            route = response.headers["x-baton-route"]
-            victim = route.split("decode=")[1].split(";")[0]
-            error, killed_s = None, 0.0
-            async for event in events(response):
-                if "error" in event:
-                    error = event["error"]
-                    break
-                if not killed_s:
-                    killed_s = time.monotonic()
-                    running.workers[victim].kill()
-        assert time.monotonic() - killed_s < 2.0
-        assert error["code"] == "worker_lost"
-        assert await text_of(running.url, chat("Hello", max_tokens=4), "disaggregated")
+        want = {name: await read(running.url, body) for name, body in ANSWERS.items()}
+        begun = {name: asyncio.Event() for name in ANSWERS}
+        asked = {
+            name: asyncio.create_task(read(running.url, body, begun[name]))
+            for name, body in ANSWERS.items()
+        }
+        for event in begun.values():
+            await event.wait()
+        victim = max(running.workers_shown().values(), key=lambda worker: worker["running"])["id"]
+        worker = running.workers[victim]
+        if how == signal.SIGKILL:
+            worker.kill()
+        else:
+            worker.process.terminate()
+        for name, task in asked.items():
+            assert await task == want[name], name
+        metrics = httpx.get(f"{running.url}/metrics").text
+        moved = [
+            float(line.split()[-1])
+            for line in metrics.splitlines()
+            if line.startswith("baton_migrations_total{")
+        ]
+        assert sum(moved) >= 1
+        if how == signal.SIGTERM:
+            assert await asyncio.to_thread(worker.process.wait, 15) == 0
         await asyncio.to_thread(running.assert_baseline)
 
 

@@ -12,6 +12,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "prefix": ("cold", "hit"),
     "chunk": (512, 37, 16),
     "preempted": (False, True),
+    "moved": (False, True),
     "speculation": ("off", "ngram", "draft"),
     "ranks": (1, 2, 3),
     "grammar": (False, True),
@@ -31,6 +32,7 @@ class Case:
     prefix: str
     chunk: int
     preempted: bool
+    moved: bool
     speculation: str
     ranks: int
     grammar: bool
@@ -56,6 +58,11 @@ def every_pair() -> list[Case]:
 def every_case() -> Iterator[Case]:
     """The full product."""
     return (Case(*values) for values in product(*WAYS.values()))
+
+
+def sample(stride: int = 23) -> list[Case]:
+    """Each ``stride``-th case of the full product; a prime that divides no way meets all values."""
+    return list(every_case())[::stride]
 
 
 def pairs_of(case: Case) -> set[tuple[str, Any, str, Any]]:

@@ -32,6 +32,7 @@ from tests.matrix.cases import Case
 
 BLOCKS = 24  # so few that two requests press each other out
 COMPETITOR_TOKENS = 286
+MOVED_AFTER_TOKENS = 9  # emitted by an engine that is gone
 PROMPT_TOKENS = 70
 BINDING = chunk.binding("matrix", 1, 1, b"i" * 16)
 
@@ -188,6 +189,8 @@ class _Run:
         # A chunk must hold the decodes and a token of a prompt: with a competitor that is enough.
         self.decode = _Side(decode, case.chunk, rig.speculation(case))
         self.prefill = _Side(prefill, case.chunk, None) if prefill is not None else None
+        begun = rig.expected(case)[:MOVED_AFTER_TOKENS] if case.moved else []
+        self.emitted: list[int] = begun
         self.seed = hash_seed(b"matrix", case.kv, "exact", rig.adapter.digest * case.adapter)
 
     def request(self, name: str, kind: Kind, **changes) -> EngineRequest:
@@ -198,6 +201,11 @@ class _Run:
             kind=kind, params=params, hash_seed=self.seed, ticket=9, adapter=adapter, **changes
         )
         return EngineRequest(request_id=name, prompt=prompt, spec=spec)
+
+    def asked(self, kind: Kind) -> EngineRequest:
+        """The case's own request at the decoding engine."""
+        emitted = (tuple(self.emitted),) if self.emitted else ()
+        return self.request("r", kind, emitted=emitted)
 
     def outcome(self) -> Outcome:
         sides = [side for side in (self.prefill, self.decode) if side is not None]
@@ -210,7 +218,8 @@ class _Run:
             self.compete()
         tokens = self.hand_over() if self.prefill is not None else []
         if self.prefill is None:
-            self.decode.core.scheduler.submit(self.request("r", Kind.FULL), 0)
+            self.decode.core.scheduler.submit(self.asked(Kind.FULL), 0)
+        tokens = list(self.emitted) or tokens
         end = self.decode.until(ev.Ended, "r")
         assert isinstance(end, ev.Ended)
         assert not end.error_code, end.error_message
@@ -239,7 +248,7 @@ class _Run:
         """Compute the prompt on prefill and move its KV; returns the first token."""
         assert self.prefill is not None
         here, there = self.prefill, self.decode
-        there.core.scheduler.submit(self.request("r", Kind.REMOTE), 0)
+        there.core.scheduler.submit(self.asked(Kind.REMOTE), 0)
         there.until(ev.Reserved, "r")
         skip = 0  # all of it is published, so that any later claim can be served
         here.core.scheduler.submit(self.request("r", Kind.PREFILL, skip_blocks=skip), 0)

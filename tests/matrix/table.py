@@ -5,13 +5,14 @@
 from dataclasses import fields
 from pathlib import Path
 
-from tests.matrix.cases import REQUEST, WAYS, Case, every_pair
+from tests.matrix.cases import REQUEST, WAYS, Case, every_pair, sample
 
 MEANING = {
     "path": "where the prompt is computed: by the decoding worker, or by another that hands over",
     "prefix": "whether the prompt is in the cache already",
     "chunk": "tokens of a step at most",
     "preempted": "whether another request takes its blocks away in the middle",
+    "moved": "whether the answer began at another worker, which is gone, and goes on here",
     "speculation": "where draft tokens come from (the draft model here: the same model without adapters)",
     "ranks": "width of the decoding worker's tensor parallelism (prefill has one rank)",
     "grammar": "a regular expression",
@@ -31,7 +32,7 @@ MIDDLE = """
 What of it belongs to the request may show in the tokens: {request}. Nothing else may: each case
 below must give the tokens of the same request taken alone, whole, cold, on one rank and without
 draft tokens. On a tiny random model all cases of the covering set run in `make test`, and on
-SmolLM2-135M those on one rank; `make test-all` runs those on two ranks too, and on the tiny model the full product of {product:,} cases.
+SmolLM2-135M those on one rank; `make test-all` runs those on two ranks too, and on the tiny model {sampled} cases spread over the full product of {product:,} (all of it takes more than an hour).
 
 Blocks are recounted after every step. The hand-off takes the bytes in wire order, with digests;
 what streams, losses and deaths may do to it is tested in `tests/kvtransfer` and `tests/workers`,
@@ -71,7 +72,9 @@ def page() -> str:
     ways += [(k, ", ".join(map(str, v)), MEANING[k]) for k, v in WAYS.items()]
     names = [field.name for field in fields(Case)]
     rows = [tuple(names)] + [tuple(str(getattr(c, n)) for n in names) for c in cases]
-    middle = MIDDLE.format(request=", ".join(REQUEST), product=product, count=len(cases))
+    middle = MIDDLE.format(
+        request=", ".join(REQUEST), product=product, sampled=len(sample()), count=len(cases)
+    )
     return HEAD + _table(ways) + middle + _table(rows) + TAIL
 
 

@@ -16,7 +16,7 @@ from engine.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL
 from tests.engine.lora_files import write_adapter
 from tests.matrix import table
-from tests.matrix.cases import WAYS, Case, every_case, every_pair, pairs_of
+from tests.matrix.cases import WAYS, Case, every_case, every_pair, pairs_of, sample
 from tests.matrix.rig import COMPETITOR_TOKENS, PROMPT_TOKENS, Rig
 from tests.matrix.tiny import write_tiny
 
@@ -83,10 +83,9 @@ def test_pairs_on_the_real_model(real: Rig, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_case_on_a_tiny_model(tiny: Rig) -> None:
-    """The full product: thousands of cases."""
+def test_a_sample_of_all_cases_on_a_tiny_model(tiny: Rig) -> None:
     broken = []
-    for case in every_case():
+    for case in sample():
         try:
             check(tiny, case)
         except AssertionError as error:
@@ -108,6 +107,7 @@ def test_the_covering_set_covers_every_pair() -> None:
     assert covered == wanted
     assert len(wanted) > 200
     assert set(WAYS) == set(Case.__slots__)
+    assert set().union(*(pairs_of(case) for case in sample())) == wanted
 
 
 def test_the_page_on_exactness_says_what_is_covered() -> None:

@@ -60,6 +60,7 @@ class Script:
     decode_step_s: float = 0.02
     prefill_tokens_per_s: float = 3000.0
     numerics_id: str = "exact/emulated"
+    wire_max: int = 2
     scores_slice: int = 0  # prompt tokens whose scores come in one run; 0 = all
 
 
@@ -193,7 +194,7 @@ class EmulatedWorker(DecodeServicer):
         if first:
             status.capabilities.CopyFrom(
                 common.Capabilities(
-                    wire=common.WireRange(min=1, max=1),
+                    wire=common.WireRange(min=1, max=self.script.wire_max),
                     kv_groups=[KV_GROUP],
                     numerics_id=self.script.numerics_id,
                     weights_digest=b"w" * 16,
@@ -313,10 +314,16 @@ class EmulatedWorker(DecodeServicer):
     async def _generate(self, job: Job) -> None:
         script, sampling = self.script, job.submission.sampling
         job.tokens = {choice: [] for choice in range(sampling.n)}
+        emitted = [0] * sampling.n
+        for choice, begun in enumerate(job.submission.emitted):
+            emitted[choice] = len(begun.token_ids) // 4
+            job.tokens[choice] = list(struct.unpack(f"<{emitted[choice]}I", begun.token_ids))
+            if begun.finish_reason:
+                job.ended_choices.add(choice)
         length = sampling.max_tokens
         if script.answer is not None:
             length = min(length, len(script.answer))
-        for index in range(length):
+        for index in range(min(emitted), length):
             if script.die_at_index == index:
                 os.kill(os.getpid(), signal.SIGKILL)
             if script.cut_stream_at == index and not self._cut:
@@ -325,7 +332,7 @@ class EmulatedWorker(DecodeServicer):
                     queue.put_nowait(None)
                 self._queues.clear()
             for choice in range(sampling.n):
-                if choice in job.ended_choices:
+                if choice in job.ended_choices or index < emitted[choice]:
                     continue
                 if script.answer is not None:
                     token = script.answer[index]

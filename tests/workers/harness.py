@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from batonpb import common_pb2, decode_pb2_grpc
@@ -144,6 +144,7 @@ class MiniRouter:
         prompt: list[int],
         prefill: WorkerProcess | None = None,
         adapter: common_pb2.Adapter | None = None,
+        emitted: Sequence[list[int]] = (),
         **fields,
     ) -> None:
         sampling = {"max_tokens": 8, "n": 1, "top_p": 1, "repetition_penalty": 1, "logprobs": -1}
@@ -158,12 +159,13 @@ class MiniRouter:
             router_id=self.router_id,
             lease_ms=1500,
             prefill=prefill.target if prefill else None,
+            emitted=[pb.Emitted(token_ids=pack_tokens(tokens)) for tokens in emitted],
         )
         if adapter is not None:
             submission.adapter.CopyFrom(adapter)
         for key, value in fields.items():
             setattr(submission, key, value)
-        self.tokens[name] = {}
+        self.tokens[name] = {choice: list(tokens) for choice, tokens in enumerate(emitted)}
         self.scores[name] = PromptLogprobsIntake(len(prompt) - 1)
         await self.send(submit=submission)
 

@@ -30,6 +30,7 @@ def request(
     priority=0,
     cacheable=True,
     pooling="",
+    emitted=(),
     **params,
 ):
     spec = RequestSpec(
@@ -40,6 +41,7 @@ def request(
         priority=priority,
         cacheable=cacheable,
         pooling=pooling,
+        emitted=emitted,
     )
     return EngineRequest(request_id=name, prompt=prompt, spec=spec)
 
@@ -152,6 +154,99 @@ def test_choices_under_memory_pressure_end_once_each():
     finishes = [e for e in events if isinstance(e, ev.Tokens) and e.finish_reason]
     assert sorted(e.choice for e in finishes) == [0, 1, 2, 3]
     assert ends(events) == ["n"]
+
+
+class TestAnAnswerThatGoesOn:
+    """Tokens came from an engine that is gone; the rest must be what that one would have said."""
+
+    PROMPT = tuple(range(40))
+
+    def whole(self, **params) -> dict[int, list[int]]:
+        core = make_core(blocks=256)
+        core.scheduler.submit(request("whole", list(self.PROMPT), **params), 0)
+        return {choice: tokens for (_, choice), tokens in answers(run(core)).items()}
+
+    @staticmethod
+    def rest(events: list[ev.Event], name: str) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for event in events:
+            if isinstance(event, ev.Tokens) and event.request_id == name:
+                found.setdefault(event.choice, []).extend(token.token for token in event.tokens)
+        return found
+
+    @pytest.mark.parametrize("cut", [1, 8, 9, 24, 29])
+    @pytest.mark.parametrize("cached", [False, True])
+    def test_here(self, cut, cached):
+        params = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 30}
+        want = self.whole(**params)
+        emitted = tuple(tuple(want[choice][:cut]) for choice in (0, 1))
+        core = make_core()
+        if cached:
+            core.scheduler.submit(request("before", self.PROMPT), 0)
+            run(core)
+        core.scheduler.submit(request("r", list(self.PROMPT), emitted=emitted, **params), 0)
+        events = run(core)
+        assert self.rest(events, "r") == {choice: want[choice][cut:] for choice in (0, 1)}
+        indexes = [e.index for e in events if isinstance(e, ev.Tokens) and e.request_id == "r"]
+        assert min(indexes) == cut
+        (end,) = [e for e in events if isinstance(e, ev.Ended) and e.request_id == "r"]
+        assert end.cached_tokens <= len(self.PROMPT)
+        assert core.pool.counts().in_use == 0
+
+    def test_a_choice_that_has_ended_stays_ended(self):
+        params = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 30}
+        want = self.whole(**params)
+        core = make_core()
+        emitted = (None, tuple(want[1][:4]))
+        core.scheduler.submit(request("r", list(self.PROMPT), emitted=emitted, **params), 0)
+        assert self.rest(run(core), "r") == {1: want[1][4:]}
+
+    def test_after_a_hand_off_of_its_prompt(self):
+        """The KV of the prompt arrives; the tokens behind it are computed here."""
+        want = self.whole(max_tokens=30)[0]
+        core, source = make_core(), make_core()
+        source.scheduler.submit(request("p", list(self.PROMPT), Kind.PREFILL), 0)
+        published = run(source)
+        (admitted,) = [e for e in published if isinstance(e, ev.Admitted)]
+        remote = request(
+            "r", list(self.PROMPT), Kind.REMOTE, max_tokens=30, emitted=(tuple(want[:7]),)
+        )
+        core.scheduler.submit(remote, 0)
+        (reserved,) = [e for e in run(core) if isinstance(e, ev.Reserved)]
+        core.scheduler.bind("r", reserved.generation)
+        (bound,) = [e for e in run(core) if isinstance(e, ev.Bound)]
+        ours, theirs = core.runner._pool, source.runner._pool
+        ours[:, :, list(bound.blocks)] = theirs[:, :, list(admitted.blocks)]
+        assert core.scheduler.commit("r", reserved.generation, (want[0],), 1)
+        events = run(core)
+        assert self.rest(events, "r") == {0: want[7:]}
+
+    def test_a_hand_off_that_is_given_up(self):
+        want = self.whole(max_tokens=30)[0]
+        core = make_core()
+        remote = request(
+            "r", list(self.PROMPT), Kind.REMOTE, max_tokens=30, emitted=(tuple(want[:7]),)
+        )
+        core.scheduler.submit(remote, 0)
+        run(core)
+        core.scheduler.compute_locally("r", (want[0],))
+        assert self.rest(run(core), "r") == {0: want[7:]}
+
+    @pytest.mark.parametrize(
+        ("emitted", "params"),
+        [
+            (((),), {}),
+            (((1,) * 8,), {}),
+            (((1,), (2,)), {}),
+            (((1,),), {"prompt_logprobs": 0}),
+            (((1,),), {"pooling": "mean"}),
+        ],
+    )
+    def test_what_cannot_go_on_is_refused(self, emitted, params):
+        core = make_core()
+        with pytest.raises(InvalidRequestError):
+            core.scheduler.submit(request("r", list(self.PROMPT), emitted=emitted, **params), 0)
+        assert not core.batch.has_work()
 
 
 def test_stop_tokens_end_the_answer_and_are_not_part_of_it():

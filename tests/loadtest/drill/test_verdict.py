@@ -51,6 +51,7 @@ def test_all_well():
         (ended(1, end="broken_stream", answer="four"), "broken_stream"),
         (ended(1, end="connection", answer=""), "connection"),
         (ended(1, end="http_error", status=500, detail="", answer=""), "http_error 500"),
+        (ended(1, end="stream_error", detail="worker_lost: x", answer="four"), "worker_lost"),
     ],
 )
 def test_what_no_drill_may_cost(bad, said):
@@ -61,11 +62,11 @@ def test_what_no_drill_may_cost(bad, said):
 
 def test_a_typed_error_is_allowed_where_the_drill_says_so():
     records = [
-        ended(0, end="stream_error", detail="worker_lost: x", answer="one", intended_s=8.0),
+        ended(0, end="http_error", status=503, detail="unavailable", answer="", intended_s=8.0),
         ended(1),
     ]
     assert verdict(records, may_fail=True).passed
-    assert "stream_error" in verdict(records).faults[0]
+    assert "http_error 503" in verdict(records).faults[0]
 
 
 def test_a_request_without_an_end_or_with_two():

@@ -119,6 +119,165 @@ async def test_a_whole_answer_moves_even_after_tokens_came(make_fleet, model):
     assert response.json()["choices"][0]["message"]["content"] == text_of(model, 20)
 
 
+SIXTY_TOKENS = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "hi"}],
+    "stream": True,
+    "max_tokens": 60,
+    "seed": 1,
+}
+
+
+class TestAnAnswerGoesOn:
+    """Its decode worker is lost or leaves; the client sees the same answer, after a pause."""
+
+    @staticmethod
+    async def stream(fleet, after_events: int, then, **body) -> list:
+        """The events of a stream; ``then`` is called behind that many of them."""
+        lines = []
+        async with fleet.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if len(lines) == 2 * after_events:  # each is a line and an empty one
+                    await then()
+        return events_of("\n".join(lines))
+
+    @staticmethod
+    def texts(events: list, n: int = 1) -> list[str]:
+        assert events[-1] == "[DONE]"
+        texts = [""] * n
+        for event in events[:-1]:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content", "")
+        return texts
+
+    async def test_after_a_kill_in_the_middle(self, make_fleet, model):
+        fleet = await make_fleet({})
+        process = await fleet.spawn("decode-0", "--step-s", "0.02")
+
+        async def then():
+            await fleet.add("decode-1", Script(step_s=0.001))
+            await kill(fleet, process)
+
+        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS)
+        assert self.texts(events) == [text_of(model, 60)]
+        (submission,) = fleet.workers["decode-1"].submissions
+        assert submission.attempt == 2
+        assert len(submission.emitted[0].token_ids) >= 4 * 6
+        page = (await fleet.http.get("/metrics")).text
+        assert 'baton_migrations_total{reason="worker lost"} 1.0' in page
+        story = (await fleet.http.get(f"/fleet/requests/{events[0]['id']}")).json()
+        assert story["moves"] == ["worker lost"]
+
+    async def test_choices_logprobs_and_usage_after_a_kill(self, make_fleet, model):
+        fleet = await make_fleet({})
+        process = await fleet.spawn("decode-0", "--step-s", "0.02")
+
+        async def then():
+            await fleet.add("decode-1", Script(step_s=0.001))
+            await kill(fleet, process)
+
+        asked = {"n": 2, "logprobs": True, "stream_options": {"include_usage": True}}
+        events = await self.stream(fleet, 12, then, **SIXTY_TOKENS, **asked)
+        ids = [[answer_token(1, choice, i) for i in range(60)] for choice in (0, 1)]
+        assert self.texts(events, 2) == [model.tokenizer.decode(each) for each in ids]
+        shown = [0, 0]
+        for event in events[:-1]:
+            for choice in event["choices"]:
+                shown[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
+        assert shown == [60, 60]
+        assert events[-2]["usage"]["completion_tokens"] == 120
+
+    async def test_a_stop_string_across_the_move(self, make_fleet, model):
+        """Half of it comes from one worker, half from the other."""
+        fleet = await make_fleet({})
+        process = await fleet.spawn("decode-0", "--step-s", "0.02")
+        whole = text_of(model, 60)
+        stop = model.tokenizer.decode([answer_token(1, 0, i) for i in range(20, 50)])
+
+        async def then():
+            record = next(iter(fleet.router.gateway._active.values())).record
+            await until(lambda: record.choices[0].next_index >= 25)  # held: nothing is sent now
+            await fleet.add("decode-1", Script(step_s=0.001))
+            await kill(fleet, process)
+
+        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS, stop=[stop])
+        assert self.texts(events) == [whole[: whole.index(stop)]]
+        assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+    async def test_a_choice_that_has_ended_is_not_asked_for_again(self, make_fleet, model):
+        fleet = await make_fleet({})
+        process = await fleet.spawn("decode-0", "--step-s", "0.02")
+        own = model.tokenizer.decode([answer_token(1, 1, i) for i in range(3, 6)])
+
+        async def then():
+            await fleet.add("decode-1", Script(step_s=0.001))
+            await kill(fleet, process)
+
+        events = await self.stream(fleet, 24, then, **SIXTY_TOKENS, n=2, stop=[own])
+        (submission,) = fleet.workers["decode-1"].submissions
+        assert [choice.finish_reason for choice in submission.emitted] == ["", "stop"]
+        assert self.texts(events, 2)[0] == text_of(model, 60)
+
+    async def test_when_its_worker_leaves(self, make_fleet, model):
+        fleet = await make_fleet({"decode-0": Script(step_s=0.05)})
+
+        async def then():
+            await fleet.add("decode-1", Script(step_s=0.001))
+            only(fleet).state = "draining"
+
+        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS)
+        assert self.texts(events) == [text_of(model, 60)]
+        assert only(fleet).cancels  # the one that leaves is told
+        page = (await fleet.http.get("/metrics")).text
+        assert 'baton_migrations_total{reason="worker leaving"} 1.0' in page
+
+    async def test_it_stays_where_nobody_else_could_take_it(self, make_fleet, model):
+        fleet = await make_fleet({"decode-0": Script(step_s=0.01)})
+
+        async def then():
+            only(fleet).state = "draining"
+
+        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS)
+        assert self.texts(events) == [text_of(model, 60)]
+        assert not only(fleet).cancels
+
+    async def test_workers_of_the_wire_before_are_not_asked(self, make_fleet):
+        fleet = await make_fleet({})
+        process = await fleet.spawn("decode-0", "--step-s", "0.02")
+
+        async def then():
+            await fleet.add("decode-1", Script(wire_max=1))
+            await kill(fleet, process)
+
+        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS)
+        assert events[-1]["error"]["code"] == "worker_lost"
+        assert not fleet.workers["decode-1"].submissions
+
+    async def test_two_deaths_end_it(self, make_fleet):
+        fleet = await make_fleet({})
+        first = await fleet.spawn("decode-0", "--step-s", "0.02")
+        second = []
+
+        async def then():
+            second.append(await fleet.spawn("decode-1", "--step-s", "0.02"))
+            await fleet.add("decode-2")
+            fleet.workers["decode-2"].state = "draining"  # in reserve
+            await until(lambda: fleet.state("decode-2") == "draining")
+            await kill(fleet, first)
+            gateway = fleet.router.gateway
+            active = next(iter(gateway._active.values()))
+            await until(lambda: active.record.attempt == 2 and not active.record._pauses)
+            fleet.workers["decode-2"].state = "ready"
+            await until(lambda: fleet.state("decode-2") == "ready")
+            await kill(fleet, second[0])
+
+        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS)
+        assert events[-1]["error"]["code"] == "poison_request"
+        assert not fleet.workers["decode-2"].submissions
+
+
 async def test_a_request_that_kills_workers_stops_after_two(make_fleet):
     fleet = await make_fleet({})
     processes = [

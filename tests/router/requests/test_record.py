@@ -130,12 +130,22 @@ def test_a_stop_token_counts_and_is_not_shown(record, model):
     assert shown(record) == "Hello"
 
 
-def test_what_was_sent_cannot_be_started_again(record):
+def test_what_has_begun_goes_on_at_the_next_worker(record):
     record.on_run(run(0, [1000]), 5)
-    record.next_attempt()
+    record.next_attempt("worker lost")
     assert record.attempt == 2
-    assert record.next_indices == [0]
-    record.sent = True
+    assert record.next_indices == [1]
+    assert [unpack_tokens(one.token_ids) for one in record.emitted] == [[1000]]
+    assert record.to_place.prompt == (*record.request.prompt, 1000)
+    record.on_run(run(1, [1001], attempt=1), 6)  # the first worker, late
+    assert record.next_indices == [1]
+    record.on_run(run(1, [1001], attempt=2), 9)
+    assert record.choices[0].token_ids == [1000, 1001]
+    assert (record.moves, record.paused_ns) == (["worker lost"], 4)
+
+
+def test_what_was_sent_before_any_token_cannot_be_started_again(record):
+    record.sent = True  # its prompt's log-probabilities, for example
     with pytest.raises(InternalError):
         record.next_attempt()
 

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from router.requests.active_request import ActiveRequest
 from tests.router.emulated_worker import answer_token
 from tests.router.requests.fake_links import FakeLink, end, fake_gateway, request, run
+from wire.tokens import unpack_tokens
 
 LENGTH = 5
 LONG_PROMPT = tuple(range(1, 40))
@@ -43,6 +44,17 @@ class Held:
     router: int
     made: int = 0
     end: pb.RequestEnd | None = None
+
+    def __post_init__(self) -> None:
+        """It goes on behind what another worker emitted, which must be right."""
+        submission = self.submission
+        self.emitted = [len(one.token_ids) // 4 for one in submission.emitted]
+        for choice, one in enumerate(submission.emitted):
+            assert unpack_tokens(one.token_ids) == golden(
+                submission.sampling.seed, choice, stop=self.emitted[choice]
+            )
+        self.emitted = self.emitted or [0] * submission.sampling.n
+        self.made = min(self.emitted)
 
     def runs(self, begins: list[int], stop: int) -> list[pb.TokenRun]:
         submission = self.submission
@@ -120,7 +132,8 @@ class Worker:
 
     def step(self, held: Held, tokens: int) -> None:
         before, held.made = held.made, min(held.made + tokens, LENGTH)
-        self.say(held.router, tokens=held.runs([before] * held.submission.sampling.n, held.made))
+        begins = [max(before, emitted) for emitted in held.emitted]
+        self.say(held.router, tokens=held.runs(begins, held.made))
         if held.made == LENGTH:
             self._end(held)
 
@@ -359,6 +372,16 @@ class StreamMachine(RuleBasedStateMachine):
         self.workers[at[1]].down[at[0]].clear()
         self.links[at].die("silent", died=False)
 
+    @rule(number=which, leaves=st.booleans())
+    @in_loop
+    def worker_leaves(self, number, leaves):
+        """Or stays after all."""
+        at = self._at(number)
+        link = self.links[at]
+        if link.live:
+            link.status.state = "draining" if leaves else "ready"
+            link.say(status=link.status)
+
     # --- what always holds ----------------------------------------------------------------------
 
     def _settle(self) -> None:
@@ -375,7 +398,8 @@ class StreamMachine(RuleBasedStateMachine):
                     if self._wanted(held):
                         worker.step(held, 2)
                     else:  # speaks, and has far to go: only a cancel ends it
-                        worker.say(held.router, tokens=held.runs([0], 1))
+                        made = held.emitted[0]
+                        worker.say(held.router, tokens=held.runs([made], made + 1))
             quiet = not any(w.running() or any(w.down.values()) for w in self.workers)
             if quiet and not any(self.links[at]._out for at in PLACES):
                 return

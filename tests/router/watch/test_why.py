@@ -39,6 +39,16 @@ PLANTED = {
         ),
         ["2.00 s", "the frame is damaged"],
     ),
+    "moved": (
+        facts(
+            2.5,
+            {"decode": 2.1},
+            paused_s=1.8,
+            moves=("worker leaving", "worker lost"),
+            stalls_s=(1.8, 0.02, 0.02),
+        ),
+        ["1.80 s", "decode-0 took it over", "2 moves", "worker lost"],
+    ),
     "preempted": (
         facts(2.5, {"decode": 2.3}, preemptions=2, stalls_s=(1.8, 0.3, 0.02)),
         ["preempted it 2 times", "2.06 s", "decode-0"],
