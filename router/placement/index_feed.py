@@ -54,11 +54,24 @@ class IndexFeeder:
         async for item in events:
             # The source heals gaps in what it read. Here the index has dropped the blocks of a
             # worker that it took for dead, and the worker is alive.
-            if self._prefix_index.apply(item) is Applied.SNAPSHOT_NEEDED:
+            if isinstance(item, Snapshot):
+                result = await self._take_in(item)
+                self._metrics.inc("baton_mirror_snapshots")
+            else:
+                result = self._prefix_index.apply(item)
+            if result is Applied.SNAPSHOT_NEEDED:
                 events.want(item.incarnation)
                 self._metrics.inc("baton_mirror_sequence_gaps")
-            if isinstance(item, Snapshot):
-                self._metrics.inc("baton_mirror_snapshots")
             applied += 1
             if applied % 64 == 0:
                 await asyncio.sleep(0)  # a backlog must not hold up tokens
+
+    async def _take_in(self, snapshot: Snapshot) -> Applied:
+        """A slice at a time: tokens pass in between."""
+        steps = self._prefix_index.take_in(snapshot)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                return Applied(done.value)
+            await asyncio.sleep(0)

@@ -141,10 +141,17 @@ class Placer:
         usable = list(self._workers.usable)
         if avoid:
             usable = [slot for slot in usable if slot.incarnation != avoid]
+        if request.goes_on:
+            usable = [slot for slot in usable if slot.goes_on]
         if request.pinned is None:
             return usable
         pinned_ids = (request.pinned.prefill, request.pinned.decode)
         return [slot for slot in usable if slot.worker_id in pinned_ids]
+
+    def could_place(self, request: GenerationRequest, avoid: bytes) -> bool:
+        """Whether workers other than the incarnation ``avoid`` can serve the request now."""
+        roles = {slot.role for slot in self.eligible(request, avoid)}
+        return roles >= {"prefill", "decode"} if request.mode == "disaggregated" else bool(roles)
 
     def hash_seed(self, request: GenerationRequest, capabilities: Capabilities) -> bytes:
         """The seed of the request's block hashes on a worker of these capabilities."""

@@ -5,24 +5,31 @@
 
 What the index says is a hint: a worker that no longer has a block recomputes it. So a set that
 waits for its snapshot stays in use; only a dead incarnation is dropped at once.
+
+An incarnation's blocks stand in one table under a small number. Forgetting it takes the number off
+the list of those that count; the table is swept a little with every further item, and the number is
+used again when it is nowhere any more. A snapshot is read under a new number.
 """
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Generator, Sequence
 from enum import Enum
 
-from registry.types import (
-    EventBatch,
-    FeedItem,
-    Forget,
-    Heartbeat,
-    Snapshot,
-    hashes_checksum,
+from registry.types import EventBatch, FeedItem, Forget, Heartbeat, Snapshot
+from router.placement.block_table import (
+    HASH_BYTES,
+    PARTS,
+    BlockTable,
+    LiveWorkers,
+    block_table,
 )
 
 _MAX_KEPT_BATCHES = 1024
-_EXPECTED_FOR_NS = 2_000_000_000
-_MAX_EXPECTED = 65_536
+_EXPECTED_TABLES = 3
+_EXPECTED_STEP_NS = 1_000_000_000
+_MAX_EXPECTED_BLOCKS = 262_144  # in each of the tables
+_SLICE_HASHES = 4096  # of a snapshot, between two looks at the clock: some milliseconds
+_SWEEP_BLOCKS = 4096  # of the table, about, with each item
 
 
 class Applied(Enum):
@@ -34,46 +41,88 @@ class Applied(Enum):
 
 
 class _HeldBlocks:
-    """The block hashes of one incarnation."""
+    """What is known of one incarnation's blocks."""
 
-    __slots__ = ("checksum", "hashes", "kept", "sequence", "waiting")
+    __slots__ = ("blocks", "checksum", "kept", "number", "sequence", "waiting")
 
-    def __init__(self) -> None:
-        self.hashes: set[bytes] = set()
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.blocks = 0
         self.sequence = 0
         self.checksum = 0
         self.waiting = False
         self.kept: deque[EventBatch] = deque(maxlen=_MAX_KEPT_BATCHES)
 
-    def change(self, batch: EventBatch) -> None:
-        if batch.cleared:
-            self.hashes, self.checksum = set(), 0
-        for block_hash in batch.removed:
-            if block_hash in self.hashes:
-                self.hashes.discard(block_hash)
-                self.checksum = hashes_checksum((block_hash,), self.checksum)
-        for block_hash in batch.stored:
-            if block_hash not in self.hashes:
-                self.hashes.add(block_hash)
-                self.checksum = hashes_checksum((block_hash,), self.checksum)
-        self.sequence = batch.sequence
+
+class _Numbers:
+    """Hands out small numbers; one that was given back is free when all parts were swept."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._free: list[int] = []
+        self.retired: dict[int, int] = {}  # number: parts that are left to sweep
+
+    def take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._next += 1
+        return self._next - 1
+
+    def retire(self, number: int) -> None:
+        self.retired[number] = PARTS
+
+    def swept(self, parts: int) -> None:
+        left = {number: left - parts for number, left in self.retired.items()}
+        self._free += [number for number, parts_left in left.items() if parts_left <= 0]
+        self.retired = {number: parts_left for number, parts_left in left.items() if parts_left > 0}
+
+
+class _Expected:
+    """Blocks that are about to be stored, for two to three seconds: a table for each second."""
+
+    def __init__(self) -> None:
+        self.tables: list[BlockTable] = [block_table() for _ in range(_EXPECTED_TABLES)]
+        self._step = 0
+
+    def at(self, now_ns: int) -> list[BlockTable]:
+        """The tables, the newest first, as they are now."""
+        step = now_ns // _EXPECTED_STEP_NS
+        for _ in range(min(max(step - self._step, 0), _EXPECTED_TABLES)):
+            oldest = self.tables.pop()
+            oldest.clear()
+            self.tables.insert(0, oldest)
+        self._step = max(step, self._step)
+        return self.tables
 
 
 class PrefixIndex:
-    """Sets of block hashes by incarnation.
+    """The blocks of all incarnations.
 
     Args:
         max_hashes: Per incarnation; further ones are dropped (no pool holds so many blocks).
         max_incarnations: Beyond it the one that was added first is dropped.
+        table: Where they stand; None: the best that this machine can have.
     """
 
-    def __init__(self, max_hashes: int = 4_000_000, max_incarnations: int = 4096) -> None:
+    def __init__(
+        self,
+        max_hashes: int = 4_000_000,
+        max_incarnations: int = 4096,
+        table: BlockTable | None = None,
+    ) -> None:
         self._max_hashes = max_hashes
         self._max_incarnations = max_incarnations
+        self._table = table if table is not None else block_table()
+        self._expected = _Expected()
         self._held: dict[bytes, _HeldBlocks] = {}
-        self._expected: dict[tuple[bytes, bytes], int] = {}  # until when, oldest first
+        self._incarnations: dict[int, bytes] = {}  # by number
+        self._numbers = _Numbers()
+        self._live = LiveWorkers()
+        self._part = 0  # that is swept next
         self.gaps = 0
         self.snapshots = 0
+
+    # ---------------------------------------------------------------- what is said of workers
 
     def apply(self, item: FeedItem) -> Applied:
         """Take an item of the feed.
@@ -82,60 +131,92 @@ class PrefixIndex:
             ``SNAPSHOT_NEEDED`` asks the caller to fetch one for ``item.incarnation``. It is said
             again for every further item until the snapshot has come, so a lost answer heals.
         """
+        self._sweep()
         match item:
             case Forget():
                 self.forget(item.incarnation)
                 return Applied.DONE
             case Snapshot():
-                return self._apply_snapshot(item)
+                return _finished(self.take_in(item))
             case EventBatch():
                 return self._apply_batch(item)
             case Heartbeat():
                 return self._apply_heartbeat(item)
 
+    def take_in(self, snapshot: Snapshot) -> Generator[None, None, Applied]:
+        """Take a snapshot a slice at a time; until the last one the index answers as before."""
+        entry = self._entry(snapshot.incarnation)
+        if not entry.waiting and snapshot.sequence < entry.sequence:
+            return Applied.OLD
+        fresh = _HeldBlocks(self._numbers.take())
+        packed = b"".join(snapshot.hashes)
+        for begin in range(0, len(packed), _SLICE_HASHES * HASH_BYTES):
+            self._store(fresh, packed[begin : begin + _SLICE_HASHES * HASH_BYTES])
+            yield
+        if self._held.get(snapshot.incarnation) is not entry:  # it died meanwhile
+            self._numbers.retire(fresh.number)
+            return Applied.DONE
+        self.snapshots += 1
+        fresh.sequence = snapshot.sequence
+        self._retire(entry)
+        self._held[snapshot.incarnation] = fresh
+        self._count(snapshot.incarnation, fresh)
+        result = Applied.DONE
+        for batch in entry.kept:
+            if batch.sequence > snapshot.sequence:
+                result = self._apply_batch(batch)
+        return result
+
     def forget(self, incarnation: bytes) -> None:
-        """Drop a dead incarnation: one dictionary entry, however many blocks it held."""
-        self._held.pop(incarnation, None)
+        """Drop a dead incarnation, at once, however many blocks it held."""
+        entry = self._held.pop(incarnation, None)
+        if entry is not None:
+            self._retire(entry)
 
     def expect(self, incarnation: bytes, hashes: Sequence[bytes], now_ns: int) -> None:
         """A request was placed on ``incarnation`` that will store blocks of these hashes.
 
-        No event says so yet. They count for two seconds, so that the same prompt, asked again at
-        once, goes where it was computed.
+        No event says so yet. They count for two seconds and more, so that the same prompt, asked
+        again at once, goes where it was computed.
         """
-        for block_hash in hashes:
-            key = (incarnation, block_hash)
-            self._expected.pop(key, None)
-            self._expected[key] = now_ns + _EXPECTED_FOR_NS
-        while self._expected:
-            oldest = next(iter(self._expected))
-            if self._expected[oldest] > now_ns and len(self._expected) <= _MAX_EXPECTED:
-                break
-            del self._expected[oldest]
+        newest, number = self._expected.at(now_ns)[0], self._entry(incarnation).number
+        room = _MAX_EXPECTED_BLOCKS - newest.blocks
+        newest.add(number, b"".join(hashes), room)
 
     def _entry(self, incarnation: bytes) -> _HeldBlocks:
         entry = self._held.get(incarnation)
         if entry is None:
             if len(self._held) >= self._max_incarnations:
-                del self._held[next(iter(self._held))]
-            entry = self._held[incarnation] = _HeldBlocks()
+                self.forget(next(iter(self._held)))
+            entry = self._held[incarnation] = _HeldBlocks(self._numbers.take())
+            self._count(incarnation, entry)
         return entry
 
-    def _apply_snapshot(self, snapshot: Snapshot) -> Applied:
-        entry = self._entry(snapshot.incarnation)
-        if not entry.waiting and snapshot.sequence < entry.sequence:
-            return Applied.OLD
-        self.snapshots += 1
-        later = [batch for batch in entry.kept if batch.sequence > snapshot.sequence]
-        fresh = _HeldBlocks()
-        fresh.hashes = set(snapshot.hashes)
-        fresh.checksum = hashes_checksum(fresh.hashes)
-        fresh.sequence = snapshot.sequence
-        self._held[snapshot.incarnation] = fresh
-        result = self._bounded(fresh)
-        for batch in later:
-            result = self._apply_batch(batch)
-        return result
+    def _count(self, incarnation: bytes, entry: _HeldBlocks) -> None:
+        self._live.add(entry.number)
+        self._incarnations[entry.number] = incarnation
+
+    def _retire(self, entry: _HeldBlocks) -> None:
+        self._live.discard(entry.number)
+        self._incarnations.pop(entry.number, None)
+        self._numbers.retire(entry.number)
+
+    def _sweep(self) -> None:
+        """Take numbers that count no longer out of a few parts of the tables."""
+        gone = self._numbers.retired
+        if not gone:
+            return
+        parts = _SWEEP_BLOCKS * PARTS // (self._table.blocks + 1)
+        parts = min(max(parts, 1), PARTS - self._part)
+        for table in (self._table, *self._expected.tables):
+            table.sweep(self._part, parts, gone)
+        self._part = (self._part + parts) % PARTS
+        self._numbers.swept(parts)
+
+    def _store(self, entry: _HeldBlocks, hashes: bytes) -> None:
+        added = self._table.add(entry.number, hashes, self._max_hashes - entry.blocks)
+        entry.blocks += added.blocks
+        entry.checksum ^= added.checksum
 
     def _apply_batch(self, batch: EventBatch) -> Applied:
         entry = self._entry(batch.incarnation)
@@ -148,8 +229,16 @@ class PrefixIndex:
             self._lost(entry)
             self._keep(entry, batch)
             return Applied.SNAPSHOT_NEEDED
-        entry.change(batch)
-        return self._bounded(entry)
+        if batch.cleared:
+            self._retire(entry)
+            entry.number, entry.blocks, entry.checksum = self._numbers.take(), 0, 0
+            self._count(batch.incarnation, entry)
+        removed = self._table.remove(entry.number, b"".join(batch.removed))
+        entry.blocks -= removed.blocks
+        entry.checksum ^= removed.checksum
+        self._store(entry, b"".join(batch.stored))
+        entry.sequence = batch.sequence
+        return Applied.DONE
 
     def _apply_heartbeat(self, beat: Heartbeat) -> Applied:
         entry = self._entry(beat.incarnation)
@@ -170,33 +259,27 @@ class PrefixIndex:
         if not entry.kept or batch.sequence > entry.kept[-1].sequence:
             entry.kept.append(batch)
 
-    def _bounded(self, entry: _HeldBlocks) -> Applied:
-        while len(entry.hashes) > self._max_hashes:
-            block_hash = entry.hashes.pop()
-            entry.checksum = hashes_checksum((block_hash,), entry.checksum)
-        return Applied.DONE
+    # ---------------------------------------------------------------- what is asked
+
+    def prefixes(self, hashes: Sequence[bytes], now_ns: int | None = None) -> dict[bytes, int]:
+        """How many of ``hashes``, from the first on, each incarnation holds that has the first.
+
+        With ``now_ns`` those count too that it is expected to hold soon.
+        """
+        expected = self._expected.at(now_ns) if now_ns is not None else ()
+        found = self._table.match(b"".join(hashes), self._live, expected)
+        return {self._incarnations[number]: length for number, length in found}
 
     def prefix_blocks(
         self, incarnation: bytes, hashes: Sequence[bytes], now_ns: int | None = None
     ) -> int:
-        """How many of ``hashes``, from the first on, the incarnation holds.
-
-        With ``now_ns`` those count too that it is expected to hold soon.
-        """
-        entry = self._held.get(incarnation)
-        held: Container[bytes] = entry.hashes if entry is not None else ()
-        expected = self._expected if now_ns is not None else None
-        for count, block_hash in enumerate(hashes):
-            if block_hash in held:
-                continue
-            if not expected or expected.get((incarnation, block_hash), 0) <= (now_ns or 0):
-                return count
-        return len(hashes)
+        """The same of one incarnation."""
+        return self.prefixes(hashes, now_ns).get(incarnation, 0)
 
     def hashes_of(self, incarnation: bytes) -> frozenset[bytes]:
         """The hashes of all blocks that the incarnation holds, as far as events told."""
         entry = self._held.get(incarnation)
-        return frozenset(entry.hashes) if entry is not None else frozenset()
+        return frozenset(self._table.hashes_of(entry.number) if entry is not None else ())
 
     def waits_for_snapshot(self, incarnation: bytes) -> bool:
         """Whether a hole was found and not healed yet."""
@@ -206,4 +289,17 @@ class PrefixIndex:
     @property
     def total_hashes(self) -> int:
         """Hashes over all incarnations."""
-        return sum(len(entry.hashes) for entry in self._held.values())
+        return sum(entry.blocks for entry in self._held.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the tables, roughly."""
+        return sum(table.memory_bytes for table in (self._table, *self._expected.tables))
+
+
+def _finished(steps: Generator[None, None, Applied]) -> Applied:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return Applied(done.value)

@@ -58,12 +58,13 @@ def loads_of(
     reports = reports or Reports()
     connected = [(slot, reports.of(slot)) for slot in slots if slot.link is not None]
     rates = reports.expected(connected, now_ns)
+    held = prefix_index.prefixes(hashes, now_ns) if hashes else {}
     found = [
         _Found(
             slot,
             slot.role,
             report,
-            prefix_index.prefix_blocks(slot.incarnation, hashes, now_ns),
+            held.get(slot.incarnation, 0),
             book.unreported(slot.worker_id),
         )
         for slot, report in connected

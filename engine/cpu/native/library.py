@@ -2,34 +2,23 @@
 
     python -m engine.cpu.native.library      compile now (``make`` does it at install)
 
-The library lies in the cache folder under a digest of its source and of what compiles it. A CPU
-with AVX-512 but without BF16 computes the bits of VDPBF16PS by two FMAs (``vectors.h``), so hosts
-of both kinds may pair in ``exact``. Without a compiler, or without AVX-512, there is no library,
-and torch's kernels do the same work; ``BATON_NATIVE=0`` does without it. The bits of the two
-differ, so the numerics ids do, and workers of both kinds refuse to pair in ``exact``.
+A CPU with AVX-512 but without BF16 computes the bits of VDPBF16PS by two FMAs (``vectors.h``), so
+hosts of both kinds may pair in ``exact``. Without a compiler, or without AVX-512, there is no
+library, and torch's kernels do the same work; ``BATON_NATIVE=0`` does without it. The bits of the
+two differ, so the numerics ids do, and workers of both kinds refuse to pair in ``exact``.
 """
 
 import ctypes
-import fcntl
 import functools
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+from engine.compiled import compiled
+
 SOURCES = ("team.h", "team.cpp", "vectors.h", "products.cpp", "rows.cpp", "attention.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
-_COMPILE_TIMEOUT_S = 120.0
 _CPU_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # avx512_bf16 makes it faster
-
-
-def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
-    root = os.environ.get("BATON_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "baton") / "native"
 
 
 @functools.cache
@@ -37,11 +26,9 @@ def load() -> ctypes.CDLL | None:
     """The library, compiled first if need be; ``None`` where it cannot be had."""
     if os.environ.get("BATON_NATIVE") == "0" or not _cpu_flags() >= _CPU_FLAGS:
         return None
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        return None
+    cpu = " ".join(sorted(_cpu_flags()))
     try:
-        path = _compiled(compiler)
+        path = compiled("kernels", Path(__file__).parent, SOURCES, _FLAGS, made_for=cpu)
         return None if path is None else _declared(ctypes.CDLL(str(path)))
     except OSError:
         return None
@@ -54,37 +41,6 @@ def _cpu_flags() -> set[str]:
         return set()
     flags = next((line for line in lines if line.startswith("flags")), "")
     return set(flags.partition(":")[2].split())
-
-
-def _compiled(compiler: str) -> Path | None:
-    """Path of the library for these sources, compiler and CPU."""
-    folder = Path(__file__).parent
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    sources = [(folder / name).read_bytes() for name in SOURCES]
-    cpu = " ".join(sorted(_cpu_flags())).encode()
-    parts = (*sources, version, " ".join(_FLAGS).encode(), cpu)
-    digest = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
-    cache = cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
-    target = cache / f"kernels-{platform.machine()}-{digest}.so"
-    with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several workers start at once
-        if not target.exists() and not _compile(compiler, target):
-            return None
-    return target
-
-
-def _compile(compiler: str, target: Path) -> bool:
-    partial = target.with_suffix(f".{os.getpid()}")
-    units = [str(Path(__file__).with_name(name)) for name in SOURCES if name.endswith(".cpp")]
-    command = [compiler, *_FLAGS, *units, "-o", str(partial)]
-    try:
-        subprocess.run(command, capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S)
-        partial.rename(target)
-    except (OSError, subprocess.SubprocessError):
-        partial.unlink(missing_ok=True)
-        return False
-    return True
 
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float

@@ -246,7 +246,9 @@ def test_conversations_keep_eight_nodes_within_one_and_a_half_of_the_mean():
     for row in rows:
         now_s = row["timestamp"] / 1000
         # A block of the trace has 512 tokens; the model's blocks have 16.
-        blocks = [f"{i}/{part}".encode() for i in row["hash_ids"] for part in range(32)]
+        blocks = [
+            f"{i}/{part:02}".encode().rjust(16) for i in row["hash_ids"] for part in range(32)
+        ]
         blocks = blocks[: row["input_length"] // 16]
         loads = [
             worker(

@@ -151,7 +151,7 @@ def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fat
 
 def test_what_was_just_placed_counts_until_it_should_have_come():
     prefix_index = PrefixIndex()
-    hashes = [b"a", b"b"]
+    hashes = [name(1), name(2)]
     prefix_index.expect(A, hashes, now_ns=0)
     assert prefix_index.prefix_blocks(A, hashes, now_ns=1) == 2
     assert prefix_index.prefix_blocks(B, hashes, now_ns=1) == 0
@@ -161,7 +161,62 @@ def test_what_was_just_placed_counts_until_it_should_have_come():
 
 def test_expectations_are_bounded_and_old_ones_leave():
     prefix_index = PrefixIndex()
-    for second in range(5):
-        many = [f"{second}/{i}".encode() for i in range(14_000)]
-        prefix_index.expect(A, many, now_ns=second * 1_000_000_000)
-    assert len(prefix_index._expected) <= 65_536
+    for second in range(20):
+        many = [name(second * 1_000_000 + i) for i in range(100_000)]
+        for part in range(4):
+            prefix_index.expect(A, many[part * 25_000 :][:25_000], now_ns=second * 1_000_000_000)
+    tables = prefix_index._expected.tables
+    assert [table.blocks for table in tables] == [100_000] * 3
+    many = [name(50_000_000 + i) for i in range(300_000)]
+    prefix_index.expect(A, many, now_ns=20 * 1_000_000_000)
+    assert tables[0].blocks == 262_144
+
+
+def test_of_many_workers_each_has_its_own_prefix():
+    prefix_index = PrefixIndex()
+    hashes = [name(number) for number in range(1, 41)]
+    for number in range(40):
+        incarnation = name(1000 + number)
+        batch_of = EventBatch(incarnation=incarnation, sequence=1, stored=tuple(hashes[:number]))
+        prefix_index.apply(batch_of)
+    assert prefix_index.prefixes(hashes) == {name(1000 + n): n for n in range(1, 40)}
+
+
+def test_a_snapshot_in_slices_shows_only_when_it_is_whole():
+    prefix_index = PrefixIndex()
+    prefix_index.apply(batch(1, stored=[1]))
+    steps = prefix_index.take_in(snapshot(2, range(2, 20_000)))
+    assert sum(1 for _ in zip(steps, range(3), strict=False)) == 3
+    assert prefix_index.prefixes([name(1)]) == {A: 1}
+    assert prefix_index.prefixes([name(2)]) == {}
+    for _ in steps:
+        pass
+    assert prefix_index.prefixes([name(1)]) == {}
+    assert prefix_index.prefixes([name(2), name(3)]) == {A: 2}
+    assert prefix_index.total_hashes == 19_998
+
+
+def test_a_worker_that_dies_while_its_snapshot_is_read_stays_forgotten():
+    prefix_index = PrefixIndex()
+    prefix_index.apply(batch(1, stored=[1]))
+    steps = prefix_index.take_in(snapshot(2, range(20_000)))
+    next(steps)
+    prefix_index.forget(A)
+    for _ in steps:
+        pass
+    assert prefix_index.hashes_of(A) == frozenset()
+    assert prefix_index.total_hashes == 0
+
+
+def test_numbers_are_used_again_only_when_nothing_is_left_of_them():
+    """Lives come and go; no block of a life that is gone is taken for one of a later life."""
+    prefix_index = PrefixIndex()
+    for life in range(300):
+        incarnation = name(5000 + life)
+        stored = range(life * 50, life * 50 + 60)
+        prefix_index.apply(batch(1, stored=stored, incarnation=incarnation))
+        assert prefix_index.hashes_of(incarnation) == set(map(name, stored))
+        assert prefix_index.prefixes([name(life * 50)]) == {incarnation: 1}
+        prefix_index.apply(Forget(incarnation=incarnation))
+    assert prefix_index._numbers._next < 300
+    assert prefix_index._table.blocks < 5000

@@ -89,7 +89,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
             await until(lambda router=router: len(router.parts.gateway.workers.usable) == 3)
 
         await place(routers[0], 1)
-        await asyncio.sleep(2.1)  # what that placement promised is forgotten: nothing came of it
+        await asyncio.sleep(3.1)  # what that placement promised is forgotten: nothing came of it
         seed = next(s for w in workers for s in w.submissions).hash_seed
         hashes = block_hashes(seed, model.tokenizer.encode(PROMPT))
         publishers[2].publish(stored=hashes, removed=[])

@@ -1,0 +1,74 @@
+"""Small C++ libraries, compiled once per machine into the cache folder and loaded by ctypes.
+
+A library lies there under a digest of its sources and of what compiles it. Without a compiler there
+is none, and who asks for one has another way to do the same work.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+_COMPILE_TIMEOUT_S = 120.0
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept."""
+    root = os.environ.get("BATON_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "baton") / "native"
+
+
+def compiled(
+    name: str, folder: Path, sources: Sequence[str], flags: Sequence[str], made_for: str = ""
+) -> Path | None:
+    """The path of a library, compiled first if need be.
+
+    Args:
+        name: Of the library.
+        folder: Where the sources lie.
+        sources: Files; those that end in ``.cpp`` are compiled.
+        flags: For the compiler.
+        made_for: What else the result depends on, such as the CPU for ``-march=native``.
+
+    Returns:
+        None without a compiler, or if it fails.
+
+    Raises:
+        OSError: The cache folder cannot be written.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        return None
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    texts = [(folder / source).read_bytes() for source in sources]
+    parts = (*texts, version, " ".join(flags).encode(), made_for.encode())
+    digest = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / f"{name}-{platform.machine()}-{digest}.so"
+    units = [str(folder / source) for source in sources if source.endswith(".cpp")]
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes start at once
+        if not target.exists() and not _compile([compiler, *flags, *units], target):
+            return None
+    return target
+
+
+def _compile(command: Sequence[str], target: Path) -> bool:
+    partial = target.with_suffix(f".{os.getpid()}")
+    try:
+        subprocess.run(
+            [*command, "-o", str(partial)],
+            capture_output=True,
+            check=True,
+            timeout=_COMPILE_TIMEOUT_S,
+        )
+        partial.rename(target)
+    except (OSError, subprocess.SubprocessError):
+        partial.unlink(missing_ok=True)
+        return False
+    return True

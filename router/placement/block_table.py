@@ -1,0 +1,273 @@
+"""Which workers hold which blocks: one table by block hash, for all workers together. Sans-IO.
+
+Workers are small numbers, hashes are 16 bytes each and come one behind the other. There are two
+tables that give the same answers: one in C++ (``native/``) of some 50 bytes a block and tens of
+nanoseconds a look, and a plain one for machines without a compiler.
+"""
+
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from router.placement.native.library import load
+
+HASH_BYTES = 16
+PARTS = 256
+"""A table is swept by parts of about equal size."""
+_FIRST_WORKERS = 256
+
+
+class Changed(NamedTuple):
+    """How many blocks came or went, and the xor of their hashes' first 8 bytes."""
+
+    blocks: int
+    checksum: int
+
+
+class LiveWorkers:
+    """The workers whose blocks count."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self.bits = bytearray(_FIRST_WORKERS // 8)
+
+    def add(self, worker: int) -> None:
+        """Count its blocks from now on."""
+        self.numbers.add(worker)
+        while worker >= len(self.bits) * 8:
+            self.bits += bytes(len(self.bits))
+        self.bits[worker // 8] |= 1 << worker % 8
+
+    def discard(self, worker: int) -> None:
+        """Count them no longer."""
+        self.numbers.discard(worker)
+        self.bits[worker // 8] &= ~(1 << worker % 8) & 0xFF
+
+
+class BlockTable(Protocol):
+    """See the module. Numbers of workers are below 65,535."""
+
+    @property
+    def blocks(self) -> int:
+        """Different blocks."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the table, roughly."""
+
+    def add(self, worker: int, hashes: bytes, most: int) -> Changed:
+        """A worker has these blocks; of those that it had not, only the first ``most`` count."""
+
+    def remove(self, worker: int, hashes: bytes) -> Changed:
+        """A worker has them no longer."""
+
+    def match(
+        self, hashes: bytes, live: LiveWorkers, others: Sequence["BlockTable"] = ()
+    ) -> list[tuple[int, int]]:
+        """Of each live worker that has the first block, how many it has from there on.
+
+        Args:
+            hashes: Of a prompt's blocks.
+            live: Who counts.
+            others: Tables of the same kind: a block in any of them is had.
+        """
+
+    def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
+        """Take workers out of some of the ``PARTS``."""
+
+    def hashes_of(self, worker: int) -> list[bytes]:
+        """All that a worker has; looks at everything."""
+
+    def clear(self) -> None:
+        """Forget all."""
+
+
+def block_table() -> BlockTable:
+    """The native table, or the plain one where there is no compiler."""
+    library = load()
+    return PlainBlockTable() if library is None else NativeBlockTable(library)
+
+
+def each_hash(hashes: bytes) -> Iterator[bytes]:
+    """The hashes, one by one."""
+    return (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
+
+
+class PlainBlockTable:
+    """A ``BlockTable`` of dictionaries."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[bytes, set[int]]] = [{} for _ in range(PARTS)]
+
+    @property
+    def blocks(self) -> int:
+        """See ``BlockTable``."""
+        return sum(map(len, self.parts))
+
+    @property
+    def memory_bytes(self) -> int:
+        """See ``BlockTable``."""
+        return 400 * self.blocks
+
+    def add(self, worker: int, hashes: bytes, most: int) -> Changed:
+        """See ``BlockTable``."""
+        blocks = checksum = 0
+        for block_hash in each_hash(hashes):
+            if blocks == most:
+                break
+            workers = self.parts[block_hash[-1]].setdefault(block_hash, set())
+            if worker not in workers:
+                workers.add(worker)
+                blocks += 1
+                checksum ^= int.from_bytes(block_hash[:8], "little")
+        return Changed(blocks, checksum)
+
+    def remove(self, worker: int, hashes: bytes) -> Changed:
+        """See ``BlockTable``."""
+        blocks = checksum = 0
+        for block_hash in each_hash(hashes):
+            part = self.parts[block_hash[-1]]
+            workers = part.get(block_hash)
+            if workers is None or worker not in workers:
+                continue
+            workers.remove(worker)
+            if not workers:
+                del part[block_hash]
+            blocks += 1
+            checksum ^= int.from_bytes(block_hash[:8], "little")
+        return Changed(blocks, checksum)
+
+    def match(
+        self, hashes: bytes, live: LiveWorkers, others: Sequence[BlockTable] = ()
+    ) -> list[tuple[int, int]]:
+        """See ``BlockTable``."""
+        tables = [self, *(other for other in others if isinstance(other, PlainBlockTable))]
+        alive, found, count = live.numbers, [], 0
+        for count, block_hash in enumerate(each_hash(hashes)):
+            having: set[int] = set()
+            for table in tables:
+                having |= table.parts[block_hash[-1]].get(block_hash, having)
+            if count:
+                found += [(worker, count) for worker in alive - having]
+            alive = alive & having
+            if not alive:
+                return found
+        return found + [(worker, count + 1) for worker in alive] if hashes else []
+
+    def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
+        """See ``BlockTable``."""
+        for part in self.parts[first_part : first_part + parts]:
+            for block_hash, workers in list(part.items()):
+                workers.difference_update(gone)
+                if not workers:
+                    del part[block_hash]
+
+    def hashes_of(self, worker: int) -> list[bytes]:
+        """See ``BlockTable``."""
+        return [name for part in self.parts for name, workers in part.items() if worker in workers]
+
+    def clear(self) -> None:
+        """See ``BlockTable``."""
+        self.parts = [{} for _ in range(PARTS)]
+
+
+class NativeBlockTable:
+    """A ``BlockTable`` in C++.
+
+    Args:
+        library: From ``router.placement.native.library``.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.room = _FIRST_WORKERS
+        self.handle = ctypes.c_void_p(library.baton_blocks_new(self.room))
+        if not self.handle:
+            raise MemoryError("the block table")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.baton_blocks_delete(self.handle)
+
+    @property
+    def blocks(self) -> int:
+        """See ``BlockTable``."""
+        return int(self._library.baton_blocks_count(self.handle))
+
+    @property
+    def memory_bytes(self) -> int:
+        """See ``BlockTable``."""
+        return int(self._library.baton_blocks_bytes(self.handle))
+
+    def widen(self, workers: int) -> None:
+        """Make room for so many workers."""
+        if workers > self.room:
+            self.room = max(workers, 2 * self.room)
+            self._library.baton_blocks_widen(self.handle, self.room)
+
+    def add(self, worker: int, hashes: bytes, most: int) -> Changed:
+        """See ``BlockTable``."""
+        self.widen(worker + 1)
+        checksum = ctypes.c_uint64(0)
+        blocks = self._library.baton_blocks_add(
+            self.handle,
+            hashes,
+            len(hashes) // HASH_BYTES,
+            worker,
+            max(most, 0),
+            ctypes.byref(checksum),
+        )
+        return Changed(blocks, checksum.value)
+
+    def remove(self, worker: int, hashes: bytes) -> Changed:
+        """See ``BlockTable``."""
+        self.widen(worker + 1)
+        checksum = ctypes.c_uint64(0)
+        blocks = self._library.baton_blocks_remove(
+            self.handle, hashes, len(hashes) // HASH_BYTES, worker, ctypes.byref(checksum)
+        )
+        return Changed(blocks, checksum.value)
+
+    def match(
+        self, hashes: bytes, live: LiveWorkers, others: Sequence[BlockTable] = ()
+    ) -> list[tuple[int, int]]:
+        """See ``BlockTable``."""
+        tables = [self, *(other for other in others if isinstance(other, NativeBlockTable))]
+        most = max(len(live.bits) * 8, *(table.room for table in tables))
+        live.bits += bytes(most // 8 - len(live.bits))
+        for table in tables:
+            table.widen(most)
+        workers, lengths = (ctypes.c_uint16 * most)(), (ctypes.c_uint32 * most)()
+        found = self._library.baton_blocks_match(
+            (ctypes.c_void_p * len(tables))(*(table.handle for table in tables)),
+            len(tables),
+            hashes,
+            len(hashes) // HASH_BYTES,
+            (ctypes.c_char * len(live.bits)).from_buffer(live.bits),
+            len(live.bits) // 8,
+            workers,
+            lengths,
+        )
+        return list(zip(workers[:found], lengths[:found], strict=True))
+
+    def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
+        """See ``BlockTable``."""
+        bits = LiveWorkers()
+        for worker in gone:
+            bits.add(worker)
+        self.widen(len(bits.bits) * 8)
+        bits.bits += bytes(self.room // 8 - len(bits.bits))
+        mask = (ctypes.c_char * len(bits.bits)).from_buffer(bits.bits)
+        self._library.baton_blocks_sweep(self.handle, mask, first_part, parts)
+
+    def hashes_of(self, worker: int) -> list[bytes]:
+        """See ``BlockTable``."""
+        self.widen(worker + 1)
+        count = self._library.baton_blocks_list(self.handle, worker, None, 0)
+        found = ctypes.create_string_buffer(max(count, 1) * HASH_BYTES)
+        self._library.baton_blocks_list(self.handle, worker, found, count)
+        return list(each_hash(found.raw[: count * HASH_BYTES]))
+
+    def clear(self) -> None:
+        """See ``BlockTable``."""
+        self._library.baton_blocks_clear(self.handle)

@@ -1,0 +1,47 @@
+"""Compiles ``block_table.cpp`` once per machine, and loads it; ``BATON_NATIVE=0`` does without."""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+from engine.compiled import compiled
+
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
+_POINTER, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "baton_blocks_new": (_POINTER, (_U32,)),
+    "baton_blocks_delete": (None, (_POINTER,)),
+    "baton_blocks_widen": (None, (_POINTER, _U32)),
+    "baton_blocks_count": (_U64, (_POINTER,)),
+    "baton_blocks_bytes": (_U64, (_POINTER,)),
+    "baton_blocks_add": (_U64, (_POINTER, _POINTER, _U64, _U32, _U64, _POINTER)),
+    "baton_blocks_remove": (_U64, (_POINTER, _POINTER, _U64, _U32, _POINTER)),
+    "baton_blocks_match": (
+        _U32,
+        (_POINTER, _U32, _POINTER, _U64, _POINTER, _U32, _POINTER, _POINTER),
+    ),
+    "baton_blocks_sweep": (None, (_POINTER, _POINTER, _U32, _U32)),
+    "baton_blocks_list": (_U64, (_POINTER, _U32, _POINTER, _U64)),
+    "baton_blocks_clear": (None, (_POINTER,)),
+}
+"""Result and arguments of what the library exports."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library; None where it cannot be had."""
+    if os.environ.get("BATON_NATIVE") == "0":
+        return None
+    try:
+        path = compiled("blocks", Path(__file__).parent, ("block_table.cpp",), _FLAGS)
+        if path is None:
+            return None
+        library = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
