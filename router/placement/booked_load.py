@@ -6,6 +6,7 @@ young enough to hold it has come. An engine looks for new requests between two s
 a second apart, so a report says itself how old the load in it is.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,10 +40,19 @@ class _Booking:
 
 @dataclass(slots=True)
 class _Worker:
-    """Bookings by request; those that no report holds yet stand in both."""
+    """Bookings by request; those that no report holds yet stand in both, and in the sum."""
 
     live: dict[str, _Booking] = field(default_factory=dict)
     unreported: dict[str, _Booking] = field(default_factory=dict)
+    sum: Unreported = _NOTHING
+
+    def add_up(self) -> None:
+        bookings = self.unreported.values()
+        self.sum = Unreported(
+            sum(booking.tokens for booking in bookings),
+            sum(booking.context for booking in bookings),
+            sum(booking.streams for booking in bookings),
+        )
 
 
 class LoadBook:
@@ -50,6 +60,7 @@ class LoadBook:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
+        self._unreported: dict[str, _Worker] = {}  # those of them with a sum
         self._workers_of: dict[str, set[str]] = {}  # by request
 
     def book(
@@ -77,6 +88,7 @@ class LoadBook:
         booking = _Booking(tokens, context, streams, now_ns, adapter)
         worker = self._workers.setdefault(worker_id, _Worker())
         worker.live[request_id] = worker.unreported[request_id] = booking
+        self._add_up(worker_id, worker)
         self._workers_of.setdefault(request_id, set()).add(worker_id)
 
     def brings(self, worker_id: str, adapter: str) -> bool:
@@ -89,8 +101,11 @@ class LoadBook:
     def computed(self, request_id: str) -> None:
         """The first token came: the prompt is no longer a load."""
         for worker_id in self._workers_of.get(request_id, ()):
-            booking = self._workers[worker_id].live[request_id]
+            worker = self._workers[worker_id]
+            booking = worker.live[request_id]
             booking.tokens = booking.context = 0
+            if request_id in worker.unreported:
+                self._add_up(worker_id, worker)
 
     def take_back(self, worker_id: str | None, request_id: str) -> None:
         """Another worker does the request's part of this one."""
@@ -107,7 +122,8 @@ class LoadBook:
     def _drop(self, worker_id: str, request_id: str) -> None:
         worker = self._workers[worker_id]
         del worker.live[request_id]
-        worker.unreported.pop(request_id, None)
+        if worker.unreported.pop(request_id, None) is not None:
+            self._add_up(worker_id, worker)
 
     def reported(self, worker_id: str, as_of_ns: int) -> None:
         """A report of the worker came, of how things stood there at that time."""
@@ -119,22 +135,28 @@ class LoadBook:
             for request_id, booking in worker.unreported.items()
             if as_of_ns - booking.at_ns < _SETTLE_NS
         }
+        self._add_up(worker_id, worker)
+
+    def _add_up(self, worker_id: str, worker: _Worker) -> None:
+        worker.add_up()
+        if worker.unreported:
+            self._unreported[worker_id] = worker
+        else:
+            self._unreported.pop(worker_id, None)
 
     def forget(self, worker_id: str) -> None:
         """Drop the bookings of a worker that is gone."""
         worker = self._workers.pop(worker_id, None)
+        self._unreported.pop(worker_id, None)
         if worker is not None:
             for request_id in worker.live:
                 self._workers_of[request_id].discard(worker_id)
 
     def unreported(self, worker_id: str) -> Unreported:
         """What the worker's last report does not hold yet."""
-        worker = self._workers.get(worker_id)
-        if worker is None or not worker.unreported:
-            return _NOTHING
-        bookings = worker.unreported.values()
-        return Unreported(
-            sum(booking.tokens for booking in bookings),
-            sum(booking.context for booking in bookings),
-            sum(booking.streams for booking in bookings),
-        )
+        worker = self._unreported.get(worker_id)
+        return worker.sum if worker is not None else _NOTHING
+
+    def booked(self) -> Iterator[tuple[str, Unreported]]:
+        """The workers of which reports do not tell all, and what they do not tell."""
+        return ((worker_id, worker.sum) for worker_id, worker in self._unreported.items())

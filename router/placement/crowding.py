@@ -10,7 +10,7 @@ The share is one for all workers of a role. One worker's own would chase noise: 
 avoided looks idle, and attracts the next prompts, cached there or not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from math import exp
 
 _FOLLOWS_NS = 60e9  # the mean forgets a sample within about this time
@@ -24,24 +24,19 @@ class Crowding:
         self._busy_share: dict[str, float] = {}
         self._at_ns = 0
 
-    def note(self, workers: Iterable[tuple[str, bool]], now_ns: int) -> None:
+    def note(self, workers: Mapping[str, tuple[int, int]], now_ns: int) -> None:
         """How things stand.
 
         A sample counts for the time since the one before it, so that a burst does not count for
         more than the time that it takes.
 
         Args:
-            workers: Role of each, and whether it has prompt tokens to compute.
+            workers: By role, how many have prompt tokens to compute, and how many there are.
             now_ns: Monotonic clock.
         """
-        counts: dict[str, list[int]] = {}
-        for role, busy in workers:
-            count = counts.setdefault(role, [0, 0])
-            count[0] += busy
-            count[1] += 1
         weight = 1 - exp(-max(now_ns - self._at_ns, 0) / _FOLLOWS_NS)
         self._at_ns = now_ns
-        for role, (busy_workers, all_workers) in counts.items():
+        for role, (busy_workers, all_workers) in workers.items():
             before = self._busy_share.get(role, 0.0)
             self._busy_share[role] = before + weight * (busy_workers / all_workers - before)
 

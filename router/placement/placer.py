@@ -12,11 +12,12 @@ from batonpb.common_pb2 import Capabilities
 from engine.core.errors import UnavailableError
 from engine.core.geometry import context_tokens
 from router.placement.booked_load import LoadBook
-from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, candidates, choose
+from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, WorkerLoad, candidates, choose
 from router.placement.crowding import Crowding
 from router.placement.prefix_index import PrefixIndex
 from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.placement.worker_load import Reports, loads_of
+from router.placement.shortlist import Shortlist
+from router.placement.worker_load import Rates, Reports, load_of, loads_of
 from router.request import GenerationRequest
 from router.settings import RouterSettings
 from router.workers.table import Slot
@@ -97,6 +98,7 @@ class Placer:
         self._crowding = Crowding()
         self._clock_ns = clock_ns
         self._random = random_source or random.Random()
+        self._shortlist = Shortlist(self._reports, self._crowding, self._random.getrandbits(32))
         self._hashes_of = hashes_of or partial(prompt_hashes, seeds=self._seeds)
         self._answer_tokens = RunningMean(_ANSWER_WEIGHT, prior=_INITIAL_ANSWER_TOKENS)
 
@@ -168,23 +170,17 @@ class Placer:
             UnavailableError: No worker that is ready can serve it in its mode.
         """
         now_ns = self._clock_ns()
-        usable = self.eligible(request, avoid)
+        rates = self._shortlist.update(self._workers, now_ns)
+        usable = self._shortlist.usable
         if not usable:
             raise UnavailableError("no worker is ready")
-        self._random.shuffle(usable)  # of equal ones, not always the same are looked at
         hashes = self._hashes_of(request, usable)
         reusable = [] if request.whole_prompt else hashes
-        loads = loads_of(
-            usable,
-            reusable,
-            self._prefix_index,
-            self._book,
-            now_ns,
-            request.adapter_digest,
-            self._reports,
-            PAIRED_OF_A_ROLE,
-            self._crowding,
-        )
+        if request.pinned is None:
+            loads = self._worth_pricing(request, reusable, avoid, rates, now_ns)
+        else:
+            slots = self.eligible(request, avoid)
+            loads = loads_of(slots, reusable, self._prefix_index, self._book, now_ns)
         compared = candidates(
             loads,
             mode=request.mode,
@@ -205,6 +201,32 @@ class Placer:
         return Placement(
             chosen=chosen, candidates=tuple(compared[:_EXPLAINED_CANDIDATES]), placed_ns=now_ns
         )
+
+    def _worth_pricing(
+        self,
+        request: GenerationRequest,
+        hashes: Sequence[bytes],
+        avoid: bytes,
+        rates: Rates,
+        now_ns: int,
+    ) -> list[WorkerLoad]:
+        """The few workers that may be the best, as the cost model takes them."""
+        held = self._prefix_index.prefixes(hashes, now_ns) if hashes else {}
+        best = self._shortlist.best(
+            request, len(hashes), held, self._book, now_ns, keep=PAIRED_OF_A_ROLE, avoid=avoid
+        )
+        return [
+            load_of(
+                slot,
+                cached_blocks,
+                self._book,
+                request.adapter_digest,
+                rates,
+                self._reports,
+                self._crowding,
+            )
+            for slot, cached_blocks in best
+        ]
 
     def _book_load(self, request: GenerationRequest, chosen: Candidate, now_ns: int) -> None:
         computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
 from engine.core.geometry import BLOCK_TOKENS, context_tokens, head_bytes
-from router.placement.booked_load import LoadBook, Unreported
+from router.placement.booked_load import LoadBook
 from router.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
@@ -38,10 +37,8 @@ def loads_of(
     now_ns: int,
     adapter: str = "",
     reports: "Reports | None" = None,
-    keep_of_a_role: int = 0,
-    crowding: Crowding | None = None,
 ) -> list[WorkerLoad]:
-    """The slots as the cost model takes them.
+    """The slots as the cost model takes them, each of them.
 
     Args:
         slots: Usable ones.
@@ -51,67 +48,15 @@ def loads_of(
         now_ns: Monotonic clock.
         adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
         reports: Those that were read for an earlier prompt.
-        keep_of_a_role: Of a large fleet, only so many of each role that would have the prompt
-            soonest, and as many that have the fewest streams; of equal ones, the first. 0: all.
-        crowding: Learns how busy the fleet is.
     """
     reports = reports or Reports()
     connected = [(slot, reports.of(slot)) for slot in slots if slot.link is not None]
     rates = reports.expected(connected, now_ns)
     held = prefix_index.prefixes(hashes, now_ns) if hashes else {}
-    found = [
-        _Found(
-            slot,
-            slot.role,
-            report,
-            held.get(slot.incarnation, 0),
-            book.unreported(slot.worker_id),
-        )
-        for slot, report in connected
-    ]
-    if crowding is not None:
-        crowding.note([(one.role, one.queued_tokens > 0) for one in found], now_ns)
-    if keep_of_a_role and len(found) > 4 * keep_of_a_role:
-        found = _worth_pricing(found, len(hashes), rates, keep_of_a_role)
     return [
-        load_of(one.slot, one.cached_blocks, book, adapter, rates, reports, crowding)
-        for one in found
+        load_of(slot, held.get(slot.incarnation, 0), book, adapter, rates, reports)
+        for slot, _ in connected
     ]
-
-
-class _Found(NamedTuple):
-    """A worker, before it is worth a price."""
-
-    slot: Slot
-    role: str
-    report: "Report"
-    cached_blocks: int
-    booked: Unreported
-
-    @property
-    def queued_tokens(self) -> int:
-        return self.report.queued_tokens + self.booked.tokens
-
-
-def _worth_pricing(
-    found: Sequence[_Found], prompt_blocks: int, rates: "Rates", keep: int
-) -> list[_Found]:
-    """Those of each role that would have the prompt soonest, and those with the fewest streams."""
-    by_role: dict[str, tuple[list[float], list[int], list[_Found]]] = {}
-    for one in found:
-        role, report = one.role, one.report
-        prompts_s, streams, peers = by_role.setdefault(role, ([], [], []))
-        uncached_tokens = (prompt_blocks - one.cached_blocks) * report.block_tokens
-        tokens = report.queued_tokens + one.booked.tokens + uncached_tokens
-        prompts_s.append(tokens * rates.token_s(role, report))
-        streams.append(report.streams + one.booked.streams)
-        peers.append(one)
-    kept: list[_Found] = []
-    for _, (prompts_s, streams, peers) in sorted(by_role.items()):
-        soonest = nsmallest(keep, range(len(peers)), key=prompts_s.__getitem__)
-        freest = nsmallest(keep, range(len(peers)), key=streams.__getitem__)
-        kept += [peers[index] for index in dict.fromkeys([*soonest, *freest])]
-    return kept
 
 
 class PromptLine(NamedTuple):
