@@ -12,7 +12,7 @@ from router.workers.table import Slot
 from wire.compatibility import own_wire
 
 
-class _NeverCalled:
+class NeverCalled:
     """Listens to links that are never opened."""
 
     def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
@@ -74,7 +74,7 @@ class SimulatedTable:
             role: Role = "prefill" if worker.role == "prefill" else "decode"
             record = WorkerRecord(worker_id=worker.worker_id, role=role, state="ready", epoch=1)
             slot = self._slots[worker.worker_id] = Slot(record)
-        link = WorkerLink(worker.worker_id, "", _NeverCalled(), Hello())
+        link = WorkerLink(worker.worker_id, "", NeverCalled(), Hello())
         link.capabilities, link.status = self._said, worker.status()
         link.incarnation, link.live = worker.incarnation, True
         slot.link = link

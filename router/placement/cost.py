@@ -13,10 +13,12 @@ below stand in. A prompt token takes longer the more tokens are before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nsmallest
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
+
+import msgspec
 
 from engine.core.geometry import BLOCK_TOKENS, context_tokens
 from router.request import Mode
@@ -36,11 +38,12 @@ STEP_SHARE_PER_STREAM = 0.023
 # The last layer group cannot hide behind compute.
 EXPOSED_SHARE = 0.05
 # Of each role, so many workers are priced in pairs: those that are best by their own part.
-PAIRED_OF_A_ROLE = 8
+PAIRED_OF_A_ROLE = 6
+# So many of the cheapest placements are told in full, and chosen among.
+COMPARED = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker as this router sees it, with what it booked itself.
 
     ``cached_blocks`` is how much of the present prompt the worker holds, by the prefix index;
@@ -70,7 +73,7 @@ class WorkerLoad:
     block_bytes: int = 0
     block_tokens: int = BLOCK_TOKENS
     format_id: str = ""  # equal on both sides of a pair that can hand over
-    edges_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    edges_bytes_per_s: Mapping[str, float] = {}
     unmeasured_bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S  # what is expected of the others
 
     def prompt_s(self, tokens: int, context: int) -> float:
@@ -147,7 +150,7 @@ def candidates(
     choices: int = 1,
     moves_kv: bool = True,
 ) -> list[Candidate]:
-    """The placements that ``mode`` allows, cheapest first.
+    """The cheapest of the placements that ``mode`` allows, in their order; at most ``COMPARED``.
 
     Every worker alone is priced. Of pairs, those of the few prefill and the few decode workers that
     are best by their own part of the cost: all of them in a small fleet, and never P × D.
@@ -160,17 +163,23 @@ def candidates(
         choices: Answers to run at once.
         moves_kv: False where prefill alone makes the answer: one token, logprobs, an embedding.
     """
-    compared: list[Candidate] = []
     work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
+    parts = [(work.prompt(worker), work.answer(worker)) for worker in workers]
+    priced: list[tuple[float, _Prompt, _Answer]] = []
     if mode != "disaggregated":
-        compared += [_alone(work.prompt(worker), work.answer(worker)) for worker in workers]
+        priced += [(_alone_s(prompt, answer), prompt, answer) for prompt, answer in parts]
     if mode != "colocated":
-        compared += [
-            _pair(prompt, answer)
-            for prompts, answers in _halves(workers, work)
+        priced += [
+            (prompt.own_s + answer.with_adapter_s + _transfer_s(prompt, answer), prompt, answer)
+            for prompts, answers in _halves(parts)
             for prompt in prompts
             for answer in answers
         ]
+    cheapest = nsmallest(COMPARED, priced, key=itemgetter(0))
+    compared = [
+        _alone(prompt, answer) if prompt.worker is answer.worker else _pair(prompt, answer)
+        for _, prompt, answer in cheapest
+    ]
     return sorted(compared, key=lambda candidate: candidate.terms.total_s)
 
 
@@ -217,7 +226,7 @@ def price(
 
 
 class _Prompt(NamedTuple):
-    """What computing the prompt on a worker costs."""
+    """What computing the prompt on a worker costs; ``own_s`` is all of it."""
 
     worker: WorkerLoad
     uncached_tokens: int
@@ -225,27 +234,22 @@ class _Prompt(NamedTuple):
     compute_s: float
     slowdown_s: float
     crowding_s: float
-
-    @property
-    def own_s(self) -> float:
-        worker_s = self.queue_s + self.worker.adapter_s + self.compute_s
-        return worker_s + self.slowdown_s + self.crowding_s
+    own_s: float
 
 
 class _Answer(NamedTuple):
-    """What writing the answer on a worker costs, and the KV that it lacks."""
+    """What writing the answer on a worker costs, and the KV that it lacks.
+
+    ``with_adapter_s`` is all of it but the KV's way; ``own_s`` supposes that way to be usual.
+    """
 
     worker: WorkerLoad
     lacking_bytes: int
     room_s: float
     decode_s: float
     slowdown_s: float
-
-    @property
-    def own_s(self) -> float:
-        wire_s = self.lacking_bytes / self.worker.unmeasured_bytes_per_s * EXPOSED_SHARE
-        worker_s = self.worker.adapter_s + self.room_s + self.decode_s
-        return worker_s + self.slowdown_s + wire_s
+    with_adapter_s: float
+    own_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +267,10 @@ class _Work:
         compute_s = PREFILL_OVERHEAD_S + worker.prompt_s(uncached, context)
         # Streams wait while a prompt is computed. Prompts that came before it do not.
         delayed = worker.streams if worker.answering is None else worker.answering
-        return _Prompt(
-            worker,
-            uncached,
-            worker.queue_s,
-            compute_s,
-            slowdown_s=compute_s * delayed,
-            crowding_s=compute_s * worker.crowding,
-        )
+        queue_s, slowdown_s = worker.queue_s, compute_s * delayed
+        crowding_s = compute_s * worker.crowding
+        own_s = queue_s + worker.adapter_s + compute_s + slowdown_s + crowding_s
+        return _Prompt(worker, uncached, queue_s, compute_s, slowdown_s, crowding_s, own_s)
 
     def answer(self, worker: WorkerLoad) -> _Answer:
         step_s, marginal_s = worker.decode_step_s, worker.decode_step_s * STEP_SHARE_PER_STREAM
@@ -282,7 +282,10 @@ class _Work:
         lacking = max(0, blocks - worker.cached_blocks - worker.room_blocks)
         # Running answers free the whole pool in about one answer's time: wait in proportion.
         room_s = lacking / max(worker.total_blocks, 1) * self.expected_tokens * step_s
-        return _Answer(worker, self._lacking_bytes(worker), room_s, decode_s, slowdown_s)
+        lacking_bytes = self._lacking_bytes(worker)
+        own_s = worker.adapter_s + room_s + decode_s + slowdown_s
+        wire_s = lacking_bytes / worker.unmeasured_bytes_per_s * EXPOSED_SHARE
+        return _Answer(worker, lacking_bytes, room_s, decode_s, slowdown_s, own_s, own_s + wire_s)
 
     def _lacking_bytes(self, worker: WorkerLoad) -> int:
         if not self.moves_kv:
@@ -292,16 +295,16 @@ class _Work:
 
 
 def _halves(
-    workers: Sequence[WorkerLoad], work: _Work
+    parts: Sequence[tuple[_Prompt, _Answer]],
 ) -> list[tuple[list[_Prompt], list[_Answer]]]:
     """The prefill and the decode workers that are worth pairing, by format."""
     formats: dict[str, tuple[list[_Prompt], list[_Answer]]] = {}
-    for worker in workers:
-        prompts, answers = formats.setdefault(worker.format_id, ([], []))
-        if worker.role == "prefill":
-            prompts.append(work.prompt(worker))
-        elif worker.role == "decode":
-            answers.append(work.answer(worker))
+    for prompt, answer in parts:
+        prompts, answers = formats.setdefault(prompt.worker.format_id, ([], []))
+        if prompt.worker.role == "prefill":
+            prompts.append(prompt)
+        elif prompt.worker.role == "decode":
+            answers.append(answer)
     own_s = attrgetter("own_s")
     return [
         (
@@ -310,6 +313,18 @@ def _halves(
         )
         for prompts, answers in formats.values()
     ]
+
+
+def _alone_s(prompt: _Prompt, answer: _Answer) -> float:
+    """The adapter is loaded once."""
+    return prompt.own_s + answer.with_adapter_s - answer.worker.adapter_s
+
+
+def _transfer_s(prompt: _Prompt, answer: _Answer) -> float:
+    decode = answer.worker
+    bytes_per_s = decode.edges_bytes_per_s.get(prompt.worker.worker_id)
+    wire_s = answer.lacking_bytes / (bytes_per_s or decode.unmeasured_bytes_per_s)
+    return EDGE_OVERHEAD_S + max(wire_s - prompt.compute_s, wire_s * EXPOSED_SHARE)
 
 
 def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
@@ -328,13 +343,11 @@ def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
 
 def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
     prefill, decode = prompt.worker, answer.worker
-    bytes_per_s = decode.edges_bytes_per_s.get(prefill.worker_id) or decode.unmeasured_bytes_per_s
-    wire_s = answer.lacking_bytes / bytes_per_s
     terms = Terms(
         queue_s=prompt.queue_s,
         adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
         compute_s=prompt.compute_s,
-        transfer_s=EDGE_OVERHEAD_S + max(wire_s - prompt.compute_s, wire_s * EXPOSED_SHARE),
+        transfer_s=_transfer_s(prompt, answer),
         room_s=answer.room_s,
         decode_s=answer.decode_s,
         slowdown_s=answer.slowdown_s + prompt.slowdown_s,

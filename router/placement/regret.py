@@ -17,8 +17,10 @@ that waited longer so that others wait less was placed well.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from router.placement.cost import Candidate, Terms, WorkerLoad, price
 
@@ -115,13 +117,15 @@ def _refit(worker: WorkerLoad, fitted: Mapping[str, FittedRates]) -> WorkerLoad:
     if rates is None:
         return worker
     if rates.prefill_tokens_per_s:
-        worker = replace(
+        worker = msgspec.structs.replace(
             worker,
             prefill_tokens_per_s=rates.prefill_tokens_per_s,
             prefill_token_s=rates.prefill_token_s,
             prefill_context_s=rates.prefill_context_s,
         )
-    return replace(worker, decode_step_s=rates.decode_step_s or worker.decode_step_s)
+    return msgspec.structs.replace(
+        worker, decode_step_s=rates.decode_step_s or worker.decode_step_s
+    )
 
 
 def _with_measured(candidate: Candidate, chosen: Candidate, measured: Measured) -> Terms:

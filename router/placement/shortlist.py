@@ -149,7 +149,8 @@ class Shortlist:
             held: How many of them each incarnation has that has the first.
             book: Load that reports do not show yet.
             now_ns: Monotonic clock.
-            keep: So many of each role by either measure.
+            keep: So many of each role by the measure that its work is about, and half as many by
+                the other one.
             avoid: An incarnation that is not to be taken.
 
         Returns:
@@ -171,9 +172,10 @@ class Shortlist:
         streams += jitter_s
         self._leave_out(request, avoid, prompt_s, streams)
         kept: list[int] = []
-        for members in self._of_role.values():
-            soonest = _smallest(members, prompt_s, keep)
-            kept += dict.fromkeys([*soonest, *_smallest(members, streams, keep)])
+        for role, members in self._of_role.items():
+            soon, free = (keep, keep // 2) if role == "prefill" else (keep // 2, keep)
+            soonest, freest = _smallest(members, prompt_s, soon), _smallest(members, streams, free)
+            kept += dict.fromkeys([*soonest, *freest])
         return [
             (self._usable[index][0], int(cached[index]))
             for index in kept

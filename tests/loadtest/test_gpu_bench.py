@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest.bench import gpu
+from loadtest.bench.gpu import __main__ as gpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,8 +42,8 @@ class OnlyTheseAreThere:
             raise ImportError(name)
 MISSING = "msgspec ray grpc typer rich transformers safetensors gguf redis xxhash fastapi".split()
 sys.meta_path.insert(0, OnlyTheseAreThere())
-import loadtest.bench.gpu, loadtest.bench.gpu_checks, loadtest.bench.gpu_tune
-import loadtest.bench.gpu_peer
+import loadtest.bench.gpu.__main__, loadtest.bench.gpu.checks, loadtest.bench.gpu.tune
+import loadtest.bench.gpu.peer
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)

@@ -28,6 +28,7 @@ static_assert(sizeof(Entry) == 32, "two in a cache line");
 struct Part {
   Entry* slots = nullptr;
   uint64_t mask = 0, used = 0;
+  uint64_t share = 128;  // of 256 slots, so many are used before it grows
 };
 
 struct Table {
@@ -37,7 +38,10 @@ struct Table {
   uint32_t words;
   uint64_t blocks = 0;
 
-  explicit Table(uint32_t workers) : words((workers + 63) / 64) {}
+  // The parts fill evenly; that they do not all grow at one time, each has a share of its own.
+  explicit Table(uint32_t workers) : words((workers + 63) / 64) {
+    for (int i = 0; i < kParts; ++i) parts[i].share = 128 + i * 80 / kParts;
+  }
   ~Table() {
     for (Part& part : parts) std::free(part.slots);
   }
@@ -103,6 +107,7 @@ bool grow(Part& part) {
   larger.slots = fresh;
   larger.mask = slots - 1;
   larger.used = part.used;
+  larger.share = part.share;
   if (part.slots != nullptr)
     for (uint64_t at = 0; at <= part.mask; ++at)
       if (part.slots[at].count != 0) {
@@ -140,7 +145,7 @@ int add(Table* table, Hash hash, uint32_t worker) {
   Part& part = part_of(table, hash);
   Entry* entry = find(part, hash);
   if (entry == nullptr) {
-    if (part.slots == nullptr || (part.used + 1) * 4 > (part.mask + 1) * 3)
+    if (part.slots == nullptr || (part.used + 1) * 256 > (part.mask + 1) * part.share)
       if (!grow(part)) return -1;
     entry = empty_slot(part, hash);
     entry->low = hash.low;
@@ -288,32 +293,50 @@ uint32_t baton_blocks_match(Table** tables, uint32_t tables_count, const uint8_t
                             uint64_t count, const uint64_t* live, uint32_t words,
                             uint16_t* workers, uint32_t* lengths) {
   uint32_t found = 0;  // all tables, and `live`, have room for words * 64 workers
-  std::vector<uint64_t> alive(live, live + words), now(words);
+  std::vector<uint64_t> alive(live, live + words), gathered(words);
   for (uint64_t i = 0; i <= count; ++i) {
-    std::memset(now.data(), 0, words * 8);
-    if (i < count) {
+    const uint64_t* having = i < count ? nullptr : gathered.data();
+    if (i + kAhead < count)
+      for (uint32_t t = 0; t < tables_count; ++t) prefetch(tables[t], hash_at(hashes, i + kAhead));
+    if (i == count) std::memset(gathered.data(), 0, words * 8);
+    for (uint32_t t = 0; i < count && t < tables_count; ++t) {
       Hash hash = hash_at(hashes, i);
-      for (uint32_t t = 0; t < tables_count; ++t) {
-        if (i + kAhead < count) prefetch(tables[t], hash_at(hashes, i + kAhead));
-        Entry* entry = find(part_of(tables[t], hash), hash);
-        if (entry == nullptr) continue;
-        if (entry->count == kInSet) {
-          const uint64_t* set = tables[t]->set_of(*entry);
-          for (uint32_t w = 0; w < words; ++w) now[w] |= set[w];
-        } else {
-          for (int k = 0; k < entry->count; ++k)
-            now[entry->workers[k] / 64] |= 1ull << (entry->workers[k] % 64);
-        }
+      const Entry* entry = find(part_of(tables[t], hash), hash);
+      if (entry == nullptr) continue;
+      if (entry->count == kInSet && having == nullptr) {
+        having = tables[t]->set_of(*entry);  // mostly there is one, and it need not be copied
+        continue;
+      }
+      if (having == nullptr)
+        std::memset(gathered.data(), 0, words * 8);
+      else if (having != gathered.data())
+        std::memcpy(gathered.data(), having, words * 8);
+      having = gathered.data();
+      if (entry->count == kInSet) {
+        const uint64_t* set = tables[t]->set_of(*entry);
+        for (uint32_t w = 0; w < words; ++w) gathered[w] |= set[w];
+      } else {
+        for (int k = 0; k < entry->count; ++k)
+          gathered[entry->workers[k] / 64] |= 1ull << (entry->workers[k] % 64);
       }
     }
-    uint64_t any = 0;
+    if (having == nullptr) {
+      std::memset(gathered.data(), 0, words * 8);
+      having = gathered.data();
+    }
+    uint64_t changed = 0, any = 0;
     for (uint32_t w = 0; w < words; ++w) {
-      uint64_t dropped = alive[w] & ~now[w];
-      alive[w] &= now[w];
-      any |= alive[w];
-      for (; i > 0 && dropped != 0; dropped &= dropped - 1) {
-        workers[found] = static_cast<uint16_t>(w * 64 + __builtin_ctzll(dropped));
-        lengths[found++] = static_cast<uint32_t>(i);
+      changed |= alive[w] & ~having[w];
+      any |= alive[w] & having[w];
+    }
+    if (changed != 0) {
+      for (uint32_t w = 0; w < words; ++w) {
+        uint64_t dropped = alive[w] & ~having[w];
+        alive[w] &= having[w];
+        for (; i > 0 && dropped != 0; dropped &= dropped - 1) {
+          workers[found] = static_cast<uint16_t>(w * 64 + __builtin_ctzll(dropped));
+          lengths[found++] = static_cast<uint32_t>(i);
+        }
       }
     }
     if (any == 0) break;
@@ -351,7 +374,8 @@ uint64_t baton_blocks_list(Table* table, uint32_t worker, uint8_t* hashes, uint6
 void baton_blocks_clear(Table* table) {
   for (Part& part : table->parts) {
     std::free(part.slots);
-    part = Part();
+    part.slots = nullptr;
+    part.mask = part.used = 0;
   }
   table->sets.clear();
   table->free_sets.clear();

@@ -6,7 +6,7 @@ from engine.core.params import SamplingParams
 from engine.cuda.decode_graphs import DecodeRow, rows_bucket, splits_bucket
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.kernels.attention import Span
-from loadtest.bench.gpu_decode_loop import DecodeLoop
+from loadtest.bench.gpu.decode_loop import DecodeLoop
 from tests.engine.cuda import tiny
 
 PROMPTS = (tiny.tokens(14, 1), tiny.tokens(5, 2), tiny.tokens(18, 3))

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 from batonpb.common_pb2 import Capabilities, EdgeRate, WorkerStatus
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from registry.types import EventBatch
 from router.placement.booked_load import LoadBook, Unreported

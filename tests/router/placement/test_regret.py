@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as with_load
 
 from router.placement.cost import WorkerLoad, candidates
 from router.placement.regret import FittedRates, Measured, regret
@@ -71,8 +72,8 @@ def test_a_queue_that_was_longer_than_reported_is_regretted() -> None:
 
 
 def test_a_worker_that_was_believed_slow_and_is_not_any_more() -> None:
-    slow = replace(OTHER, prefill_tokens_per_s=100.0, queued_tokens=0)
-    busy = replace(QUICK, queued_tokens=1500)
+    slow = with_load(OTHER, prefill_tokens_per_s=100.0, queued_tokens=0)
+    busy = with_load(QUICK, queued_tokens=1500)
     placements = compared(busy, slow, DECODE)
     chosen = placements[0]
     assert chosen.computes.worker_id == "prefill-0"
@@ -92,8 +93,8 @@ def test_a_pair_and_its_decode_worker_alone_share_what_decoding_took() -> None:
 def test_who_waited_for_the_sake_of_later_requests_is_not_regretted() -> None:
     """The cached prefix is behind a queue; to compute it once more would delay others by more."""
     crowded = {"crowding": 4.0, "prefill_tokens_per_s": 1500.0}
-    warm = replace(QUICK, cached_blocks=60, queued_tokens=3000, **crowded)
-    placements = compared(warm, replace(OTHER, **crowded), DECODE)
+    warm = with_load(QUICK, cached_blocks=60, queued_tokens=3000, **crowded)
+    placements = compared(warm, with_load(OTHER, **crowded), DECODE)
     chosen = placements[0]
     assert chosen.computes.worker_id == "prefill-0"
     assert told(chosen, placements, as_predicted(chosen)).seconds == 0

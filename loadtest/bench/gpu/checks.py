@@ -12,8 +12,8 @@ from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attentio
 from engine.cuda.kernels.configs import AttentionConfig, attention_config
 from engine.cuda.kernels.products import Products, to_fp8
 from engine.cuda.kernels.rows import add_norm, cuts, gate_mul, rope_write, sample_tokens
-from loadtest.bench.gpu_decode_loop import DecodeLoop
-from loadtest.bench.gpu_model import Machine, random_decoder, scattered_tables
+from loadtest.bench.gpu.decode_loop import DecodeLoop
+from loadtest.bench.gpu.model import Machine, random_decoder, scattered_tables
 
 Result = tuple[str, str | None]
 

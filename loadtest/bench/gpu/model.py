@@ -12,7 +12,7 @@ import torch
 from engine.cuda.decode_graphs import DecodeRow
 from engine.cuda.decoder import CudaDecoder, DecoderShape
 from engine.cuda.kernels.attention import Span
-from loadtest.bench.gpu_decode_loop import DecodeLoop
+from loadtest.bench.gpu.decode_loop import DecodeLoop
 
 LLAMA_3_8B = DecoderShape(
     num_layers=32,
