@@ -72,7 +72,11 @@ class MessagesFormat:
         return self._message(content, active_requests, ended=True)
 
     def _message(
-        self, content: list[dict[str, Any]], active_requests: Sequence[ActiveRequest], *, ended: bool
+        self,
+        content: list[dict[str, Any]],
+        active_requests: Sequence[ActiveRequest],
+        *,
+        ended: bool,
     ) -> dict[str, Any]:
         return {
             "id": self._id,
