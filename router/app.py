@@ -12,6 +12,8 @@ from pydantic import BaseModel
 
 from router.adapter_table import AdapterSharedTable
 from router.api import errors, generation, models, operations, page
+from router.api.messages import endpoints as messages
+from router.api.messages.errors import MESSAGES_ERRORS
 from router.api.parts import RouterParts
 from router.placement.index_feed import EventSource, IndexFeeder
 from router.requests.tickets import TicketFeed, TicketSource
@@ -23,7 +25,7 @@ _POLL_S = 0.01
 _SAMPLE_S = 1.0
 
 # An endpoint is added to one of these files, or to a new one that is listed here.
-_ENDPOINTS = (generation.routes, models.routes, operations.routes, page.routes)
+_ENDPOINTS = (generation.routes, messages.routes, models.routes, operations.routes, page.routes)
 
 
 class Router:
@@ -114,7 +116,7 @@ class Router:
             lifespan=self.running,
             redoc_url=None,
         )
-        errors.install(app)
+        errors.install(app, {"/v1/messages": MESSAGES_ERRORS})
         bodies: list[type[BaseModel]] = []
         for routes in _ENDPOINTS:
             endpoints = routes(self.parts)

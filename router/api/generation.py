@@ -20,13 +20,14 @@ from router.api.embeddings import EmbeddingAnswer
 from router.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
 from router.api.formats.answer_format import DataEvents
 from router.api.formats.openai import ChatFormat, CompletionFormat
+from router.api.messages.body import CountTokensBody, MessagesBody
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import Caller, off_loop, read_headers
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.request import GenerationRequest
 
-_Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody)
+_Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody, MessagesBody, CountTokensBody)
 
 
 def routes(router: RouterParts) -> Endpoints:
@@ -134,6 +135,15 @@ class Calls:
                 size, lambda: router.preparer.chat(body, caller, now_ns, grammar)
             )
         return prepared, span
+
+    async def prompt_tokens(
+        self, endpoint: str, body: ChatBody, size: int, caller: Caller, now_ns: int
+    ) -> int:
+        """How many tokens the prompt of a chat has, for a call that asks for nothing else."""
+        preparer = self._router.preparer
+        prepared = await off_loop(size, lambda: preparer.chat(body, caller, now_ns))
+        self._router.observer.answered(endpoint, 200, caller.tenant)
+        return len(prepared.prompt)
 
     async def completions(
         self, body: CompletionBody, size: int, caller: Caller, now_ns: int

@@ -1,0 +1,107 @@
+"""Bodies of Anthropic's Messages API."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from router.api.bodies.common import FIRST_FAULT, INT32, Body, NonEmpty
+
+
+class _Tolerant(Body):
+    """What is not listed changes nothing here (``cache_control``, ``citations`` and the like)."""
+
+    model_config = ConfigDict(strict=False, extra="ignore")
+
+
+class Block(_Tolerant):
+    """A content block; which fields it has depends on its type."""
+
+    type: NonEmpty
+    text: str | None = None
+    thinking: str | None = None
+    id: NonEmpty | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: NonEmpty | None = None
+    content: "str | Annotated[list[Block], FIRST_FAULT] | None" = None
+    is_error: bool | None = None
+
+
+class MessageGiven(_Tolerant):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], FIRST_FAULT]
+
+
+class ToolGiven(_Tolerant):
+    """A tool of the client's."""
+
+    type: str | None = None
+    name: NonEmpty
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoiceGiven(_Tolerant):
+    """Whether tools are to be used; ``name`` with type ``tool``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: NonEmpty | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class MetadataGiven(_Tolerant):
+    """Who the client asks for."""
+
+    user_id: str | None = None
+
+
+class OutputFormatGiven(_Tolerant):
+    """The shape of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfigGiven(_Tolerant):
+    """What the answer is to look like."""
+
+    format: OutputFormatGiven | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ThinkingGiven(_Tolerant):
+    """Whether the model is to think before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
+
+
+class CountTokensBody(_Tolerant):
+    """``POST /v1/messages/count_tokens``: a message without what its answer is to be."""
+
+    model: NonEmpty
+    messages: Annotated[list[MessageGiven], Field(min_length=1), FIRST_FAULT]
+    system: str | Annotated[list[Block], FIRST_FAULT] | None = None
+    tools: Annotated[list[ToolGiven], Field(max_length=128)] | None = None
+    tool_choice: ToolChoiceGiven | None = None
+    thinking: ThinkingGiven | None = None
+    output_config: OutputConfigGiven | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """``POST /v1/messages``. ``priority`` and ``cache_salt`` are Baton's own."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=INT32)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: MetadataGiven | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None

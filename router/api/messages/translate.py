@@ -1,0 +1,179 @@
+"""A body of the Messages API as a chat."""
+
+import json
+from typing import Any
+
+from engine.core.errors import InvalidRequestError
+from router.api.messages.body import Block, CountTokensBody, MessagesBody, ToolGiven
+from router.api.translation import Translation
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NAMES = {
+    "response_format": "output_config.format",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "messages": "messages",
+    r"tools(\[\d+\])\.function\.parameters": r"tools\1.input_schema",
+    r"tools(\[\d+\])\.function": r"tools\1",
+}
+
+
+def chat_of(body: CountTokensBody) -> Translation:
+    """The chat that a body asks for, without a limit on its answer.
+
+    Raises:
+        InvalidRequestError: It has what cannot be honoured; names the field.
+    """
+    conversation = _Conversation()
+    if body.system is not None:
+        conversation.say("system", _text_of(body.system, "system"), "system")
+    for index, message in enumerate(body.messages):
+        conversation.add(message.role, message.content, f"messages[{index}]")
+    fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
+    fields |= _tools(body) | _output(body)
+    if isinstance(body, MessagesBody):
+        fields |= _sampling(body)
+    return Translation(fields=fields, places=conversation.places, names=_NAMES)
+
+
+class _Conversation:
+    """Messages of a chat; turns of the same side that follow each other become one."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: list[str] = []
+
+    def add(self, role: str, content: str | list[Block], where: str) -> None:
+        """A turn, which is one message or, with results of tools, several."""
+        if isinstance(content, str):
+            self.say(role, content, where)
+            return
+        for index, block in enumerate(content):
+            self._add_block(role, block, f"{where}.content[{index}]")
+
+    def say(self, role: str, text: str, where: str) -> None:
+        """Text of one side."""
+        last = self.messages[-1] if self.messages else None
+        if last is not None and last["role"] == role and "tool_calls" not in last:
+            last["content"] = f"{last['content']}\n{text}" if last["content"] else text
+        else:
+            self._append({"role": role, "content": text}, where)
+
+    def _add_block(self, role: str, block: Block, where: str) -> None:
+        if block.type == "text":
+            self.say(role, _given(block.text, f"{where}.text"), where)
+        elif block.type == "tool_use" and role == "assistant":
+            self._call(block, where)
+        elif block.type == "tool_result" and role == "user":
+            name = _given(block.tool_use_id, f"{where}.tool_use_id")
+            text = _text_of(block.content or "", f"{where}.content")
+            if block.is_error:
+                text = f"Error: {text}"
+            self._append({"role": "tool", "tool_call_id": name, "content": text}, where)
+        elif block.type in ("thinking", "redacted_thinking") and role == "assistant":
+            return  # what was thought for an earlier answer is not read again
+        else:
+            raise _refused(block.type, role, where)
+
+    def _call(self, block: Block, where: str) -> None:
+        function = {
+            "name": _given(block.name, f"{where}.name"),
+            "arguments": json.dumps(block.input or {}, ensure_ascii=False),
+        }
+        call = {"id": _given(block.id, f"{where}.id"), "type": "function", "function": function}
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant":
+            last = self._append({"role": "assistant", "content": ""}, where)
+        last.setdefault("tool_calls", []).append(call)
+
+    def _append(self, message: dict[str, Any], where: str) -> dict[str, Any]:
+        self.messages.append(message)
+        self.places.append(where)
+        return message
+
+
+def _text_of(content: str | list[Block], where: str) -> str:
+    """Content that may hold text and nothing else."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, block in enumerate(content):
+        if block.type != "text":
+            raise _refused(block.type, "", f"{where}[{index}]")
+        texts.append(_given(block.text, f"{where}[{index}].text"))
+    return "\n".join(texts)
+
+
+def _given(value: str | None, param: str) -> str:
+    if value is None:
+        raise InvalidRequestError(f"{param}: is required", param=param)
+    return value
+
+
+def _refused(kind: str, role: str, where: str) -> InvalidRequestError:
+    param = f"{where}.type"
+    if kind in ("image", "document", "container_upload"):
+        message = f"{param}: {kind} is not supported; this model reads text only: send its text"
+    elif kind in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
+        message = f"{param}: {kind} does not belong into a message of {role or 'this kind'}"
+    else:
+        message = f"{param}: {kind[:64]!r} is not supported; send it as text"
+    return InvalidRequestError(message, param=param)
+
+
+def _tools(body: CountTokensBody) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    choice = body.tool_choice
+    if choice is None:
+        return fields
+    if choice.type == "tool":
+        name = _given(choice.name, "tool_choice.name")
+        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+    else:
+        fields["tool_choice"] = _CHOICES[choice.type]
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _tool(tool: ToolGiven, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise InvalidRequestError(
+            f"{where}.type: {tool.type[:64]!r} is a tool that Anthropic defines, and only their "
+            "models and servers have it; offer a tool of your own, with input_schema",
+            param=f"{where}.type",
+        )
+    if tool.input_schema is None:
+        param = f"{where}.input_schema"
+        raise InvalidRequestError(f"{param}: is required", param=param)
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _output(body: CountTokensBody) -> dict[str, Any]:
+    given = body.output_config
+    if given is None or given.format is None:
+        return {}
+    schema = {"name": "answer", "schema": given.format.schema_}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _sampling(body: MessagesBody) -> dict[str, Any]:
+    fields = {
+        "stop": body.stop_sequences or None,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+        "user": body.metadata.user_id if body.metadata is not None else None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
