@@ -23,11 +23,21 @@ from router.api.formats.openai import ChatFormat, CompletionFormat
 from router.api.messages.body import CountTokensBody, MessagesBody
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import Caller, off_loop, read_headers
+from router.api.responses.body import InputTokensBody, ResponsesBody
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.request import GenerationRequest
 
-_Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody, MessagesBody, CountTokensBody)
+_Body = TypeVar(
+    "_Body",
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    MessagesBody,
+    CountTokensBody,
+    ResponsesBody,
+    InputTokensBody,
+)
 
 
 def routes(router: RouterParts) -> Endpoints:

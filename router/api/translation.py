@@ -1,7 +1,7 @@
 """Another API's body as a chat: one parser checks it, and its errors name the caller's fields."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,45 @@ from router.api.bodies.parse import parse
 from router.request import GenerationRequest
 
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
+
+
+class Conversation:
+    """The messages of a chat, and of each where the caller wrote it.
+
+    Args:
+        joins: Roles whose texts that follow each other become one message.
+    """
+
+    def __init__(self, joins: Collection[str]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        self._joins = joins
+
+    def say(self, role: str, text: str, where: str) -> None:
+        """Text of one side."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == role and role in self._joins and "tool_calls" not in last:
+            last["content"] = f"{last['content']}\n{text}" if last["content"] else text
+        else:
+            self._append({"role": role, "content": text}, where)
+
+    def call(self, call_id: str, name: str, arguments: str, where: str) -> None:
+        """A call that the assistant made; it belongs to the text before it."""
+        function = {"name": name, "arguments": arguments}
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant":
+            last = self._append({"role": "assistant", "content": ""}, where)
+        calls = last.setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def result(self, call_id: str, text: str, where: str) -> None:
+        """What a call gave."""
+        self._append({"role": "tool", "tool_call_id": call_id, "content": text}, where)
+
+    def _append(self, message: dict[str, Any], where: str) -> dict[str, Any]:
+        self.messages.append(message)
+        self.places.append(where)
+        return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +78,23 @@ class Translation:
         """
         with self.named():
             return parse(ChatBody, orjson.dumps(self.fields))
+
+    def turns(self) -> list[int]:
+        """Where the turns of the conversation begin, each with what the user said."""
+        messages = self.fields["messages"]
+        return [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
+
+    def from_turn(self, first: int) -> "Translation":
+        """The same without what stands before message ``first``, save for what the system said."""
+        kept = [
+            (message, place)
+            for i, (message, place) in enumerate(
+                zip(self.fields["messages"], self.places, strict=True)
+            )
+            if i >= first or message["role"] == "system"
+        ]
+        fields = {**self.fields, "messages": [message for message, _ in kept]}
+        return replace(self, fields=fields, places=[place for _, place in kept])
 
     @contextmanager
     def named(self) -> Iterator[None]:

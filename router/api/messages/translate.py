@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from router.api.messages.body import Block, CountTokensBody, MessagesBody, ToolGiven
-from router.api.translation import Translation
+from router.api.translation import Conversation, Translation
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
@@ -25,11 +25,11 @@ def chat_of(body: CountTokensBody) -> Translation:
     Raises:
         InvalidRequestError: It has what cannot be honoured; names the field.
     """
-    conversation = _Conversation()
+    conversation = Conversation(joins=("system", "user", "assistant"))
     if body.system is not None:
         conversation.say("system", _text_of(body.system, "system"), "system")
     for index, message in enumerate(body.messages):
-        conversation.add(message.role, message.content, f"messages[{index}]")
+        _add(conversation, message.role, message.content, f"messages[{index}]")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
     fields |= _tools(body) | _output(body)
     if isinstance(body, MessagesBody):
@@ -37,60 +37,30 @@ def chat_of(body: CountTokensBody) -> Translation:
     return Translation(fields=fields, places=conversation.places, names=_NAMES)
 
 
-class _Conversation:
-    """Messages of a chat; turns of the same side that follow each other become one."""
+def _add(conversation: Conversation, role: str, content: str | list[Block], where: str) -> None:
+    """A turn, which is one message or, with results of tools, several."""
+    if isinstance(content, str):
+        conversation.say(role, content, where)
+        return
+    for index, block in enumerate(content):
+        _add_block(conversation, role, block, f"{where}.content[{index}]")
 
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self.places: list[str] = []
 
-    def add(self, role: str, content: str | list[Block], where: str) -> None:
-        """A turn, which is one message or, with results of tools, several."""
-        if isinstance(content, str):
-            self.say(role, content, where)
-            return
-        for index, block in enumerate(content):
-            self._add_block(role, block, f"{where}.content[{index}]")
-
-    def say(self, role: str, text: str, where: str) -> None:
-        """Text of one side."""
-        last = self.messages[-1] if self.messages else None
-        if last is not None and last["role"] == role and "tool_calls" not in last:
-            last["content"] = f"{last['content']}\n{text}" if last["content"] else text
-        else:
-            self._append({"role": role, "content": text}, where)
-
-    def _add_block(self, role: str, block: Block, where: str) -> None:
-        if block.type == "text":
-            self.say(role, _given(block.text, f"{where}.text"), where)
-        elif block.type == "tool_use" and role == "assistant":
-            self._call(block, where)
-        elif block.type == "tool_result" and role == "user":
-            name = _given(block.tool_use_id, f"{where}.tool_use_id")
-            text = _text_of(block.content or "", f"{where}.content")
-            if block.is_error:
-                text = f"Error: {text}"
-            self._append({"role": "tool", "tool_call_id": name, "content": text}, where)
-        elif block.type in ("thinking", "redacted_thinking") and role == "assistant":
-            return  # what was thought for an earlier answer is not read again
-        else:
-            raise _refused(block.type, role, where)
-
-    def _call(self, block: Block, where: str) -> None:
-        function = {
-            "name": _given(block.name, f"{where}.name"),
-            "arguments": json.dumps(block.input or {}, ensure_ascii=False),
-        }
-        call = {"id": _given(block.id, f"{where}.id"), "type": "function", "function": function}
-        last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != "assistant":
-            last = self._append({"role": "assistant", "content": ""}, where)
-        last.setdefault("tool_calls", []).append(call)
-
-    def _append(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        self.messages.append(message)
-        self.places.append(where)
-        return message
+def _add_block(conversation: Conversation, role: str, block: Block, where: str) -> None:
+    if block.type == "text":
+        conversation.say(role, _given(block.text, f"{where}.text"), where)
+    elif block.type == "tool_use" and role == "assistant":
+        call_id, name = _given(block.id, f"{where}.id"), _given(block.name, f"{where}.name")
+        arguments = json.dumps(block.input or {}, ensure_ascii=False)
+        conversation.call(call_id, name, arguments, where)
+    elif block.type == "tool_result" and role == "user":
+        call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
+        text = _text_of(block.content or "", f"{where}.content")
+        conversation.result(call_id, f"Error: {text}" if block.is_error else text, where)
+    elif block.type in ("thinking", "redacted_thinking") and role == "assistant":
+        return  # what was thought for an earlier answer is not read again
+    else:
+        raise _refused(block.type, role, where)
 
 
 def _text_of(content: str | list[Block], where: str) -> str:
