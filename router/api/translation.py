@@ -1,5 +1,6 @@
 """Another API's body as a chat: one parser checks it, and its errors name the caller's fields."""
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-import orjson
 
 from engine.core.errors import InvalidRequestError
 from router.api.bodies.chat import ChatBody
@@ -77,7 +77,7 @@ class Translation:
             InvalidRequestError: Something is wrong with it; names the caller's field.
         """
         with self.named():
-            return parse(ChatBody, orjson.dumps(self.fields))
+            return parse(ChatBody, json.dumps(self.fields).encode())
 
     def turns(self) -> list[int]:
         """Where the turns of the conversation begin, each with what the user said."""

@@ -18,8 +18,9 @@ from router.api.prepare import Caller, off_loop
 from router.api.responses.body import InputTokensBody, Item, ResponsesBody
 from router.api.responses.format import ResponsesFormat
 from router.api.responses.head import head_of, kept_input
-from router.api.responses.store import ResponseStore
+from router.api.responses.store import EarlierResponses, ResponseStore
 from router.api.responses.translate import chat_of, input_items, refuse_what_is_missing
+from router.api.tracing import ended_on_error
 from router.api.translation import Translation, as_answer
 from router.request import GenerationRequest
 
@@ -90,7 +91,8 @@ class _ResponsesCalls(Calls):
         async def keep(response: dict[str, Any]) -> str:
             return await self.store.keep(caller.tenant, response, kept)
 
-        head = head_of(body, answer_id, request)
+        with ended_on_error(span):
+            head = head_of(body, answer_id, request)
         tokenizer = self._router.model.tokenizer
         layout = ResponsesFormat(head, tokenizer, keep if body.keeps else None)
         self._open[caller.tenant, answer_id] = layout
@@ -145,11 +147,9 @@ class _ResponsesCalls(Calls):
     ) -> tuple[Translation, list[Item]]:
         """The chat of a body and of the responses before it, and the body's own items."""
         refuse_what_is_missing(body)
-        most_bytes = self._router.settings.max_body_bytes
-        earlier = await self.store.conversation(
-            caller.tenant, body.previous_response_id, most_bytes
-        )
-        given = await self.store.resolve(caller.tenant, input_items(body))
+        kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
+        earlier = await kept.conversation(body.previous_response_id)
+        given = await kept.resolve(input_items(body))
         return await off_loop(size, lambda: chat_of(body, earlier, given)), given
 
     async def _prepared(

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.errors import BatonError, CancelledError_
 from engine.text.tokenizer import TextTokenizer
@@ -24,10 +24,22 @@ def item_id(response_id: str, prefix: str, place: str, index: int) -> str:
     return f"{prefix}_{response_id.removeprefix('resp_')}_{place}{index}"
 
 
-def place_of(name: str) -> tuple[str, str, int] | None:
-    """The response that an item belongs to, ``in`` or ``out``, and which of these; None: none."""
+class ItemPlace(NamedTuple):
+    """Where an item is kept.
+
+    Attributes:
+        given: Among what the response was given; else in its output.
+    """
+
+    response_id: str
+    given: bool
+    position: int
+
+
+def place_of(name: str) -> ItemPlace | None:
+    """Where the item of that id is kept; None if it has no such place."""
     found = _ITEM_ID.fullmatch(name)
-    return None if found is None else (f"resp_{found[1]}", found[2], int(found[3]))
+    return None if found is None else ItemPlace(f"resp_{found[1]}", found[2] == "in", int(found[3]))
 
 
 class ResponsesFormat:

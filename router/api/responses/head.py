@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from time import time
 from typing import Any
 
+import orjson
+
+from engine.core.errors import InvalidRequestError
 from router.api.responses.body import ContentPart, Item, ResponsesBody
 from router.api.responses.format import item_id
 from router.request import GenerationRequest
@@ -12,11 +15,15 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 
 
 def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> dict[str, Any]:
-    """The response object without status, output and usage: what was asked, and how it is run."""
+    """The response object without status, output and usage: what was asked, and how it is run.
+
+    Raises:
+        InvalidRequestError: It holds what no answer could repeat.
+    """
     text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
     reasoning = body.reasoning.model_dump() if body.reasoning is not None else {}
     choice = body.tool_choice
-    return {
+    head = {
         "id": answer_id,
         "object": "response",
         "created_at": int(time()),
@@ -46,6 +53,11 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
+    try:
+        orjson.dumps(head)
+    except TypeError as error:  # of a schema, most likely
+        raise InvalidRequestError(f"tools, text: {error}", param="tools") from error
+    return head
 
 
 def kept_input(response_id: str, given: Sequence[Item]) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ in ``not_stored``. What needs an earlier one is refused with 503: it cannot be a
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -21,7 +23,7 @@ from router.api.responses.body import Item
 from router.api.responses.format import place_of
 from telemetry.metrics import Metrics
 
-MAX_TURNS = 1024
+MAX_RESPONSES = 1024
 _CALL_LIMIT_S = 1.0
 _PAUSE_S = 5.0  # after a failure no answer waits for Redis
 _AWAY = "Redis does not answer"
@@ -65,20 +67,17 @@ class ResponseStore:
             return "failed", _AWAY
         return "stored", ""
 
-    async def find(self, tenant: str, name: str) -> dict[str, Any] | None:
-        """A response of this tenant's as it was kept: ``response`` and ``input``.
+    async def find(self, tenant: str, name: str) -> bytes | None:
+        """A response of this tenant's as it was kept: ``response`` and ``input``, as JSON.
 
         Raises:
             UnavailableError: Redis does not answer.
         """
-        try:
+        with _told_if_away("read"):
             if self._stored is None:
                 raise RegistryUnavailableError
             async with asyncio.timeout(_CALL_LIMIT_S):
-                value = await self._stored.get(tenant, name)
-        except (RegistryUnavailableError, TimeoutError) as away:
-            raise UnavailableError(f"stored responses cannot be read: {_AWAY}") from away
-        return None if value is None else orjson.loads(value)
+                return await self._stored.get(tenant, name)
 
     async def get(self, tenant: str, name: str) -> dict[str, Any]:
         """As `find`.
@@ -89,8 +88,9 @@ class ResponseStore:
         """
         kept = await self.find(tenant, name)
         if kept is None:
-            raise not_found(name)
-        return kept
+            raise _not_found(name)
+        found: dict[str, Any] = orjson.loads(kept)
+        return found
 
     async def delete(self, tenant: str, name: str) -> None:
         """Take a response away.
@@ -99,87 +99,105 @@ class ResponseStore:
             ResponseNotFoundError: It is not there, or is another tenant's.
             UnavailableError: Redis does not answer.
         """
-        try:
+        with _told_if_away("deleted"):
             if self._stored is None:
                 raise RegistryUnavailableError
             async with asyncio.timeout(_CALL_LIMIT_S):
                 deleted = await self._stored.delete(tenant, name)
-        except (RegistryUnavailableError, TimeoutError) as away:
-            raise UnavailableError(f"stored responses cannot be deleted: {_AWAY}") from away
         if not deleted:
-            raise not_found(name)
+            raise _not_found(name)
 
-    async def conversation(self, tenant: str, name: str | None, max_bytes: int) -> list[Item]:
+
+class EarlierResponses:
+    """What one call reads of earlier responses; together no more than a body may have.
+
+    Args:
+        store: Where they are.
+        tenant: Whose.
+        max_bytes: Of all of them.
+    """
+
+    def __init__(self, store: ResponseStore, tenant: str, max_bytes: int) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._found: dict[str, dict[str, Any] | None] = {}
+
+    async def conversation(self, name: str | None) -> list[Item]:
         """All items of a response and of those before it, the oldest first.
 
         Args:
-            tenant: Whose.
             name: The last response; None: no items.
-            max_bytes: Of all of them, as this is a prompt that no body was too large for.
 
         Raises:
             PreviousResponseError: One of them is not there (any more).
             InvalidRequestError: They are too many, or too large.
             UnavailableError: Redis does not answer.
         """
-        turns: list[list[dict[str, Any]]] = []
-        size, at = 0, name
+        turns: list[list[Item]] = []
+        param, at = "previous_response_id", name
         while at is not None:
-            kept = await self.find(tenant, at)
+            kept = await self._find(at, param)
             if kept is None:
                 raise PreviousResponseError(
-                    f"previous_response_id: the response {at[:80]!r} is not stored here (any more)",
-                    param="previous_response_id",
+                    f"{param}: the response {at[:80]!r} is not stored here (any more)", param=param
                 )
             items = [*kept["input"], *kept["response"]["output"]]
-            size += len(orjson.dumps(items))
-            turns.append(items)
-            if size > max_bytes or len(turns) > MAX_TURNS:
-                raise InvalidRequestError(
-                    f"previous_response_id: the conversation has more than {max_bytes} bytes or "
-                    f"{MAX_TURNS} responses; begin a new one with the items that matter",
-                    param="previous_response_id",
-                )
-            at = kept["response"]["previous_response_id"]
-        return [Item.model_validate(item) for turn in reversed(turns) for item in turn]
+            turns.append([Item.model_validate(item) for item in items])
+            at = kept["response"][param]
+        return [item for turn in reversed(turns) for item in turn]
 
-    async def resolve(self, tenant: str, items: list[Item]) -> list[Item]:
+    async def resolve(self, items: list[Item]) -> list[Item]:
         """The items, with those in the place of references that these name.
 
         Raises:
-            InvalidRequestError: A referenced item is not there (any more).
+            InvalidRequestError: A referenced item is not there (any more), or they are too many.
             UnavailableError: Redis does not answer.
         """
-        found: dict[str, dict[str, Any] | None] = {}
         resolved = []
         for index, item in enumerate(items):
-            if item.type != "item_reference":
+            if item.type == "item_reference":
+                resolved.append(await self._referenced(item.id or "", f"input[{index}].id"))
+            else:
                 resolved.append(item)
-                continue
-            place = place_of(item.id or "")
-            if place is not None and place[0] not in found:
-                found[place[0]] = await self.find(tenant, place[0])
-            kept = found.get(place[0]) if place is not None else None
-            resolved.append(_referenced(item, place, kept, f"input[{index}].id"))
         return resolved
 
+    async def _referenced(self, name: str, param: str) -> Item:
+        place = place_of(name)
+        kept = await self._find(place.response_id, param) if place is not None else None
+        if place is not None and kept is not None:
+            items = kept["input"] if place.given else kept["response"]["output"]
+            if place.position < len(items) and items[place.position]["id"] == name:
+                return Item.model_validate(items[place.position])
+        raise InvalidRequestError(
+            f"{param}: the item {name[:80]!r} is not stored here (any more); send the item itself",
+            param=param,
+        )
 
-def _referenced(
-    item: Item, place: tuple[str, str, int] | None, kept: dict[str, Any] | None, param: str
-) -> Item:
-    if place is not None and kept is not None:
-        items = kept["input"] if place[1] == "in" else kept["response"]["output"]
-        if place[2] < len(items) and items[place[2]]["id"] == item.id:
-            return Item.model_validate(items[place[2]])
-    raise InvalidRequestError(
-        f"{param}: the item {(item.id or '')[:80]!r} is not stored here (any more); send the item "
-        "itself",
-        param=param,
-    )
+    async def _find(self, name: str, param: str) -> dict[str, Any] | None:
+        if name not in self._found:
+            value = await self._store.find(self._tenant, name)
+            self._bytes += len(value or b"")
+            if self._bytes > self._max_bytes or len(self._found) >= MAX_RESPONSES:
+                raise InvalidRequestError(
+                    f"{param}: the earlier responses have more than {self._max_bytes} bytes, or "
+                    f"are more than {MAX_RESPONSES}; begin anew with the items that matter",
+                    param=param,
+                )
+            self._found[name] = None if value is None else orjson.loads(value)
+        return self._found[name]
 
 
-def not_found(name: str) -> ResponseNotFoundError:
-    """There is no such response, for this tenant."""
+@contextmanager
+def _told_if_away(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RegistryUnavailableError, TimeoutError) as away:
+        raise UnavailableError(f"stored responses cannot be {what}: {_AWAY}") from away
+
+
+def _not_found(name: str) -> ResponseNotFoundError:
     return ResponseNotFoundError(
         f"the response {name[:80]!r} is not stored here (any more)", param="response_id"
     )

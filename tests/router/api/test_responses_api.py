@@ -558,6 +558,32 @@ async def test_what_is_refused_is_named_as_the_caller_wrote_it(answering, more, 
     assert not fleet.workers["decode-0"].submissions
 
 
+async def test_an_integer_that_no_answer_could_repeat_is_refused(answering):
+    fleet = await answering("x")
+    tool = WEATHER | {"parameters": {"type": "object", "properties": {"a": {"default": 10**30}}}}
+    body = {"model": MODEL, "input": "hi", "tools": [tool]}
+    answer = await fleet.http.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "64-bit" in answer.json()["error"]["message"]
+
+
+async def test_earlier_responses_may_have_no_more_bytes_than_a_body(answering):
+    fleet = await answering("x", max_body_bytes=9000)
+    async with client_of(fleet) as client:
+        last = None
+        with pytest.raises(openai.BadRequestError, match="more than 9000 bytes") as long:
+            for _ in range(9):
+                response = await client.responses.create(
+                    model=MODEL, input="hi " * 500, previous_response_id=last
+                )
+                last = response.id
+        assert long.value.param == "previous_response_id"
+        counted = await client.responses.input_tokens.count(
+            model=MODEL, input=[{"type": "item_reference", "id": response.output[0].id}]
+        )
+        assert counted.input_tokens > 0
+
+
 async def test_garbage_is_refused(answering):
     fleet = await answering("x")
     for raw in (b"", b"{", b"[]", b'"x"', b'{"model": "smollm2", "input": "\\ud800"}', b"\xff"):
