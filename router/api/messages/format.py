@@ -126,7 +126,7 @@ def _begun(part: Part) -> dict[str, Any]:
         return {"type": "thinking", "thinking": "", "signature": ""}
     if part.kind == "call":
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-    return {"type": "text", "text": "", "citations": None}
+    return {"type": "text", "text": ""}
 
 
 def _more(part: Part, text: str) -> dict[str, Any]:
