@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from router.adapter_table import AdapterSharedTable
 from router.api import errors, generation, models, operations, page
+from router.api.call_headers import CallHeaders
 from router.api.parts import RouterParts
 from router.placement.index_feed import EventSource, IndexFeeder
 from router.requests.tickets import TicketFeed, TicketSource
@@ -115,6 +116,8 @@ class Router:
             redoc_url=None,
         )
         errors.install(app)
+        strict = self.parts.settings.clients.strict
+        app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
         for routes in _ENDPOINTS:
             endpoints = routes(self.parts)
