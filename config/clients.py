@@ -48,7 +48,12 @@ class StoredResponsesConfig(BaseModel):
 
 
 class ClientLimitsConfig(BaseModel):
-    """How long the router waits for a slow client, and for how many clients it has room."""
+    """What the router bears: for how long a slow client, how many clients, how odd their bodies.
+
+    Attributes:
+        strict: A field that nobody knows is refused; otherwise it is left aside, and the header
+            ``x-baton-ignored`` names it.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -56,4 +61,5 @@ class ClientLimitsConfig(BaseModel):
     body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
+    strict: bool = False
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from registry.stored_responses import StoredResponses
 from router.adapter_table import AdapterSharedTable
 from router.api import errors, generation, models, operations, page
+from router.api.call_headers import CallHeaders
 from router.api.messages import endpoints as messages
 from router.api.messages.errors import MESSAGES_ERRORS
 from router.api.parts import RouterParts
@@ -128,6 +129,8 @@ class Router:
             redoc_url=None,
         )
         errors.install(app, {"/v1/messages": MESSAGES_ERRORS})
+        strict = self.parts.settings.clients.strict
+        app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
         for routes in _ENDPOINTS:
             endpoints = routes(self.parts)

@@ -74,6 +74,10 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         from_start=("stored", "too_large", "failed"),
     ),
     "baton_rejections": _count("Requests refused, by error code.", "code", "tenant"),
+    "baton_ignored_fields": _count(
+        "Fields of bodies that nobody knows and that were left aside, by the object they stood in.",
+        "where",
+    ),
     "baton_timeouts": _count(
         "Requests whose deadline passed, by phase.",
         "phase",

@@ -16,6 +16,7 @@ from router.api.bodies.completion import CompletionBody
 from router.api.bodies.embedding import EmbeddingBody
 from router.api.bodies.generation import GenerationBody
 from router.api.bodies.parse import parse
+from router.api.call_headers import ignored_of
 from router.api.embeddings import EmbeddingAnswer
 from router.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
 from router.api.formats.answer_format import DataEvents
@@ -86,7 +87,9 @@ class Calls:
         with self._counted(endpoint):
             caller = read_headers(request.headers, router.settings)
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
-            body = await off_loop(len(raw), lambda: parse(kind, raw))
+            body = await off_loop(
+                len(raw), lambda: parse(kind, raw, ignored_of(request), model=router.model.names[0])
+            )
             router.model.check_name(body.model)
             return await respond(body, len(raw), caller, now_ns)
 
@@ -184,7 +187,7 @@ class Calls:
 
     async def _grammar(self, body: GenerationBody, size: int, caller: Caller, now_ns: int) -> str:
         """What the answer must follow, tried and accepted; empty = free."""
-        requested = await off_loop(size, lambda: requested_grammar(body))
+        requested = await off_loop(size, lambda: requested_grammar(body, self._router.model))
         if requested is None:
             return ""
         try:

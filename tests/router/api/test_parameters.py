@@ -1,0 +1,52 @@
+"""The table of fields is complete, and the docs say what it says."""
+
+import pytest
+
+from router.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.common import Body
+from router.api.bodies.completion import CompletionBody
+from router.api.bodies.embedding import EmbeddingBody
+from router.api.bodies.generation import (
+    JsonSchemaFormat,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+)
+from router.api.bodies.messages import CalledFunction, CalledTool, Message, Part
+from router.api.bodies.parameters import TABLE
+from router.api.bodies.tokens import DetokenizeBody, TokenizeBody
+from router.api.bodies.tools import FunctionOffered, ToolOffered
+from tests.router.api.parameters_page import PAGE, page
+
+KINDS = (
+    *(ChatBody, CompletionBody, StreamOptions, Message, Part, CalledTool, CalledFunction),
+    *(ToolOffered, FunctionOffered, ResponseFormat, JsonSchemaFormat, StructuredOutputs),
+    *(EmbeddingBody, TokenizeBody, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody),
+)
+
+
+def test_every_table_has_its_class():
+    assert [kind.others for kind in KINDS] == list(TABLE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_field_has_one_row(kind: type[Body]):
+    """What is a field of a class acts, so it is honoured or no part of what is sent."""
+    table = kind.others
+    fields = {field.alias or name for name, field in kind.model_fields.items()}
+    inert = fields & table.accepted.keys()  # read, and said to change nothing
+    assert fields - inert == set(table.honoured)
+    assert inert <= {"name", "description"}
+    assert not table.accepted.keys() & table.refused.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_refused_says_what_to_do_and_lets_defaults_through(kind: type[Body]):
+    for name, rule in kind.others.refused.items():
+        assert rule.instead, name
+        assert not rule.allows(object())
+
+
+def test_the_page_says_what_the_table_says():
+    assert PAGE.read_text(encoding="utf-8") == page()
