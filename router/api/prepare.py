@@ -287,6 +287,7 @@ class Preparer:
             min_tokens=body.min_tokens or 0,
             logprobs=logprobs,
             logit_bias=tuple((int(name), bias) for name, bias in (body.logit_bias or {}).items()),
+            bad_words=self._model.spellings(body.bad_words or ()),
             presence_penalty=float(body.presence_penalty or 0.0),
             frequency_penalty=float(body.frequency_penalty or 0.0),
             repetition_penalty=float(
