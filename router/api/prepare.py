@@ -17,6 +17,7 @@ from router.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
 from router.api.bodies.generation import GenerationBody
 from router.api.bodies.rendering import rendering_of
 from router.api.call_headers import client_id_of
+from router.api.structured_output import checked_schema
 from router.api.tools import messages_of, offered
 from router.memory import LargeWork
 from router.request import GenerationRequest, Mode, Shown, part_id
@@ -350,6 +351,7 @@ class Preparer:
             request_id=request_id,
             prompt=tuple(prompt),
             sampling=sampling,
+            checked_schema=checked_schema(body) if isinstance(body, GenerationBody) else "",
             shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
             tenant=caller.tenant,
             cache_scope=self._scope(caller, salt),
