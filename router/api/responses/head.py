@@ -20,7 +20,7 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
     Raises:
         InvalidRequestError: It holds what no answer could repeat.
     """
-    text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
+    text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text is not None else {}
     reasoning = body.reasoning.model_dump() if body.reasoning is not None else {}
     choice = body.tool_choice
     head = {
@@ -70,5 +70,5 @@ def kept_input(response_id: str, given: Sequence[Item]) -> list[dict[str, Any]]:
             kind = "output_text" if item.role == "assistant" else "input_text"
             item = item.model_copy(update={"content": [ContentPart(type=kind, text=item.content)]})
         more: dict[str, Any] = {"summary": []} if item.type == "reasoning" else {}
-        kept.append({**item.model_dump(exclude_none=True), **more, **fields})
+        kept.append({**more, **item.model_dump(exclude_none=True), **fields})
     return kept

@@ -25,27 +25,6 @@ _NAMES = {
 }
 
 
-def refuse_what_is_missing(body: InputTokensBody) -> None:
-    """Refuse what Baton does not have.
-
-    Raises:
-        InvalidRequestError: Says what to do instead.
-    """
-    refused = {
-        "conversation": "conversations are not kept as such; send previous_response_id, or all "
-        "items as input",
-    }
-    if isinstance(body, ResponsesBody):
-        refused |= {
-            "background": "a response runs as long as its call, so that none outlives the router "
-            "that has it; leave it out, and stream",
-            "prompt": "there are no prompt templates; send instructions and input",
-        }
-    for name, instead in refused.items():
-        if getattr(body, name):
-            raise InvalidRequestError(f"{name}: is not supported; {instead}", param=name)
-
-
 def input_items(body: InputTokensBody) -> list[Item]:
     """The input as items."""
     if isinstance(body.input, str):
@@ -75,6 +54,8 @@ def chat_of(body: InputTokensBody, earlier: Sequence[Item], given: Sequence[Item
         raise InvalidRequestError("input: is required", param="input")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
     fields |= _tools(body) | _text(body)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
     if isinstance(body, ResponsesBody):
         fields |= _sampling(body)
     return Translation(fields=fields, places=conversation.places, names=_NAMES)
@@ -98,7 +79,9 @@ def _add(conversation: Conversation, item: Item, where: str) -> None:
         text = _text_of(item.output, f"{where}.output")
         conversation.result(item.call_id, text, where)
     elif item.type == "reasoning":
-        return  # what was thought for an earlier answer is not read again
+        thoughts = _text_of(item.content or item.summary or "", f"{where}.content")
+        if thoughts:
+            conversation.think(thoughts)
     else:
         raise InvalidRequestError(
             f"{where}.type: {item.type[:64]!r} is not supported; send messages, function_call, "

@@ -17,17 +17,27 @@ from router.api.bodies.messages import CalledFunction, CalledTool, Message, Part
 from router.api.bodies.parameters import TABLE
 from router.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.api.bodies.tools import FunctionOffered, ToolOffered
+from router.api.messages import body as messages
+from router.api.messages.parameters import TABLE as MESSAGES_TABLE
+from router.api.responses import body as responses
+from router.api.responses.parameters import TABLE as RESPONSES_TABLE
 from tests.router.api.parameters_page import PAGE, page
 
 KINDS = (
     *(ChatBody, CompletionBody, StreamOptions, Message, Part, CalledTool, CalledFunction),
     *(ToolOffered, FunctionOffered, ResponseFormat, JsonSchemaFormat, StructuredOutputs),
     *(EmbeddingBody, TokenizeBody, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody),
+    *(responses.ResponsesBody, responses.InputTokensBody, responses.Item, responses.ContentPart),
+    *(responses.FunctionGiven, responses.ToolChoiceGiven, responses.FunctionNamed),
+    *(responses.TextGiven, responses.TextFormat, responses.ReasoningGiven),
+    *(messages.MessagesBody, messages.CountTokensBody, messages.MessageGiven, messages.Block),
+    *(messages.ToolGiven, messages.ToolChoiceGiven, messages.MetadataGiven),
+    *(messages.OutputConfigGiven, messages.OutputFormatGiven, messages.ThinkingGiven),
 )
 
 
 def test_every_table_has_its_class():
-    assert [kind.others for kind in KINDS] == list(TABLE)
+    assert [kind.others for kind in KINDS] == [*TABLE, *RESPONSES_TABLE, *MESSAGES_TABLE]
 
 
 @pytest.mark.parametrize("kind", KINDS)
