@@ -8,7 +8,7 @@ from router.api.bodies.common import FIRST_FAULT, INT32, Body, NonEmpty
 from router.api.messages import parameters
 
 
-class Block(Body):
+class MessagesBlock(Body):
     """A content block; which fields it has depends on its type."""
 
     type: NonEmpty
@@ -18,22 +18,22 @@ class Block(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: NonEmpty | None = None
-    content: "str | Annotated[list[Block], FIRST_FAULT] | None" = None
+    content: "str | Annotated[list[MessagesBlock], FIRST_FAULT] | None" = None
     is_error: bool | None = None
 
     others = parameters.BLOCK
 
 
-class MessageGiven(Body):
+class MessagesTurn(Body):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], FIRST_FAULT]
+    content: str | Annotated[list[MessagesBlock], FIRST_FAULT]
 
     others = parameters.MESSAGE
 
 
-class ToolGiven(Body):
+class MessagesTool(Body):
     """A tool of the client's."""
 
     type: str | None = None
@@ -45,7 +45,7 @@ class ToolGiven(Body):
     others = parameters.TOOL
 
 
-class ToolChoiceGiven(Body):
+class MessagesToolChoice(Body):
     """Whether tools are to be used; ``name`` with type ``tool``."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -55,7 +55,7 @@ class ToolChoiceGiven(Body):
     others = parameters.TOOL_CHOICE
 
 
-class MetadataGiven(Body):
+class MessagesMetadata(Body):
     """Who the client asks for."""
 
     user_id: str | None = None
@@ -63,7 +63,7 @@ class MetadataGiven(Body):
     others = parameters.METADATA
 
 
-class OutputFormatGiven(Body):
+class MessagesOutputFormat(Body):
     """The shape of the answer's text."""
 
     type: Literal["json_schema"]
@@ -72,16 +72,16 @@ class OutputFormatGiven(Body):
     others = parameters.OUTPUT_FORMAT
 
 
-class OutputConfigGiven(Body):
+class MessagesOutputConfig(Body):
     """What the answer is to look like."""
 
-    format: OutputFormatGiven | None = None
+    format: MessagesOutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
     others = parameters.OUTPUT_CONFIG
 
 
-class ThinkingGiven(Body):
+class MessagesThinking(Body):
     """Whether the model is to think before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -95,12 +95,12 @@ class CountTokensBody(Body):
     """``POST /v1/messages/count_tokens``: a message without what its answer is to be."""
 
     model: NonEmpty
-    messages: Annotated[list[MessageGiven], Field(min_length=1), FIRST_FAULT]
-    system: str | Annotated[list[Block], FIRST_FAULT] | None = None
-    tools: Annotated[list[ToolGiven], Field(max_length=128)] | None = None
-    tool_choice: ToolChoiceGiven | None = None
-    thinking: ThinkingGiven | None = None
-    output_config: OutputConfigGiven | None = None
+    messages: Annotated[list[MessagesTurn], Field(min_length=1), FIRST_FAULT]
+    system: str | Annotated[list[MessagesBlock], FIRST_FAULT] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: MessagesThinking | None = None
+    output_config: MessagesOutputConfig | None = None
 
     others = parameters.COUNT_TOKENS
 
@@ -114,7 +114,7 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: MetadataGiven | None = None
+    metadata: MessagesMetadata | None = None
     priority: int | None = None
     cache_salt: str | None = None
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from router.api.messages.body import Block, CountTokensBody, MessagesBody, ToolGiven
+from router.api.messages.body import CountTokensBody, MessagesBlock, MessagesBody, MessagesTool
 from router.api.translation import Conversation, Translation
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -43,7 +43,9 @@ def chat_of(body: CountTokensBody) -> Translation:
     return Translation(fields=fields, places=conversation.places, names=_NAMES)
 
 
-def _add(conversation: Conversation, role: str, content: str | list[Block], where: str) -> None:
+def _add(
+    conversation: Conversation, role: str, content: str | list[MessagesBlock], where: str
+) -> None:
     """A turn, which is one message or, with results of tools, several."""
     if isinstance(content, str):
         conversation.say(role, content, where)
@@ -52,7 +54,7 @@ def _add(conversation: Conversation, role: str, content: str | list[Block], wher
         _add_block(conversation, role, block, f"{where}.content[{index}]")
 
 
-def _add_block(conversation: Conversation, role: str, block: Block, where: str) -> None:
+def _add_block(conversation: Conversation, role: str, block: MessagesBlock, where: str) -> None:
     if block.type == "text":
         conversation.say(role, _given(block.text, f"{where}.text"), where)
     elif block.type == "tool_use" and role == "assistant":
@@ -71,7 +73,7 @@ def _add_block(conversation: Conversation, role: str, block: Block, where: str) 
         raise _refused(block.type, role, where)
 
 
-def _text_of(content: str | list[Block], where: str) -> str:
+def _text_of(content: str | list[MessagesBlock], where: str) -> str:
     """Content that may hold text and nothing else."""
     if isinstance(content, str):
         return content
@@ -117,7 +119,7 @@ def _tools(body: CountTokensBody) -> dict[str, Any]:
     return fields
 
 
-def _tool(tool: ToolGiven, where: str) -> dict[str, Any]:
+def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise InvalidRequestError(
             f"{where}.type: {tool.type[:64]!r} is a tool that Anthropic defines, and only their "

@@ -8,7 +8,7 @@ from router.api.bodies.common import FIRST_FAULT, INT32, Body, NonEmpty
 from router.api.responses import parameters as table
 
 
-class ContentPart(Body):
+class ResponsesPart(Body):
     """A part of an item's content."""
 
     type: NonEmpty
@@ -18,24 +18,24 @@ class ContentPart(Body):
     others = table.PART
 
 
-class Item(Body):
+class ResponsesItem(Body):
     """An item of a conversation; which fields it has depends on its type."""
 
     type: NonEmpty = "message"
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | Annotated[list[ContentPart], FIRST_FAULT] | None = None
+    content: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
     status: str | None = None
     call_id: NonEmpty | None = None
     name: NonEmpty | None = None
     arguments: str | None = None
-    output: str | Annotated[list[ContentPart], FIRST_FAULT] | None = None
-    summary: Annotated[list[ContentPart], FIRST_FAULT] | None = None
+    output: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
+    summary: Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
 
     others = table.ITEM
 
 
-class FunctionGiven(Body):
+class ResponsesFunction(Body):
     """A function that may be called."""
 
     type: NonEmpty
@@ -47,7 +47,7 @@ class FunctionGiven(Body):
     others = table.FUNCTION
 
 
-class FunctionNamed(Body):
+class ResponsesFunctionName(Body):
     """A function, by its name."""
 
     type: NonEmpty
@@ -56,16 +56,16 @@ class FunctionNamed(Body):
     others = table.FUNCTION_NAMED
 
 
-class ToolChoiceGiven(FunctionNamed):
+class ResponsesToolChoice(ResponsesFunctionName):
     """The function that must be called; or, with ``allowed_tools``, those that may be."""
 
     mode: Literal["auto", "required"] | None = None
-    tools: list[FunctionNamed] | None = None
+    tools: list[ResponsesFunctionName] | None = None
 
     others = table.TOOL_CHOICE
 
 
-class TextFormat(Body):
+class ResponsesTextFormat(Body):
     """The shape of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -77,16 +77,16 @@ class TextFormat(Body):
     others = table.TEXT_FORMAT
 
 
-class TextGiven(Body):
+class ResponsesText(Body):
     """What the answer's text is to look like."""
 
-    format: TextFormat | None = None
+    format: ResponsesTextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
     others = table.TEXT
 
 
-class ReasoningGiven(Body):
+class ResponsesReasoning(Body):
     """How much the model is to think."""
 
     effort: str | None = None
@@ -99,14 +99,14 @@ class InputTokensBody(Body):
     """``POST /v1/responses/input_tokens``: a response without what its answer is to be."""
 
     model: NonEmpty
-    input: str | Annotated[list[Item], FIRST_FAULT] | None = None
+    input: str | Annotated[list[ResponsesItem], FIRST_FAULT] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[FunctionGiven], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoiceGiven | None = None
+    tools: Annotated[list[ResponsesFunction], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextGiven | None = None
-    reasoning: ReasoningGiven | None = None
+    text: ResponsesText | None = None
+    reasoning: ResponsesReasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
     others = table.INPUT_TOKENS

@@ -5,12 +5,12 @@ from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from router.api.responses.body import (
-    ContentPart,
-    FunctionGiven,
     InputTokensBody,
-    Item,
     ResponsesBody,
-    ToolChoiceGiven,
+    ResponsesFunction,
+    ResponsesItem,
+    ResponsesPart,
+    ResponsesToolChoice,
 )
 from router.api.translation import Conversation, Translation
 
@@ -25,14 +25,16 @@ _NAMES = {
 }
 
 
-def input_items(body: InputTokensBody) -> list[Item]:
+def input_items(body: InputTokensBody) -> list[ResponsesItem]:
     """The input as items."""
     if isinstance(body.input, str):
-        return [Item(role="user", content=body.input)]
+        return [ResponsesItem(role="user", content=body.input)]
     return list(body.input or ())
 
 
-def chat_of(body: InputTokensBody, earlier: Sequence[Item], given: Sequence[Item]) -> Translation:
+def chat_of(
+    body: InputTokensBody, earlier: Sequence[ResponsesItem], given: Sequence[ResponsesItem]
+) -> Translation:
     """The chat that a body asks for, without a limit on its answer.
 
     Args:
@@ -61,7 +63,7 @@ def chat_of(body: InputTokensBody, earlier: Sequence[Item], given: Sequence[Item
     return Translation(fields=fields, places=conversation.places, names=_NAMES)
 
 
-def _add(conversation: Conversation, item: Item, where: str) -> None:
+def _add(conversation: Conversation, item: ResponsesItem, where: str) -> None:
     if item.type == "message":
         if item.role is None:
             raise _required(f"{where}.role")
@@ -90,7 +92,7 @@ def _add(conversation: Conversation, item: Item, where: str) -> None:
         )
 
 
-def _text_of(content: str | list[ContentPart], where: str) -> str:
+def _text_of(content: str | list[ResponsesPart], where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -123,7 +125,7 @@ def _tools(body: InputTokensBody) -> dict[str, Any]:
     return fields
 
 
-def _tool(tool: FunctionGiven, where: str) -> dict[str, Any]:
+def _tool(tool: ResponsesFunction, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise InvalidRequestError(
             f"{where}.type: {tool.type[:64]!r} runs on OpenAI's servers or is known to their models"
@@ -142,7 +144,7 @@ def _tool(tool: FunctionGiven, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: str | ToolChoiceGiven) -> str | dict[str, Any]:
+def _choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
     if choice.type == "function":

@@ -27,13 +27,34 @@ KINDS = (
     *(ChatBody, CompletionBody, StreamOptions, Message, Part, CalledTool, CalledFunction),
     *(ToolOffered, FunctionOffered, ResponseFormat, JsonSchemaFormat, StructuredOutputs),
     *(EmbeddingBody, TokenizeBody, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody),
-    *(responses.ResponsesBody, responses.InputTokensBody, responses.Item, responses.ContentPart),
-    *(responses.FunctionGiven, responses.ToolChoiceGiven, responses.FunctionNamed),
-    *(responses.TextGiven, responses.TextFormat, responses.ReasoningGiven),
-    *(messages.MessagesBody, messages.CountTokensBody, messages.MessageGiven, messages.Block),
-    *(messages.ToolGiven, messages.ToolChoiceGiven, messages.MetadataGiven),
-    *(messages.OutputConfigGiven, messages.OutputFormatGiven, messages.ThinkingGiven),
+    *(
+        responses.ResponsesBody,
+        responses.InputTokensBody,
+        responses.ResponsesItem,
+        responses.ResponsesPart,
+    ),
+    *(responses.ResponsesFunction, responses.ResponsesToolChoice, responses.ResponsesFunctionName),
+    *(responses.ResponsesText, responses.ResponsesTextFormat, responses.ResponsesReasoning),
+    *(
+        messages.MessagesBody,
+        messages.CountTokensBody,
+        messages.MessagesTurn,
+        messages.MessagesBlock,
+    ),
+    *(messages.MessagesTool, messages.MessagesToolChoice, messages.MessagesMetadata),
+    *(messages.MessagesOutputConfig, messages.MessagesOutputFormat, messages.MessagesThinking),
 )
+
+
+def test_no_two_bodies_have_the_same_name():
+    """Their schemas stand in one list in ``/openapi.json``."""
+
+    def below(kind: type[Body]) -> list[type[Body]]:
+        return [*kind.__subclasses__(), *(b for k in kind.__subclasses__() for b in below(k))]
+
+    names = [kind.__name__ for kind in set(below(Body))]
+    assert len(names) > 30
+    assert sorted(set(names)) == sorted(names)
 
 
 def test_every_table_has_its_class():
