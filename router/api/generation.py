@@ -19,7 +19,7 @@ from router.api.bodies.parse import parse
 from router.api.call_headers import ignored_of
 from router.api.embeddings import EmbeddingAnswer
 from router.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
-from router.api.formats.answer_format import DataEvents
+from router.api.formats.answer_format import ChunkFormat, DataEvents
 from router.api.formats.openai import ChatFormat, CompletionFormat
 from router.api.messages.body import CountTokensBody, MessagesBody
 from router.api.parts import Endpoints, RouterParts, read_body
@@ -127,8 +127,13 @@ class Calls:
         return Answer(
             self.context("chat", prepared.request_id, span),
             [prepared],
-            DataEvents(chunks, include_usage=body.include_usage),
+            self._events(chunks, body),
             stream=bool(body.stream),
+        )
+
+    def _events(self, chunks: ChunkFormat, body: GenerationBody) -> DataEvents:
+        return DataEvents(
+            chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
         )
 
     async def chat_request(
@@ -181,7 +186,7 @@ class Calls:
         return Answer(
             self.context("completions", answer_id, span),
             requests,
-            DataEvents(chunks, include_usage=body.include_usage),
+            self._events(chunks, body),
             stream=bool(body.stream),
         )
 
@@ -214,6 +219,7 @@ class Calls:
             "tokenizer": model.tokenizer,
             "include_usage": body.include_usage,
             "prompt_logprobs": body.prompt_logprobs,
+            "token_ids": bool(body.return_token_ids),
         }
 
     def context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:

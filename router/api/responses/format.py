@@ -235,6 +235,8 @@ def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": counted["completion_tokens_details"]["reasoning_tokens"]
+        },
         "total_tokens": counted["total_tokens"],
     }

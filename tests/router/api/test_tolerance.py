@@ -266,3 +266,40 @@ async def test_a_template_cannot_be_made_to_run_for_long_by_what_it_is_told(make
     answer = await fleet.chat(chat_template_kwargs={"n": 10**9})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert json.loads(answer.content)["error"]["code"] == "invalid_request"
+
+
+async def test_ids_stand_beside_the_text_where_asked_for(make_fleet, model):
+    ids = model.tokenizer.encode("one two three")
+    fleet = await make_fleet({"decode-0": Script(answer=ids, stop_token=2)})
+    prompt = model.tokenizer.encode("hi")
+    whole = (await fleet.complete(["hi", "hi"], max_tokens=9, return_token_ids=True)).json()
+    assert [(c["token_ids"], c["prompt_token_ids"]) for c in whole["choices"]] == [
+        (ids, prompt)
+    ] * 2
+    streamed = await fleet.complete(max_tokens=9, return_token_ids=True, stream=True)
+    choices = [event["choices"][0] for event in events_of(streamed.text)[:-1]]
+    assert [id_ for choice in choices for id_ in choice["token_ids"]] == ids
+    assert [choice.get("prompt_token_ids") for choice in choices][:2] == [prompt, None]
+    chat = (await fleet.chat(max_tokens=9, return_token_ids=True)).json()
+    assert chat["choices"][0]["token_ids"] == ids
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    events = events_of((await fleet.chat(max_tokens=9, return_token_ids=True, stream=True)).text)[
+        :-1
+    ]
+    assert events[0]["prompt_token_ids"] == chat["prompt_token_ids"]
+    assert [i for e in events[1:] for i in e["choices"][0]["token_ids"]] == ids
+    assert "token_ids" not in (await fleet.chat()).json()["choices"][0]
+
+
+async def test_a_stream_may_tell_its_usage_all_along(make_fleet, model):
+    fleet = await make_fleet({"decode-0": Script(step_s=0.02)})
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for answer in (
+        await fleet.chat(stream=True, stream_options=options, max_tokens=4),
+        await fleet.complete(stream=True, stream_options=options, max_tokens=4),
+    ):
+        usages = [event["usage"] for event in events_of(answer.text)[:-1]]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts == sorted(counts)
+        assert (counts[-1], len(set(counts)) > 2) == (4, True)
+        assert all(usage["prompt_tokens"] > 0 for usage in usages)
