@@ -1,6 +1,5 @@
 """Another API's body as a chat: one parser checks it, and its errors name the caller's fields."""
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import msgspec
 
 from engine.core.errors import InvalidRequestError
 from router.api.bodies.chat import ChatBody
-from router.api.bodies.parse import parse
+from router.api.bodies.parse import checked
 from router.request import GenerationRequest
 
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
@@ -28,20 +27,26 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
         self._joins = joins
+        self._thoughts: list[str] = []  # of the assistant's message that is to come
 
     def say(self, role: str, text: str, where: str) -> None:
         """Text of one side."""
         last = self.messages[-1] if self.messages else {}
-        if last.get("role") == role and role in self._joins and "tool_calls" not in last:
+        joins = last.get("role") == role and role in self._joins
+        if joins and "tool_calls" not in last and not self._thoughts:
             last["content"] = f"{last['content']}\n{text}" if last["content"] else text
         else:
             self._append({"role": role, "content": text}, where)
+
+    def think(self, text: str) -> None:
+        """What the assistant thought before its next message."""
+        self._thoughts.append(text)
 
     def call(self, call_id: str, name: str, arguments: str, where: str) -> None:
         """A call that the assistant made; it belongs to the text before it."""
         function = {"name": name, "arguments": arguments}
         last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != "assistant":
+        if last is None or last["role"] != "assistant" or self._thoughts:
             last = self._append({"role": "assistant", "content": ""}, where)
         calls = last.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
@@ -51,6 +56,9 @@ class Conversation:
         self._append({"role": "tool", "tool_call_id": call_id, "content": text}, where)
 
     def _append(self, message: dict[str, Any], where: str) -> dict[str, Any]:
+        if message["role"] == "assistant" and self._thoughts:
+            message["reasoning_content"] = "\n".join(self._thoughts)
+        self._thoughts = []
         self.messages.append(message)
         self.places.append(where)
         return message
@@ -77,7 +85,7 @@ class Translation:
             InvalidRequestError: Something is wrong with it; names the caller's field.
         """
         with self.named():
-            return parse(ChatBody, json.dumps(self.fields).encode())
+            return checked(ChatBody, self.fields)
 
     def turns(self) -> list[int]:
         """Where the turns of the conversation begin, each with what the user said."""

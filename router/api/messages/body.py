@@ -2,18 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from router.api.bodies.common import FIRST_FAULT, INT32, Body, NonEmpty
+from router.api.messages import parameters
 
 
-class _Tolerant(Body):
-    """What is not listed changes nothing here (``cache_control``, ``citations`` and the like)."""
-
-    model_config = ConfigDict(strict=False, extra="ignore")
-
-
-class Block(_Tolerant):
+class MessagesBlock(Body):
     """A content block; which fields it has depends on its type."""
 
     type: NonEmpty
@@ -23,18 +18,22 @@ class Block(_Tolerant):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: NonEmpty | None = None
-    content: "str | Annotated[list[Block], FIRST_FAULT] | None" = None
+    content: "str | Annotated[list[MessagesBlock], FIRST_FAULT] | None" = None
     is_error: bool | None = None
 
+    others = parameters.BLOCK
 
-class MessageGiven(_Tolerant):
+
+class MessagesTurn(Body):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], FIRST_FAULT]
+    content: str | Annotated[list[MessagesBlock], FIRST_FAULT]
+
+    others = parameters.MESSAGE
 
 
-class ToolGiven(_Tolerant):
+class MessagesTool(Body):
     """A tool of the client's."""
 
     type: str | None = None
@@ -43,53 +42,67 @@ class ToolGiven(_Tolerant):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
+    others = parameters.TOOL
 
-class ToolChoiceGiven(_Tolerant):
+
+class MessagesToolChoice(Body):
     """Whether tools are to be used; ``name`` with type ``tool``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: NonEmpty | None = None
     disable_parallel_tool_use: bool = False
 
+    others = parameters.TOOL_CHOICE
 
-class MetadataGiven(_Tolerant):
+
+class MessagesMetadata(Body):
     """Who the client asks for."""
 
     user_id: str | None = None
 
+    others = parameters.METADATA
 
-class OutputFormatGiven(_Tolerant):
+
+class MessagesOutputFormat(Body):
     """The shape of the answer's text."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
+    others = parameters.OUTPUT_FORMAT
 
-class OutputConfigGiven(_Tolerant):
+
+class MessagesOutputConfig(Body):
     """What the answer is to look like."""
 
-    format: OutputFormatGiven | None = None
+    format: MessagesOutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
+    others = parameters.OUTPUT_CONFIG
 
-class ThinkingGiven(_Tolerant):
+
+class MessagesThinking(Body):
     """Whether the model is to think before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    others = parameters.THINKING
 
 
-class CountTokensBody(_Tolerant):
+class CountTokensBody(Body):
     """``POST /v1/messages/count_tokens``: a message without what its answer is to be."""
 
     model: NonEmpty
-    messages: Annotated[list[MessageGiven], Field(min_length=1), FIRST_FAULT]
-    system: str | Annotated[list[Block], FIRST_FAULT] | None = None
-    tools: Annotated[list[ToolGiven], Field(max_length=128)] | None = None
-    tool_choice: ToolChoiceGiven | None = None
-    thinking: ThinkingGiven | None = None
-    output_config: OutputConfigGiven | None = None
-    cache_control: dict[str, Any] | None = None
+    messages: Annotated[list[MessagesTurn], Field(min_length=1), FIRST_FAULT]
+    system: str | Annotated[list[MessagesBlock], FIRST_FAULT] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: MessagesThinking | None = None
+    output_config: MessagesOutputConfig | None = None
+
+    others = parameters.COUNT_TOKENS
 
 
 class MessagesBody(CountTokensBody):
@@ -101,7 +114,8 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: MetadataGiven | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    metadata: MessagesMetadata | None = None
     priority: int | None = None
     cache_salt: str | None = None
+
+    others = parameters.MESSAGES

@@ -156,4 +156,7 @@ def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {
+            "thinking_tokens": sum(active.record.reasoning_tokens for active in active_requests)
+        },
     }

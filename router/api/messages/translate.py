@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from router.api.messages.body import Block, CountTokensBody, MessagesBody, ToolGiven
+from router.api.messages.body import CountTokensBody, MessagesBlock, MessagesBody, MessagesTool
 from router.api.translation import Conversation, Translation
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -13,6 +13,9 @@ _NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "continue_final_message": "messages",
     "messages": "messages",
     r"tools(\[\d+\])\.function\.parameters": r"tools\1.input_schema",
     r"tools(\[\d+\])\.function": r"tools\1",
@@ -31,13 +34,18 @@ def chat_of(body: CountTokensBody) -> Translation:
     for index, message in enumerate(body.messages):
         _add(conversation, message.role, message.content, f"messages[{index}]")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
-    fields |= _tools(body) | _output(body)
+    fields |= _tools(body) | _output(body) | _thinking(body)
+    last = conversation.messages[-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, MessagesBody):
         fields |= _sampling(body)
     return Translation(fields=fields, places=conversation.places, names=_NAMES)
 
 
-def _add(conversation: Conversation, role: str, content: str | list[Block], where: str) -> None:
+def _add(
+    conversation: Conversation, role: str, content: str | list[MessagesBlock], where: str
+) -> None:
     """A turn, which is one message or, with results of tools, several."""
     if isinstance(content, str):
         conversation.say(role, content, where)
@@ -46,7 +54,7 @@ def _add(conversation: Conversation, role: str, content: str | list[Block], wher
         _add_block(conversation, role, block, f"{where}.content[{index}]")
 
 
-def _add_block(conversation: Conversation, role: str, block: Block, where: str) -> None:
+def _add_block(conversation: Conversation, role: str, block: MessagesBlock, where: str) -> None:
     if block.type == "text":
         conversation.say(role, _given(block.text, f"{where}.text"), where)
     elif block.type == "tool_use" and role == "assistant":
@@ -57,13 +65,15 @@ def _add_block(conversation: Conversation, role: str, block: Block, where: str) 
         call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
         text = _text_of(block.content or "", f"{where}.content")
         conversation.result(call_id, f"Error: {text}" if block.is_error else text, where)
-    elif block.type in ("thinking", "redacted_thinking") and role == "assistant":
-        return  # what was thought for an earlier answer is not read again
+    elif block.type == "thinking" and role == "assistant":
+        conversation.think(block.thinking or "")
+    elif block.type == "redacted_thinking" and role == "assistant":
+        return  # nobody here can read it
     else:
         raise _refused(block.type, role, where)
 
 
-def _text_of(content: str | list[Block], where: str) -> str:
+def _text_of(content: str | list[MessagesBlock], where: str) -> str:
     """Content that may hold text and nothing else."""
     if isinstance(content, str):
         return content
@@ -109,7 +119,7 @@ def _tools(body: CountTokensBody) -> dict[str, Any]:
     return fields
 
 
-def _tool(tool: ToolGiven, where: str) -> dict[str, Any]:
+def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise InvalidRequestError(
             f"{where}.type: {tool.type[:64]!r} is a tool that Anthropic defines, and only their "
@@ -129,10 +139,27 @@ def _tool(tool: ToolGiven, where: str) -> dict[str, Any]:
 
 def _output(body: CountTokensBody) -> dict[str, Any]:
     given = body.output_config
-    if given is None or given.format is None:
+    if given is None:
         return {}
-    schema = {"name": "answer", "schema": given.format.schema_}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    fields: dict[str, Any] = {}
+    if given.effort is not None:
+        fields["reasoning_effort"] = given.effort
+    if given.format is not None:
+        schema = {"name": "answer", "schema": given.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _thinking(body: CountTokensBody) -> dict[str, Any]:
+    given = body.thinking
+    if given is None:
+        return {}
+    fields: dict[str, Any] = {"enable_thinking": given.type != "disabled"}
+    if given.budget_tokens is not None and given.type == "enabled":
+        fields["thinking_token_budget"] = given.budget_tokens
+    if given.display == "omitted":
+        fields["include_reasoning"] = False
+    return fields
 
 
 def _sampling(body: MessagesBody) -> dict[str, Any]:

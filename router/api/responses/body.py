@@ -2,40 +2,40 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from router.api.bodies.common import FIRST_FAULT, INT32, Body, NonEmpty
+from router.api.responses import parameters as table
 
 
-class _Tolerant(Body):
-    """What is not listed changes nothing here (``annotations``, ``phase`` and the like)."""
-
-    model_config = ConfigDict(strict=False, extra="ignore", serialize_by_alias=True)
-
-
-class ContentPart(_Tolerant):
+class ResponsesPart(Body):
     """A part of an item's content."""
 
     type: NonEmpty
     text: str | None = None
     refusal: str | None = None
 
+    others = table.PART
 
-class Item(_Tolerant):
+
+class ResponsesItem(Body):
     """An item of a conversation; which fields it has depends on its type."""
 
     type: NonEmpty = "message"
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | Annotated[list[ContentPart], FIRST_FAULT] | None = None
+    content: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
     status: str | None = None
     call_id: NonEmpty | None = None
     name: NonEmpty | None = None
     arguments: str | None = None
-    output: str | Annotated[list[ContentPart], FIRST_FAULT] | None = None
+    output: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
+    summary: Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
+
+    others = table.ITEM
 
 
-class FunctionGiven(_Tolerant):
+class ResponsesFunction(Body):
     """A function that may be called."""
 
     type: NonEmpty
@@ -44,22 +44,28 @@ class FunctionGiven(_Tolerant):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    others = table.FUNCTION
 
-class FunctionNamed(_Tolerant):
+
+class ResponsesFunctionName(Body):
     """A function, by its name."""
 
     type: NonEmpty
     name: NonEmpty | None = None
 
+    others = table.FUNCTION_NAMED
 
-class ToolChoiceGiven(FunctionNamed):
+
+class ResponsesToolChoice(ResponsesFunctionName):
     """The function that must be called; or, with ``allowed_tools``, those that may be."""
 
     mode: Literal["auto", "required"] | None = None
-    tools: list[FunctionNamed] | None = None
+    tools: list[ResponsesFunctionName] | None = None
+
+    others = table.TOOL_CHOICE
 
 
-class TextFormat(_Tolerant):
+class ResponsesTextFormat(Body):
     """The shape of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -68,35 +74,42 @@ class TextFormat(_Tolerant):
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
+    others = table.TEXT_FORMAT
 
-class TextGiven(_Tolerant):
+
+class ResponsesText(Body):
     """What the answer's text is to look like."""
 
-    format: TextFormat | None = None
+    format: ResponsesTextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
+    others = table.TEXT
 
-class ReasoningGiven(_Tolerant):
+
+class ResponsesReasoning(Body):
     """How much the model is to think."""
 
     effort: str | None = None
     summary: str | None = None
 
+    others = table.REASONING
 
-class InputTokensBody(_Tolerant):
+
+class InputTokensBody(Body):
     """``POST /v1/responses/input_tokens``: a response without what its answer is to be."""
 
     model: NonEmpty
-    input: str | Annotated[list[Item], FIRST_FAULT] | None = None
+    input: str | Annotated[list[ResponsesItem], FIRST_FAULT] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[FunctionGiven], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoiceGiven | None = None
+    tools: Annotated[list[ResponsesFunction], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextGiven | None = None
-    reasoning: ReasoningGiven | None = None
+    text: ResponsesText | None = None
+    reasoning: ResponsesReasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    conversation: Any = None
+
+    others = table.INPUT_TOKENS
 
 
 class ResponsesBody(InputTokensBody):
@@ -108,20 +121,17 @@ class ResponsesBody(InputTokensBody):
     top_logprobs: int | None = None
     include: list[str] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
     max_tool_calls: int | None = None
-    background: bool | None = None
-    prompt: Any = None
     priority: int | None = None
     seed: int | None = None
     cache_salt: str | None = None
+
+    others = table.RESPONSES
 
     @property
     def wants_logprobs(self) -> bool:

@@ -15,11 +15,11 @@ from router.api.answer import Answer
 from router.api.generation import Calls
 from router.api.parts import Endpoints, RouterParts
 from router.api.prepare import Caller, off_loop
-from router.api.responses.body import InputTokensBody, Item, ResponsesBody
+from router.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
 from router.api.responses.format import ResponsesFormat
 from router.api.responses.head import head_of, kept_input
 from router.api.responses.store import EarlierResponses, ResponseStore
-from router.api.responses.translate import chat_of, input_items, refuse_what_is_missing
+from router.api.responses.translate import chat_of, input_items
 from router.api.tracing import ended_on_error
 from router.api.translation import Translation, as_answer
 from router.request import GenerationRequest
@@ -144,9 +144,8 @@ class _ResponsesCalls(Calls):
 
     async def _told(
         self, body: InputTokensBody, size: int, caller: Caller
-    ) -> tuple[Translation, list[Item]]:
+    ) -> tuple[Translation, list[ResponsesItem]]:
         """The chat of a body and of the responses before it, and the body's own items."""
-        refuse_what_is_missing(body)
         kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
         earlier = await kept.conversation(body.previous_response_id)
         given = await kept.resolve(input_items(body))

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from engine.core.errors import InvalidRequestError
-from router.api.responses.body import ContentPart, Item, ResponsesBody
+from router.api.responses.body import ResponsesBody, ResponsesItem, ResponsesPart
 from router.api.responses.format import item_id
 from router.request import GenerationRequest
 
@@ -20,7 +20,7 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
     Raises:
         InvalidRequestError: It holds what no answer could repeat.
     """
-    text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
+    text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text is not None else {}
     reasoning = body.reasoning.model_dump() if body.reasoning is not None else {}
     choice = body.tool_choice
     head = {
@@ -60,7 +60,7 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
     return head
 
 
-def kept_input(response_id: str, given: Sequence[Item]) -> list[dict[str, Any]]:
+def kept_input(response_id: str, given: Sequence[ResponsesItem]) -> list[dict[str, Any]]:
     """Items as they are kept and listed, each with an id that leads back to its response."""
     kept = []
     for index, item in enumerate(given):
@@ -68,7 +68,9 @@ def kept_input(response_id: str, given: Sequence[Item]) -> list[dict[str, Any]]:
         fields = {"id": item_id(response_id, prefix, "in", index), "status": "completed"}
         if item.type == "message" and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
-            item = item.model_copy(update={"content": [ContentPart(type=kind, text=item.content)]})
+            item = item.model_copy(
+                update={"content": [ResponsesPart(type=kind, text=item.content)]}
+            )
         more: dict[str, Any] = {"summary": []} if item.type == "reasoning" else {}
-        kept.append({**item.model_dump(exclude_none=True), **more, **fields})
+        kept.append({**more, **item.model_dump(exclude_none=True), **fields})
     return kept

@@ -19,7 +19,7 @@ from engine.core.errors import (
 )
 from registry.redis_store import RegistryUnavailableError
 from registry.stored_responses import StoredResponses
-from router.api.responses.body import Item
+from router.api.responses.body import ResponsesItem
 from router.api.responses.format import place_of
 from telemetry.metrics import Metrics
 
@@ -124,7 +124,7 @@ class EarlierResponses:
         self._bytes = 0
         self._found: dict[str, dict[str, Any] | None] = {}
 
-    async def conversation(self, name: str | None) -> list[Item]:
+    async def conversation(self, name: str | None) -> list[ResponsesItem]:
         """All items of a response and of those before it, the oldest first.
 
         Args:
@@ -135,7 +135,7 @@ class EarlierResponses:
             InvalidRequestError: They are too many, or too large.
             UnavailableError: Redis does not answer.
         """
-        turns: list[list[Item]] = []
+        turns: list[list[ResponsesItem]] = []
         param, at = "previous_response_id", name
         while at is not None:
             kept = await self._find(at, param)
@@ -144,11 +144,11 @@ class EarlierResponses:
                     f"{param}: the response {at[:80]!r} is not stored here (any more)", param=param
                 )
             items = [*kept["input"], *kept["response"]["output"]]
-            turns.append([Item.model_validate(item) for item in items])
+            turns.append([ResponsesItem.model_validate(item) for item in items])
             at = kept["response"][param]
         return [item for turn in reversed(turns) for item in turn]
 
-    async def resolve(self, items: list[Item]) -> list[Item]:
+    async def resolve(self, items: list[ResponsesItem]) -> list[ResponsesItem]:
         """The items, with those in the place of references that these name.
 
         Raises:
@@ -163,13 +163,13 @@ class EarlierResponses:
                 resolved.append(item)
         return resolved
 
-    async def _referenced(self, name: str, param: str) -> Item:
+    async def _referenced(self, name: str, param: str) -> ResponsesItem:
         place = place_of(name)
         kept = await self._find(place.response_id, param) if place is not None else None
         if place is not None and kept is not None:
             items = kept["input"] if place.given else kept["response"]["output"]
             if place.position < len(items) and items[place.position]["id"] == name:
-                return Item.model_validate(items[place.position])
+                return ResponsesItem.model_validate(items[place.position])
         raise InvalidRequestError(
             f"{param}: the item {name[:80]!r} is not stored here (any more); send the item itself",
             param=param,

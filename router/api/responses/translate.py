@@ -5,12 +5,12 @@ from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from router.api.responses.body import (
-    ContentPart,
-    FunctionGiven,
     InputTokensBody,
-    Item,
     ResponsesBody,
-    ToolChoiceGiven,
+    ResponsesFunction,
+    ResponsesItem,
+    ResponsesPart,
+    ResponsesToolChoice,
 )
 from router.api.translation import Conversation, Translation
 
@@ -25,35 +25,16 @@ _NAMES = {
 }
 
 
-def refuse_what_is_missing(body: InputTokensBody) -> None:
-    """Refuse what Baton does not have.
-
-    Raises:
-        InvalidRequestError: Says what to do instead.
-    """
-    refused = {
-        "conversation": "conversations are not kept as such; send previous_response_id, or all "
-        "items as input",
-    }
-    if isinstance(body, ResponsesBody):
-        refused |= {
-            "background": "a response runs as long as its call, so that none outlives the router "
-            "that has it; leave it out, and stream",
-            "prompt": "there are no prompt templates; send instructions and input",
-        }
-    for name, instead in refused.items():
-        if getattr(body, name):
-            raise InvalidRequestError(f"{name}: is not supported; {instead}", param=name)
-
-
-def input_items(body: InputTokensBody) -> list[Item]:
+def input_items(body: InputTokensBody) -> list[ResponsesItem]:
     """The input as items."""
     if isinstance(body.input, str):
-        return [Item(role="user", content=body.input)]
+        return [ResponsesItem(role="user", content=body.input)]
     return list(body.input or ())
 
 
-def chat_of(body: InputTokensBody, earlier: Sequence[Item], given: Sequence[Item]) -> Translation:
+def chat_of(
+    body: InputTokensBody, earlier: Sequence[ResponsesItem], given: Sequence[ResponsesItem]
+) -> Translation:
     """The chat that a body asks for, without a limit on its answer.
 
     Args:
@@ -75,12 +56,14 @@ def chat_of(body: InputTokensBody, earlier: Sequence[Item], given: Sequence[Item
         raise InvalidRequestError("input: is required", param="input")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
     fields |= _tools(body) | _text(body)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
     if isinstance(body, ResponsesBody):
         fields |= _sampling(body)
     return Translation(fields=fields, places=conversation.places, names=_NAMES)
 
 
-def _add(conversation: Conversation, item: Item, where: str) -> None:
+def _add(conversation: Conversation, item: ResponsesItem, where: str) -> None:
     if item.type == "message":
         if item.role is None:
             raise _required(f"{where}.role")
@@ -98,7 +81,9 @@ def _add(conversation: Conversation, item: Item, where: str) -> None:
         text = _text_of(item.output, f"{where}.output")
         conversation.result(item.call_id, text, where)
     elif item.type == "reasoning":
-        return  # what was thought for an earlier answer is not read again
+        thoughts = _text_of(item.content or item.summary or "", f"{where}.content")
+        if thoughts:
+            conversation.think(thoughts)
     else:
         raise InvalidRequestError(
             f"{where}.type: {item.type[:64]!r} is not supported; send messages, function_call, "
@@ -107,7 +92,7 @@ def _add(conversation: Conversation, item: Item, where: str) -> None:
         )
 
 
-def _text_of(content: str | list[ContentPart], where: str) -> str:
+def _text_of(content: str | list[ResponsesPart], where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -140,7 +125,7 @@ def _tools(body: InputTokensBody) -> dict[str, Any]:
     return fields
 
 
-def _tool(tool: FunctionGiven, where: str) -> dict[str, Any]:
+def _tool(tool: ResponsesFunction, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise InvalidRequestError(
             f"{where}.type: {tool.type[:64]!r} runs on OpenAI's servers or is known to their models"
@@ -159,7 +144,7 @@ def _tool(tool: FunctionGiven, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: str | ToolChoiceGiven) -> str | dict[str, Any]:
+def _choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
     if choice.type == "function":

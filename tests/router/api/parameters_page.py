@@ -4,6 +4,8 @@ from pathlib import Path
 
 from router.api.bodies.fields import Fields
 from router.api.bodies.parameters import TABLE
+from router.api.messages.parameters import TABLE as MESSAGES_TABLE
+from router.api.responses.parameters import TABLE as RESPONSES_TABLE
 
 PAGE = Path(__file__).parents[3] / "docs" / "parameters.md"
 
@@ -11,7 +13,8 @@ HEAD = """\
 # What becomes of each parameter
 
 Written by `python -m tests.router.api.parameters_page` from the table that the router acts by
-(`router/api/bodies/parameters.py`); a test compares them.
+(`router/api/bodies/parameters.py`, and files of the same name for the newer APIs); a test
+compares them.
 
 - **honoured**: it acts. A value outside its limits is a 400 that names it.
 - **accepted**: taken and left aside, because here it changes nothing.
@@ -32,7 +35,7 @@ the request by it. Any other value is left aside, and the answer carries our own
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *map(_section, TABLE)])
+    return "\n".join([HEAD, *map(_section, TABLE + RESPONSES_TABLE + MESSAGES_TABLE)])
 
 
 def _section(fields: Fields) -> str:

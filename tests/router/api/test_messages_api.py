@@ -6,7 +6,8 @@ import json
 import anthropic
 import pytest
 
-from config.clients import ApiKeyConfig
+from config.clients import ApiKeyConfig, ClientLimitsConfig
+from router.served_model import ServedModel
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script, answer_token
 
@@ -293,6 +294,93 @@ async def test_silence_is_broken_by_pings(make_fleet):
     names = [name for name, _ in await events_of(fleet, max_tokens=2)]
     assert "ping" in names
     assert names[0] == "message_start"
+
+
+THINKS = (  # a model that thinks is known by the tags in its template
+    "{# <think></think> #}"
+    "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    "{{ enable_thinking }} {{ reasoning_effort }}"
+)
+
+
+def prompt_of(fleet, model, at: int = -1) -> str:
+    """The text that a worker was given."""
+    packed = fleet.workers["decode-0"].submissions[at].prompt_tokens
+    ids = [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)]
+    return model.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.fixture
+async def thinking(make_fleet, artifact, model):
+    """A fleet whose model thinks before it answers."""
+    served = ServedModel(artifact, (MODEL,), chat_template=THINKS)
+    ids = model.tokenizer.encode("<think>Let me see</think>Paris")
+    return await make_fleet(
+        {"decode-0": Script(answer=ids, stop_token=2, step_s=0.001)}, served=served
+    )
+
+
+async def test_thinking_is_a_block_of_its_own(thinking, model):
+    async with client_of(thinking) as client:
+        more = {"model": MODEL, "max_tokens": 60, "messages": HI}
+        message = await client.messages.create(**more, thinking={"type": "adaptive"})
+        async with client.messages.stream(**more) as stream:
+            streamed = await stream.get_final_message()
+        hidden = await client.messages.create(
+            **more, thinking={"type": "adaptive", "display": "omitted"}
+        )
+    assert [(b.type, getattr(b, b.type)) for b in message.content] == [
+        ("thinking", "Let me see"),
+        ("text", "Paris"),
+    ]
+    assert [(b.type, getattr(b, b.type)) for b in streamed.content] == [
+        ("thinking", "Let me see"),
+        ("text", "Paris"),
+    ]
+    assert message.usage.output_tokens_details.thinking_tokens > 2
+    assert [b.type for b in hidden.content] == ["text"]
+    assert hidden.usage.output_tokens == message.usage.output_tokens
+
+
+async def test_what_was_thought_and_how_to_think_reach_the_template(thinking, model):
+    thought = {"type": "thinking", "thinking": "Let me see", "signature": ""}
+    turns = [
+        *HI,
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "Paris"}]},
+        {"role": "user", "content": "more"},
+    ]
+    async with client_of(thinking) as client:
+        more = {"model": MODEL, "max_tokens": 60, "messages": turns}
+        await client.messages.create(**more, thinking={"type": "disabled"})
+        await client.messages.create(
+            **more, thinking={"type": "adaptive"}, output_config={"effort": "high"}
+        )
+    conversation = "[user:|hi][assistant:Let me see|Paris][user:|more]"
+    assert prompt_of(thinking, model, 0).startswith(f"{conversation}False ")
+    assert prompt_of(thinking, model, 1).startswith(f"{conversation}True high")
+
+
+async def test_an_answer_goes_on_with_the_assistants_last_turn(make_fleet, model):
+    fleet = await answering(make_fleet, model, " Paris")
+    turns = [*HI, {"role": "assistant", "content": "It is"}]
+    async with client_of(fleet) as client:
+        message = await client.messages.create(model=MODEL, max_tokens=60, messages=turns)
+    assert message.content[0].text == " Paris"
+    assert prompt_of(fleet, model).endswith("It is")
+
+
+async def test_fields_that_nobody_knows_are_named_or_refused(make_fleet, model):
+    body = {"model": MODEL, "max_tokens": 2, "mood": 1}
+    parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "tone": 2}]
+    body["messages"] = [{"role": "user", "content": parts}]
+    fleet = await make_fleet({"decode-0": Script()})
+    answer = await fleet.http.post("/v1/messages", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-baton-ignored"] == "mood, messages[].content[].tone"
+    strict = await make_fleet({"decode-0": Script()}, clients=ClientLimitsConfig(strict=True))
+    refused = await strict.http.post("/v1/messages", json=body)
+    assert (refused.status_code, refused.json()["type"]) == (400, "error")
+    assert "mood" in refused.json()["error"]["message"]
 
 
 REFUSED = [

@@ -17,17 +17,48 @@ from router.api.bodies.messages import CalledFunction, CalledTool, Message, Part
 from router.api.bodies.parameters import TABLE
 from router.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.api.bodies.tools import FunctionOffered, ToolOffered
+from router.api.messages import body as messages
+from router.api.messages.parameters import TABLE as MESSAGES_TABLE
+from router.api.responses import body as responses
+from router.api.responses.parameters import TABLE as RESPONSES_TABLE
 from tests.router.api.parameters_page import PAGE, page
 
 KINDS = (
     *(ChatBody, CompletionBody, StreamOptions, Message, Part, CalledTool, CalledFunction),
     *(ToolOffered, FunctionOffered, ResponseFormat, JsonSchemaFormat, StructuredOutputs),
     *(EmbeddingBody, TokenizeBody, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody),
+    *(
+        responses.ResponsesBody,
+        responses.InputTokensBody,
+        responses.ResponsesItem,
+        responses.ResponsesPart,
+    ),
+    *(responses.ResponsesFunction, responses.ResponsesToolChoice, responses.ResponsesFunctionName),
+    *(responses.ResponsesText, responses.ResponsesTextFormat, responses.ResponsesReasoning),
+    *(
+        messages.MessagesBody,
+        messages.CountTokensBody,
+        messages.MessagesTurn,
+        messages.MessagesBlock,
+    ),
+    *(messages.MessagesTool, messages.MessagesToolChoice, messages.MessagesMetadata),
+    *(messages.MessagesOutputConfig, messages.MessagesOutputFormat, messages.MessagesThinking),
 )
 
 
+def test_no_two_bodies_have_the_same_name():
+    """Their schemas stand in one list in ``/openapi.json``."""
+
+    def below(kind: type[Body]) -> list[type[Body]]:
+        return [*kind.__subclasses__(), *(b for k in kind.__subclasses__() for b in below(k))]
+
+    names = [kind.__name__ for kind in set(below(Body))]
+    assert len(names) > 30
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_every_table_has_its_class():
-    assert [kind.others for kind in KINDS] == list(TABLE)
+    assert [kind.others for kind in KINDS] == [*TABLE, *RESPONSES_TABLE, *MESSAGES_TABLE]
 
 
 @pytest.mark.parametrize("kind", KINDS)

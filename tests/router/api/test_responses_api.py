@@ -10,6 +10,7 @@ from config.clients import ApiKeyConfig, ClientLimitsConfig, StoredResponsesConf
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry
 from registry.stored_responses import StoredResponses, StoreLimits
+from router.served_model import ServedModel
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 
@@ -85,6 +86,13 @@ async def events_of(fleet, **body) -> list[dict]:
 def told_to(fleet, at: int = -1) -> bytes:
     """The prompt of a request, as its worker got it."""
     return fleet.workers["decode-0"].submissions[at].prompt_tokens
+
+
+def text_of(fleet, model, at: int = -1) -> str:
+    """The same as text."""
+    packed = told_to(fleet, at)
+    ids = [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)]
+    return model.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def as_chat(fleet, **body) -> bytes:
@@ -256,6 +264,82 @@ async def test_a_response_cut_by_its_limit_is_incomplete(answering):
     assert huge.status == "completed", "a limit beyond the context is no error"
     events = await events_of(fleet, max_output_tokens=2)
     assert events[-1]["type"] == "response.incomplete"
+
+
+THINKS = (  # a model that thinks is known by the tags in its template
+    "{# <think></think> #}"
+    "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    "{{ enable_thinking }} {{ reasoning_effort }}"
+)
+
+
+async def test_thinking_is_an_item_of_its_own_and_is_told_to_the_next_turn(
+    answering, artifact, model
+):
+    served = ServedModel(artifact, (MODEL,), chat_template=THINKS)
+    fleet = await answering("<think>Let me see</think>Paris", served=served)
+    async with client_of(fleet) as client:
+        first = await client.responses.create(
+            model=MODEL, input="hi", reasoning={"effort": "low", "summary": "auto"}
+        )
+        async with client.responses.stream(model=MODEL, input="hi") as stream:
+            kinds = [event.type.removeprefix("response.") async for event in stream]
+            streamed = await stream.get_final_response()
+        await client.responses.create(model=MODEL, input="more", previous_response_id=first.id)
+    assert [item.type for item in first.output] == ["reasoning", "message"]
+    assert first.output[0].content[0].text == "Let me see"
+    assert first.output_text == streamed.output_text == "Paris"
+    assert streamed.output[0].content == first.output[0].content
+    assert first.reasoning.effort == "low"
+    assert [k for i, k in enumerate(kinds) if i == 0 or kinds[i - 1] != k] == [
+        "created",
+        "in_progress",
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        "completed",
+    ]
+    assert text_of(fleet, model, 0).strip() == "[user:|hi] low"
+    assert text_of(fleet, model).strip() == "[user:|hi][assistant:Let me see|Paris][user:|more]"
+
+
+async def test_only_allowed_tools_are_in_the_grammar_and_all_in_the_prompt(answering, model):
+    fleet = await answering("x")
+    tools = [WEATHER, WEATHER | {"name": "time_of_day"}]
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "weather"}],
+    }
+    async with client_of(fleet) as client:
+        response = await client.responses.create(
+            model=MODEL, input="hi", tools=tools, tool_choice=allowed
+        )
+    assert response.tool_choice.tools == allowed["tools"]
+    grammar = fleet.workers["decode-0"].submissions[0].sampling.grammar
+    assert "weather" in grammar
+    assert "time_of_day" not in grammar
+    assert "time_of_day" in text_of(fleet, model)
+
+
+async def test_tools_and_a_schema_go_together(answering):
+    fleet = await answering('{"city": "Paris"}')
+    text = {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA}}
+    async with client_of(fleet) as client:
+        response = await client.responses.create(
+            model=MODEL, input="hi", tools=[WEATHER], text=text
+        )
+    assert response.output_text == '{"city": "Paris"}'
+    assert response.text.format.schema_ == SCHEMA
+
+
+async def test_fields_that_nobody_knows_are_named(answering):
+    fleet = await answering("x")
+    given = [{"role": "user", "content": "hi", "phase": "commentary", "tone": 2}]
+    body = {"model": MODEL, "input": given, "mood": 1, "service_tier": "flex"}
+    answer = await fleet.http.post("/v1/responses", json=body)
+    assert answer.headers["x-baton-ignored"] == "input[].tone, mood"
 
 
 async def test_logprobs_stand_with_the_text(answering):
@@ -434,12 +518,7 @@ async def test_a_conversation_that_is_too_long_is_cut_only_if_asked(answering, m
         assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
         response = await client.responses.create(model=MODEL, input=turns, truncation="auto")
     assert response.usage.input_tokens > 8192 - 1300, "no more is cut than must be"
-    text = model.tokenizer.decode(
-        [
-            int.from_bytes(told_to(fleet)[i : i + 4], "little")
-            for i in range(0, len(told_to(fleet)), 4)
-        ]
-    )
+    text = text_of(fleet, model)
     assert "Be brief" in text
     assert "So?" in text
     assert "0 0 0" not in text
