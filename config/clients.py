@@ -29,8 +29,31 @@ class ApiKeyConfig(BaseModel):
         return {"tenant": value} if isinstance(value, str) else value
 
 
+class StoredResponsesConfig(BaseModel):
+    """What ``/v1/responses`` keeps in Redis for later turns.
+
+    Attributes:
+        keep_s: After the last use of a response.
+        max_response_bytes: Of one, with what was asked; a larger one is answered and not kept.
+        max_tenant_bytes: Of a tenant's; beyond it the least recently used go.
+        max_total_bytes: Of everybody's.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    keep_s: Annotated[float, Field(gt=0, le=366 * 24 * 3600)] = 24 * 3600.0
+    max_response_bytes: Annotated[int, Field(ge=1)] = 1024 * 1024
+    max_tenant_bytes: Annotated[int, Field(ge=1)] = 16 * 1024 * 1024
+    max_total_bytes: Annotated[int, Field(ge=1)] = 64 * 1024 * 1024
+
+
 class ClientLimitsConfig(BaseModel):
-    """How long the router waits for a slow client, and for how many clients it has room."""
+    """What the router bears: for how long a slow client, how many clients, how odd their bodies.
+
+    Attributes:
+        strict: A field that nobody knows is refused; otherwise it is left aside, and the header
+            ``x-baton-ignored`` names it.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -38,3 +61,5 @@ class ClientLimitsConfig(BaseModel):
     body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
+    strict: bool = False
+    stored_responses: StoredResponsesConfig = StoredResponsesConfig()

@@ -10,9 +10,14 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from registry.stored_responses import StoredResponses
 from router.adapter_table import AdapterSharedTable
 from router.api import errors, generation, models, operations, page
+from router.api.call_headers import CallHeaders
+from router.api.messages import endpoints as messages
+from router.api.messages.errors import MESSAGES_ERRORS
 from router.api.parts import RouterParts
+from router.api.responses import endpoints as responses
 from router.placement.index_feed import EventSource, IndexFeeder
 from router.requests.tickets import TicketFeed, TicketSource
 from router.served_model import ServedModel
@@ -23,7 +28,14 @@ _POLL_S = 0.01
 _SAMPLE_S = 1.0
 
 # An endpoint is added to one of these files, or to a new one that is listed here.
-_ENDPOINTS = (generation.routes, models.routes, operations.routes, page.routes)
+_ENDPOINTS = (
+    generation.routes,
+    responses.routes,
+    messages.routes,
+    models.routes,
+    operations.routes,
+    page.routes,
+)
 
 
 class Router:
@@ -36,6 +48,7 @@ class Router:
         events: KV events for the prefix index, or None to route without an index.
         shared_adapters: Where routers share the adapters loaded at run time; None: nowhere.
         shared_tickets: Where routers share the order of requests; None: reports tell of others.
+        stored_responses: Where responses are kept for later turns; None: nowhere.
     """
 
     def __init__(
@@ -46,8 +59,9 @@ class Router:
         events: EventSource | None = None,
         shared_adapters: AdapterSharedTable | None = None,
         shared_tickets: TicketSource | None = None,
+        stored_responses: StoredResponses | None = None,
     ) -> None:
-        self.parts = RouterParts.build(settings, model, directory)
+        self.parts = RouterParts.build(settings, model, directory, stored_responses)
         self._directory = directory
         self._shared_adapters = shared_adapters
         self._ticket_feed = TicketFeed(
@@ -114,7 +128,9 @@ class Router:
             lifespan=self.running,
             redoc_url=None,
         )
-        errors.install(app)
+        errors.install(app, {"/v1/messages": MESSAGES_ERRORS})
+        strict = self.parts.settings.clients.strict
+        app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
         for routes in _ENDPOINTS:
             endpoints = routes(self.parts)

@@ -18,8 +18,10 @@ from typing import Any
 from opentelemetry.trace import Link, Span, SpanKind, set_span_in_context
 
 from engine.core.errors import BatonError
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.embedding import EmbeddingBody
+from router.api.bodies.generation import GenerationBody
 from router.api.prepare import Caller
-from router.api.schema import ChatBody, EmbeddingBody, GenerationBody
 from router.requests.active_request import ActiveRequest
 from telemetry.tracing import Tracing, extract, inject
 
@@ -56,6 +58,7 @@ def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller:
         "gen_ai.request.stop_sequences": list(body.stops) or None,
         "enduser.id": body.user,
         "baton.tenant": caller.tenant,
+        "baton.client_request_id": caller.client_id or None,
         "baton.mode": caller.mode,
     }
     _set(span, attributes)
@@ -77,6 +80,7 @@ def embedding_span(tracing: Tracing, body: EmbeddingBody, caller: Caller) -> Spa
         "gen_ai.embeddings.dimension.count": body.dimensions,
         "enduser.id": body.user,
         "baton.tenant": caller.tenant,
+        "baton.client_request_id": caller.client_id or None,
         "baton.mode": caller.mode,
     }
     _set(span, attributes)

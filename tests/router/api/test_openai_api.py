@@ -7,6 +7,7 @@ import pytest
 
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
+from wire.tokens import unpack_tokens
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -80,7 +81,7 @@ async def test_clients_helpers_for_models_and_errors_work(fleet):
         assert caught.value.code == "model_not_found"
         assert caught.value.param == "model"
         with pytest.raises(openai.BadRequestError, match="temperature"):
-            await client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=9)
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1)
 
 
 async def test_n_choices_come_whole_and_streamed(fleet, model):
@@ -174,9 +175,9 @@ async def test_a_stop_token_ends_the_answer_and_is_counted_not_shown(make_fleet,
     answer = (await fleet.chat(max_tokens=50)).json()
     assert answer["choices"][0]["message"]["content"] == "Paris is it"
     assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["choices"][0]["stop_reason"] == 2
+    assert answer["choices"][0]["stop_reason"] is None  # as in vLLM
     assert answer["usage"]["completion_tokens"] == len(ids) + 1
-    streamed = await fleet.complete(max_tokens=50, stream=True)
+    streamed = await fleet.complete(max_tokens=50, stream=True, stop_token_ids=[2])
     last = events_of(streamed.text)[-2]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", 2)
 
@@ -237,6 +238,7 @@ async def test_every_resolved_parameter_reaches_the_worker(fleet, model):
         n=2,
         logprobs=3,
         logit_bias={"7": -5},
+        bad_words=["storm"],
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         repetition_penalty=1.5,
@@ -255,6 +257,8 @@ async def test_every_resolved_parameter_reaches_the_worker(fleet, model):
     assert list(sampling.stop_token_ids) == [5, 6]
     assert (sampling.n, sampling.logprobs) == (2, 3)
     assert [(bias.token_id, bias.bias) for bias in sampling.logit_bias] == [(7, -5.0)]
+    words = {model.tokenizer.decode(unpack_tokens(word)) for word in sampling.bad_words}
+    assert words == {"storm", " storm"}
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling.repetition_penalty == 1.5
     assert (sampling.ignore_eos, sampling.min_tokens, sampling.max_tokens) == (True, 2, 9)

@@ -1,47 +1,14 @@
-"""OpenAI's response objects, whole and as stream chunks, made from the same deltas."""
+"""Chat and text completions in OpenAI's shapes: whole and as chunks, made from the same deltas."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta
-from router.api.prompt_logprobs import PromptView
+from router.api.formats.answer_format import usage
+from router.api.formats.prompt_logprobs import PromptView
 from router.requests.active_request import ActiveRequest
 from router.requests.record import Delta, ShownLogprob
-
-
-class AnswerFormat(Protocol):
-    """How an endpoint writes its answers. ``prompt`` is the index of a request."""
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first delta."""
-
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
-        """Chunks with the prompt logprobs, where asked for; ahead of the request's first delta."""
-
-    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """One delta of one choice."""
-
-    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The last chunk, when the client asked for usage."""
-
-    def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The answer in one piece."""
-
-
-def usage(active_requests: Iterable[ActiveRequest]) -> dict[str, Any]:
-    """Tokens read and written. Cached ones are prompt tokens that were not computed for this."""
-    prompt = completion = cached = 0
-    for active in active_requests:
-        prompt += active.record.prompt_tokens
-        completion += active.record.completion_tokens
-        cached += active.record.cached_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 class _Format:
@@ -55,6 +22,7 @@ class _Format:
         tokenizer: For tokens as text.
         include_usage: Every chunk of a stream has a ``usage`` field then.
         prompt_logprobs: vLLM's parameter: so many alternatives for each prompt token.
+        token_ids: vLLM's parameter ``return_token_ids``.
     """
 
     def __init__(
@@ -67,8 +35,10 @@ class _Format:
         tokenizer: TextTokenizer,
         include_usage: bool,
         prompt_logprobs: int | None = None,
+        token_ids: bool = False,
     ) -> None:
         self._prompt_logprobs = prompt_logprobs
+        self._with_token_ids = token_ids
         self._head = {
             "id": answer_id,
             "created": created,
@@ -88,7 +58,14 @@ class _Format:
         """The last chunk of a choice says what ended it, as a whole answer does."""
         if delta.finish_reason is not None:
             chunk["choices"][0]["stop_reason"] = delta.stop_reason
+        chunk["choices"][0].update(self._token_ids(delta))
         return chunk
+
+    def _token_ids(self, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": delta.token_ids} if self._with_token_ids else {}
+
+    def _prompt_ids(self, active: ActiveRequest) -> dict[str, Any]:
+        return {"prompt_token_ids": list(active.request.prompt)} if self._with_token_ids else {}
 
     def _vllm(self, active: ActiveRequest) -> dict[str, Any]:
         """The field ``prompt_logprobs``, as in vLLM, where it was asked for."""
@@ -105,10 +82,12 @@ class ChatFormat(_Format):
         super().__init__(**common)
         self._n = n
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """The role of every choice."""
         delta = {"role": "assistant", "content": ""}
-        return [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
+        chunks = [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
+        chunks[0].update(self._prompt_ids(active_requests[0]))
+        return chunks
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """A chunk without choices."""
@@ -117,12 +96,13 @@ class ChatFormat(_Format):
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """A piece of content; the last one of a choice has its finish reason."""
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
         if delta.calls:
             content["tool_calls"] = [_call_chunk(call) for call in delta.calls]
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        return self._ended(
-            self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason), delta
-        )
+        chunk = self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason)
+        return self._ended(chunk, delta)
 
     def _choice_chunk(
         self,
@@ -154,10 +134,13 @@ class ChatFormat(_Format):
                 "logprobs": self._logprobs(delta.logprobs) if with_logprobs else None,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
+                **self._token_ids(delta),
             }
             for delta in record.take()
         ]
-        head = {**self._head, "object": "chat.completion", **self._vllm(active_requests[0])}
+        first = active_requests[0]
+        extra = {**self._vllm(first), **self._prompt_ids(first)}
+        head = {**self._head, "object": "chat.completion", **extra}
         return {**head, "choices": choices, "usage": usage(active_requests)}
 
     def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
@@ -195,6 +178,9 @@ def _message(delta: Delta) -> dict[str, Any]:
             function = {"name": call.name, "arguments": ""}
             calls[call.index] = {"id": call.id, "type": "function", "function": function}
         calls[call.index]["function"]["arguments"] += call.arguments
+    if delta.reasoning:
+        message["content"] = delta.text or None
+        message["reasoning_content"] = delta.reasoning
     if calls:
         message["content"] = delta.text or None
         message["tool_calls"] = list(calls.values())
@@ -224,6 +210,7 @@ class CompletionFormat(_Format):
         self._n = n
         self._echoes = echoes
         self._echo_logprobs = echo_logprobs if echoes is not None else None
+        self._untold: dict[int, dict[str, Any]] = {}  # prompt ids, for the first chunk of a choice
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """For each choice its echo with logprobs, and vLLM's field."""
@@ -245,8 +232,13 @@ class CompletionFormat(_Format):
     def _echo(self, prompt: int) -> str:
         return self._echoes[prompt] if self._echoes is not None else ""
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """The prompts that are echoed without logprobs; the others wait for them."""
+        self._untold = {
+            prompt * self._n + choice: self._prompt_ids(active)
+            for prompt, active in enumerate(active_requests)
+            for choice in range(self._n)
+        }
         if self._echo_logprobs is not None:
             return []
         return [
@@ -259,9 +251,9 @@ class CompletionFormat(_Format):
         """A piece of text."""
         logprobs = self._logprobs(prompt, delta.logprobs) if delta.logprobs else None
         index = prompt * self._n + delta.choice
-        return self._ended(
-            self._choice_chunk(index, delta.text, logprobs, delta.finish_reason), delta
-        )
+        chunk = self._choice_chunk(index, delta.text, logprobs, delta.finish_reason)
+        chunk["choices"][0].update(self._untold.pop(index, {}))
+        return self._ended(chunk, delta)
 
     def _choice_chunk(
         self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
@@ -285,7 +277,7 @@ class CompletionFormat(_Format):
             echo, echoed, extra = (
                 self._echo(prompt),
                 self._echoed_logprobs(active),
-                self._vllm(active),
+                {**self._vllm(active), **self._prompt_ids(active)},
             )
             with_logprobs = active.request.sampling.logprobs is not None
             choices += [
@@ -297,6 +289,7 @@ class CompletionFormat(_Format):
                     else None,
                     "finish_reason": delta.finish_reason,
                     "stop_reason": delta.stop_reason,
+                    **self._token_ids(delta),
                     **extra,
                 }
                 for delta in active.record.take()

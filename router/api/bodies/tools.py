@@ -1,0 +1,62 @@
+"""The tools that a chat offers, and which of them may or must be called."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from router.api.bodies.common import Body, FunctionName
+from router.api.bodies.parameters import FUNCTION, TOOL
+
+
+class FunctionOffered(Body):
+    """A function that may be called; ``parameters`` is always kept to, ``strict`` or not."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    others = FUNCTION
+
+
+class ToolOffered(Body):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: FunctionOffered
+
+    others = TOOL
+
+
+class FunctionNamed(Body):
+    """A function, by its name."""
+
+    name: FunctionName
+
+
+class ToolNamed(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionNamed
+
+
+class SomeTools(Body):
+    """A part of the tools that are offered, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ToolNamed], Field(min_length=1, max_length=128)]
+
+
+class ToolsAllowed(Body):
+    """Only some of the tools may be called; the model is told of all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
+
+
+Tools = Annotated[list[ToolOffered], Field(max_length=128)]
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[ToolNamed | ToolsAllowed, Field(discriminator="type")]
+)
