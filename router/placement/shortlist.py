@@ -45,6 +45,7 @@ class Shortlist:
         self._rates = Rates()
         self._queued_tokens: _Column = np.zeros(0)
         self._streams: _Column = np.zeros(0)
+        self._answering: _Column = np.zeros(0)  # streams that stand still while it computes
         self._token_s: _Column = np.zeros(0)
         self._block_tokens: _Column = np.zeros(0)
 
@@ -113,9 +114,9 @@ class Shortlist:
         self._index_of_incarnation = {slot.incarnation: index for index, slot in enumerate(slots)}
         roles = np.array([slot.role for slot in slots])
         self._of_role = {role: np.flatnonzero(roles == role) for role in sorted(set(roles))}
-        self._queued_tokens, self._streams, self._token_s, self._block_tokens = np.zeros(
-            (4, len(slots))
-        )
+        columns = np.zeros((5, len(slots)))
+        self._queued_tokens, self._streams, self._answering = columns[:3]
+        self._token_s, self._block_tokens = columns[3:]
         for index in range(len(slots)):
             self._write(index)
 
@@ -125,6 +126,8 @@ class Shortlist:
         self._usable[index] = slot, report
         self._queued_tokens[index] = report.queued_tokens
         self._streams[index] = report.streams
+        answering = report.answering
+        self._answering[index] = report.streams if answering is None else answering
         self._block_tokens[index] = report.block_tokens
         self._token_s[index] = self._rates.token_s(slot.role, report)
 
@@ -141,7 +144,7 @@ class Shortlist:
         keep: int,
         avoid: bytes = b"",
     ) -> list[tuple[Slot, int]]:
-        """Of each role those that would have the prompt soonest, and those with the fewest streams.
+        """Of each role the soonest with the prompt, the freest, and those that hold most of it.
 
         Args:
             request: What is to run.
@@ -150,24 +153,27 @@ class Shortlist:
             book: Load that reports do not show yet.
             now_ns: Monotonic clock.
             keep: So many of each role by the measure that its work is about, and half as many by
-                the other one.
+                the others.
             avoid: An incarnation that is not to be taken.
 
         Returns:
             Workers, and how many of the prompt's blocks they have; the better ones first.
         """
         queued, streams = self._queued_tokens.copy(), self._streams.copy()
+        answering = self._answering.copy()
         for worker_id, booked in book.booked():
             if (index := self._index_of_worker.get(worker_id)) is not None:
                 queued[index] += booked.tokens
                 streams[index] += booked.streams
+                answering[index] += booked.streams
         self._note_crowding(queued, now_ns)
         cached = np.zeros(len(queued))
         for incarnation, blocks in held.items():
             if (index := self._index_of_incarnation.get(incarnation)) is not None:
                 cached[index] = blocks
         jitter_s = self._draw.random(len(queued)) * _JITTER_S
-        tokens = queued + (prompt_blocks - cached) * self._block_tokens
+        own_tokens = (prompt_blocks - cached) * self._block_tokens
+        tokens = queued + own_tokens * (1 + answering)
         prompt_s = tokens * self._token_s + jitter_s
         streams += jitter_s
         self._leave_out(request, avoid, prompt_s, streams)
@@ -175,7 +181,8 @@ class Shortlist:
         for role, members in self._of_role.items():
             soon, free = (keep, keep // 2) if role == "prefill" else (keep // 2, keep)
             soonest, freest = _smallest(members, prompt_s, soon), _smallest(members, streams, free)
-            kept += dict.fromkeys([*soonest, *freest])
+            holders = _smallest(members[cached[members] > 0], -cached, keep // 2)
+            kept += dict.fromkeys([*soonest, *freest, *holders])
         return [
             (self._usable[index][0], int(cached[index]))
             for index in kept
