@@ -4,6 +4,7 @@ from router.api.bodies.fields import Fields, Refused
 
 _CACHED = "prefixes are found without a mark"
 _HINT = "a hint about speed or place; every request is served alike"
+_NO_TEXT = "of images and documents, which are refused where they stand"
 _THEIRS = "offer tools of your own, with input_schema"
 
 COUNT_TOKENS = Fields(
@@ -82,6 +83,10 @@ BLOCK = Fields(
         "citations": "no part of the text",
         "signature": "no part of the text",
         "data": "of redacted thinking",
+        "source": _NO_TEXT,
+        "title": _NO_TEXT,
+        "context": _NO_TEXT,
+        "file_id": _NO_TEXT,
         "caller": "no part of the call",
         "toolset_name": "no part of the call",
     },
