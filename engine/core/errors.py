@@ -9,6 +9,7 @@
     │   ├── ModelNotFoundError     404
     │   ├── ResponseNotFoundError  404  no such stored response, for this tenant
     │   ├── PreviousResponseError  400  nor one to go on from
+    │   ├── ThreadsError           400  conversations of /v1/messages are not kept here
     │   ├── AdapterExistsError     409  a LoRA adapter of that name is loaded
     │   ├── SlowRequestError       408  the request did not come in time
     │   └── PayloadTooLargeError   413
@@ -107,6 +108,12 @@ class PreviousResponseError(InvalidRequestError):
     """The response that a new one is to go on from is not stored."""
 
     code = "previous_response_not_found"
+
+
+class ThreadsError(InvalidRequestError):
+    """A conversation of ``/v1/messages`` is to be kept; clients then send all of it each time."""
+
+    code = "thread_unsupported_request"  # Anthropic's own, which its clients know
 
 
 class AdapterExistsError(InvalidRequestError):

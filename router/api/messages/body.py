@@ -115,6 +115,7 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = None
     top_k: int | None = None
     metadata: MessagesMetadata | None = None
+    thread: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
 

@@ -24,6 +24,9 @@ COUNT_TOKENS = Fields(
         "service_tier": _HINT,
         "speed": _HINT,
         "inference_geo": _HINT,
+        "billing_policy": _HINT,
+        "fallbacks": "nothing is declined",
+        "fallback_credit_token": "nothing is declined",
         "diagnostics": "GET /fleet/requests/{id} tells more",
         "user_profile_id": "nothing is kept under it",
         "workspace_id": "nothing is kept under it",
@@ -31,6 +34,7 @@ COUNT_TOKENS = Fields(
     refused={
         "container": Refused((None,), _THEIRS),
         "mcp_servers": Refused((None, []), _THEIRS),
+        "compaction": Refused((None,), "ask for a summary in a message"),
         "context_management": Refused(
             (None, {}, {"edits": []}), "send the messages that are to be read"
         ),
@@ -47,6 +51,7 @@ MESSAGES = COUNT_TOKENS | Fields(
         "top_p": "over 0, at most 1",
         "top_k": "0 is off",
         "metadata": "see below",
+        "thread": "400 `thread_unsupported_request`: clients then send the whole conversation",
         "priority": "Baton's own: lower goes first",
         "cache_salt": "Baton's own: shares a cached prefix only with the same salt",
     },
