@@ -9,10 +9,13 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.routing import BaseRoute
 
 from router.adapter_table import AdapterSharedTable
 from router.api import errors, generation, models, operations, page
 from router.api.parts import RouterParts
+from router.http.cors import allow_origins
+from router.http.methods import HeadAndOptions
 from router.placement.index_feed import EventSource, IndexFeeder
 from router.requests.tickets import TicketFeed, TicketSource
 from router.served_model import ServedModel
@@ -116,10 +119,14 @@ class Router:
         )
         errors.install(app)
         bodies: list[type[BaseModel]] = []
+        served: list[BaseRoute] = []
         for routes in _ENDPOINTS:
             endpoints = routes(self.parts)
             app.include_router(endpoints)
             bodies += endpoints.bodies
+            served += endpoints.routes
+        app.add_middleware(HeadAndOptions, routes=[*app.routes, *served])
+        allow_origins(app, self.parts.settings.clients)
         _describe_bodies(app, bodies)
         return app
 
