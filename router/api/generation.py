@@ -11,11 +11,15 @@ from opentelemetry.trace import Span
 
 from engine.core.errors import BatonError, DeadlineError, InternalError
 from router.api.answer import Answer, AnswerContext
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.completion import CompletionBody
+from router.api.bodies.embedding import EmbeddingBody
+from router.api.bodies.generation import GenerationBody
+from router.api.bodies.parse import parse
 from router.api.embeddings import EmbeddingAnswer
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import Caller, off_loop, read_headers
 from router.api.responses import ChatFormat, CompletionFormat
-from router.api.schema import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, parse
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 

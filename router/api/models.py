@@ -11,15 +11,11 @@ from fastapi import Request, Response
 
 from engine.core.errors import InvalidRequestError
 from router.access import tenant_of
+from router.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
+from router.api.bodies.parse import parse
+from router.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import off_loop
-from router.api.schema import (
-    DetokenizeBody,
-    LoadAdapterBody,
-    TokenizeBody,
-    UnloadAdapterBody,
-    parse,
-)
 from router.api.tools import messages_of, offered
 from router.served_model import ServedModel
 

@@ -11,14 +11,10 @@ from engine.core.errors import InvalidRequestError, PromptTooLongError
 from engine.core.params import SamplingParams
 from engine.core.prompt_outputs import bytes_per_row
 from router.access import access_of
-from router.api.schema import (
-    MAX_INPUTS,
-    MAX_PROMPTS,
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-    GenerationBody,
-)
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.completion import MAX_PROMPTS, CompletionBody
+from router.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
+from router.api.bodies.generation import GenerationBody
 from router.api.tools import messages_of, offered
 from router.memory import LargeWork
 from router.request import GenerationRequest, Mode, part_id

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import GrammarError, InvalidRequestError
 from engine.text.grammar import ANY_OBJECT, GrammarKind
-from router.api.schema import ChatBody, GenerationBody
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.generation import GenerationBody
 from router.api.tools import calls_grammar_of, offered
 
 

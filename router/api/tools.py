@@ -8,7 +8,9 @@ from pydantic_core import from_json
 
 from engine.core.errors import InvalidRequestError
 from engine.text.tools import Tool, calls_grammar
-from router.api.schema import ChatBody, Message, ToolChoice, ToolNamed, ToolOffered
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.messages import Message
+from router.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered
 
 
 def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = None) -> list[Tool]:

@@ -18,8 +18,10 @@ from typing import Any
 from opentelemetry.trace import Link, Span, SpanKind, set_span_in_context
 
 from engine.core.errors import BatonError
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.embedding import EmbeddingBody
+from router.api.bodies.generation import GenerationBody
 from router.api.prepare import Caller
-from router.api.schema import ChatBody, EmbeddingBody, GenerationBody
 from router.requests.active_request import ActiveRequest
 from telemetry.tracing import Tracing, extract, inject
 

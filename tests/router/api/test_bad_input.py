@@ -6,7 +6,11 @@ import pytest
 
 from config.clients import ApiKeyConfig
 from engine.core.errors import InvalidRequestError
-from router.api.schema import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, parse
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.completion import CompletionBody
+from router.api.bodies.embedding import EmbeddingBody
+from router.api.bodies.parse import parse
+from router.api.bodies.tokens import DetokenizeBody
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 

@@ -15,8 +15,9 @@ from fleet.local.redis_server import EmbeddedRedis
 from registry.kv_events import EventFeed, KvEventPublisher
 from registry.redis_store import Registry
 from registry.workers import Presence, RegistryWatcher
+from router.api.bodies.completion import CompletionBody
+from router.api.bodies.parse import parse
 from router.api.prepare import Preparer, read_headers
-from router.api.schema import CompletionBody, parse
 from router.app import Router
 from router.settings import RouterSettings
 from tests.router.conftest import MODEL, record_of, until

@@ -1,0 +1,24 @@
+"""``POST /tokenize`` and ``POST /detokenize``."""
+
+from router.api.bodies.common import Body, Ids, NonEmpty
+from router.api.bodies.messages import Messages
+from router.api.bodies.tools import Tools
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: a prompt, or the messages of a chat."""
+
+    model: NonEmpty | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: NonEmpty | None = None
+    tokens: Ids
