@@ -35,7 +35,9 @@ def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
     if settings.api_keys is not None:
         key = _key_of(headers, settings)
         if key is None:
-            raise UnauthorizedError("a valid API key is needed: `Authorization: Bearer KEY`")
+            raise UnauthorizedError(
+                "a valid API key is needed: `Authorization: Bearer KEY`, or `x-api-key: KEY`"
+            )
         return Access(key.tenant, key.role == "operator", key.min_priority)
     tenant = headers.get("x-baton-tenant", "default")
     if _TENANT.fullmatch(tenant) is None:
@@ -72,8 +74,7 @@ def check_operator(headers: Mapping[str, str], settings: RouterSettings) -> None
 
 def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfig | None:
     """What the caller's key may do; all known keys are compared, whichever it is."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    spelled = given.strip().encode()
+    spelled = _given_key(headers).encode()
     found: ApiKeyConfig | None = None
     for known, key in (settings.api_keys or {}).items():
         if compare_digest(known.encode(), spelled):
@@ -82,4 +83,10 @@ def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfi
     token = settings.fleet_token.encode()
     if compare_digest(token, spelled) and token:
         found = _FLEETS_OWN
-    return found if scheme.lower() == "bearer" else None
+    return found
+
+
+def _given_key(headers: Mapping[str, str]) -> str:
+    """The key in OpenAI's header or, where that has none, in Anthropic's; empty for none."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

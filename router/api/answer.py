@@ -21,9 +21,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.errors import BatonError
-from router.api.errors import error_response
+from router.api.errors import OPENAI_ERRORS, ErrorShape, error_response
+from router.api.formats.answer_format import AnswerFormat, usage
 from router.api.prepare import off_loop
-from router.api.responses import AnswerFormat, usage
 from router.api.tracing import part_spans
 from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
@@ -34,13 +34,15 @@ from telemetry.logs import request_context
 from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing
 
-_DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": keep-alive\n\n"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerContext:
-    """What an answer needs besides the requests."""
+    """What an answer needs besides the requests.
+
+    Attributes:
+        emulated: The timing model of emulated workers, or "".
+        errors: How the API writes an error, and names a request in its headers.
+    """
 
     gateway: Gateway
     observer: Observer
@@ -49,9 +51,10 @@ class AnswerContext:
     span: Span
     endpoint: str
     request_id: str
-    emulated: str  # the timing model of emulated workers, or ""
+    emulated: str
     keep_alive_s: float
     tasks: BackgroundTasks
+    errors: ErrorShape = OPENAI_ERRORS
 
 
 class Exchange(Response):
@@ -108,9 +111,9 @@ class Exchange(Response):
             self._context.observer.rejected(error.code, tenant)
             if not self._active:  # the others have their line when they are over
                 self._context.request_log.refused(error, self._context.endpoint, tenant)
-            response = error_response(error, self._context.request_id)
+            response = error_response(error, self._context.request_id, self._context.errors)
             await response(scope, receive, send)
-            return error.status
+            return response.status_code
         return await self._respond(send)
 
     async def _submit_all(self, gateway: Gateway) -> bool:
@@ -142,6 +145,9 @@ class Exchange(Response):
         """Write the response; returns its status."""
         return await self._write_whole(send)
 
+    async def _finish(self) -> None:
+        """Every request has ended well, and nothing of the end is written yet."""
+
     def _whole(self) -> dict[str, Any]:
         """The body, once every request has ended."""
         raise NotImplementedError
@@ -158,7 +164,7 @@ class Exchange(Response):
         return [
             (b"content-type", kind),
             *([(b"x-baton-emulated", timing.encode())] if timing else []),
-            (b"x-request-id", self._context.request_id.encode()),
+            *self._context.errors.id_headers(self._context.request_id),
             (b"x-baton-route", begun[0].route_header().encode()),
             *more,
         ]
@@ -166,6 +172,7 @@ class Exchange(Response):
     async def _write_whole(self, send: Send) -> int:
         for active in self._active:
             active.record.sent = True
+        await self._finish()
         size = sum(map(_bulk_bytes, self._active))
         body = await off_loop(size, lambda: orjson.dumps(self._whole()))
         length = (b"content-length", str(len(body)).encode())
@@ -212,7 +219,6 @@ class Answer(Exchange):
         requests: One for each prompt.
         layout: How to write them.
         stream: As server-sent events.
-        include_usage: A stream ends with its usage.
     """
 
     def __init__(
@@ -222,12 +228,10 @@ class Answer(Exchange):
         layout: AnswerFormat,
         *,
         stream: bool,
-        include_usage: bool,
     ) -> None:
         super().__init__(context, requests)
         self._layout = layout
         self._stream = stream
-        self._include_usage = include_usage
         self._with_logprobs: set[str] = set()  # ids of requests whose prompt logprobs were sent
 
     def _may_start(self) -> bool:
@@ -237,6 +241,9 @@ class Answer(Exchange):
 
     async def _respond(self, send: Send) -> int:
         return await (self._write_stream(send) if self._stream else self._write_whole(send))
+
+    async def _finish(self) -> None:
+        await self._layout.finish(self._active)
 
     def _whole(self) -> dict[str, Any]:
         return self._layout.whole(self._active)
@@ -248,8 +255,9 @@ class Answer(Exchange):
             (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
         )
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._write(send, b"".join(map(_event, self._layout.opening())))
+        await self._write(send, self._layout.opening(self._active))
         shown: set[str] = set()
+        keep_alive = self._layout.keep_alive
         while True:
             await self._write_prompt_logprobs(send)
             news = self._collect(shown)
@@ -257,16 +265,14 @@ class Answer(Exchange):
                 await self._write(send, news)
             failed = next((f.record.error for f in self._active if f.record.error), None)
             if failed is not None:
-                await self._end(send, _event(failed.body()))
+                await self._end(send, self._layout.failed(failed))
                 return 200
             if all(active.record.ended for active in self._active) and not self._has_news():
                 break
-            if not await self._wait(self._has_news, lambda: self._write(send, _KEEP_ALIVE)):
+            if not await self._wait(self._has_news, lambda: self._write(send, keep_alive)):
                 return 499
-        last = b""
-        if self._include_usage:
-            last = _event(self._layout.usage_chunk(self._active))
-        await self._end(send, last + _DONE)
+        await self._finish()
+        await self._end(send, self._layout.ended(self._active))
         return 200
 
     def _has_news(self) -> bool:
@@ -278,13 +284,10 @@ class Answer(Exchange):
             if active.record.prompt_logprobs is None or active.id in self._with_logprobs:
                 continue
             active.record.sent = True  # while they are encoded it must not be placed again
-            work = partial(self._encoded_prompt_logprobs, prompt, active)
+            work = partial(self._layout.prompt_logprobs, prompt, active)
             chunks = await off_loop(_bulk_bytes(active), work)
             self._with_logprobs.add(active.id)
             await self._write(send, chunks)
-
-    def _encoded_prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
-        return b"".join(map(_event, self._layout.prompt_logprobs(prompt, active)))
 
     def _collect(self, shown: set[str]) -> bytes:
         """All that is new, as one piece: one write, however far the client is behind."""
@@ -294,10 +297,10 @@ class Answer(Exchange):
                 continue  # its prompt logprobs come first
             for delta in active.record.take():
                 active.record.sent = True  # not before: until then it may be placed again
-                if (delta.text or delta.calls) and active.id not in shown:
+                if (delta.text or delta.calls or delta.reasoning) and active.id not in shown:
                     shown.add(active.id)
                     self._context.observer.first_byte(active, monotonic_ns())
-                pieces.append(_event(self._layout.chunk(prompt, delta)))
+                pieces.append(self._layout.delta(prompt, delta))
         return b"".join(pieces)
 
     async def _write(self, send: Send, body: bytes) -> None:
@@ -315,7 +318,3 @@ def _bulk_bytes(active: ActiveRequest) -> int:
     if logprobs is None:
         return embedding_bytes
     return len(logprobs.logprobs) * (2 + 2 * logprobs.alternatives)
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -9,7 +9,7 @@ import numpy as np
 from engine.core.errors import QueueFullError
 from router.api.answer import AnswerContext, Exchange
 from router.api.bodies.embedding import EmbeddingBody
-from router.api.responses import usage
+from router.api.formats.answer_format import usage
 from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway

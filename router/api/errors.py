@@ -1,8 +1,9 @@
-"""Errors as HTTP: always with OpenAI's body, whatever raised them."""
+"""Errors as HTTP: in the shape of the API that was called, whatever raised them."""
 
 import logging
 import secrets
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, Self
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -23,24 +24,76 @@ from telemetry.logs import request_context
 _LOG = logging.getLogger(__name__)
 
 
-def error_response(error: BatonError, request_id: str = "") -> JSONResponse:
+class Refusal(NamedTuple):
+    """What a client is told of an error; ``kind`` is OpenAI's ``type``."""
+
+    status: int
+    message: str
+    kind: str
+    code: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: BatonError) -> Self:
+        """Of an error of the tree."""
+        return cls(error.status, error.message, error.kind, error.code, error.param)
+
+
+class ErrorShape(Protocol):
+    """How an API tells of errors, and by which headers it names a request."""
+
+    def status(self, refusal: Refusal) -> int:
+        """The HTTP status."""
+
+    def body(self, refusal: Refusal, request_id: str) -> dict[str, Any]:
+        """The body."""
+
+    def id_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        """Headers of every answer, errors or not."""
+
+
+class _OpenAIErrors:
+    def status(self, refusal: Refusal) -> int:
+        return refusal.status
+
+    def body(self, refusal: Refusal, request_id: str) -> dict[str, Any]:
+        fields = {"message": refusal.message, "type": refusal.kind, "param": refusal.param}
+        return {"error": {**fields, "code": refusal.code}}
+
+    def id_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        return [(b"x-request-id", request_id.encode())]
+
+
+OPENAI_ERRORS: ErrorShape = _OpenAIErrors()
+
+
+def error_response(
+    error: BatonError, request_id: str = "", shape: ErrorShape = OPENAI_ERRORS
+) -> JSONResponse:
     """The response that tells a client of ``error``."""
-    headers = {"x-request-id": request_id} if request_id else {}
+    headers = {}
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(max(round(error.retry_after_s), 1))
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = "1"
     if isinstance(error, SlowRequestError) or _cut_body(error):
         headers["connection"] = "close"  # the rest of the body is not wanted any more
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    return _response(Refusal.of(error), request_id, shape, headers)
+
+
+def _response(
+    refusal: Refusal, request_id: str, shape: ErrorShape, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    named = {name.decode(): value.decode() for name, value in shape.id_headers(request_id)}
+    return JSONResponse(
+        shape.body(refusal, request_id),
+        status_code=shape.status(refusal),
+        headers={**(named if request_id else {}), **(headers or {})},
+    )
 
 
 def _cut_body(error: BatonError) -> bool:
     return isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)
-
-
-def _plain(status: int, message: str, kind: str, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _new_id() -> str:
@@ -62,12 +115,22 @@ class _RequestIds:
         await self._app(scope, receive, send_named)
 
 
-def install(app: FastAPI) -> None:
-    """Make ``app`` answer every error with OpenAI's body, and every request with an id."""
+def install(app: FastAPI, shapes: Mapping[str, ErrorShape] | None = None) -> None:
+    """Make ``app`` answer every error in the shape of its API, and every request with an id.
+
+    Args:
+        app: The application.
+        shapes: By the beginning of a path; all other paths have OpenAI's.
+    """
+    prefixes = tuple((shapes or {}).items())
+
+    def shape_of(request: Request) -> ErrorShape:
+        path = request.url.path
+        return next((s for prefix, s in prefixes if path.startswith(prefix)), OPENAI_ERRORS)
 
     async def on_baton_error(request: Request, error: Exception) -> JSONResponse:
         known = error if isinstance(error, BatonError) else InternalError(str(error))
-        return error_response(known)
+        return error_response(known, _new_id(), shape_of(request))
 
     async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, HTTPException):
@@ -77,17 +140,16 @@ def install(app: FastAPI) -> None:
         message = messages.get(str(error.detail), str(error.detail))
         codes = {404: "not_found", 405: "method_not_allowed"}
         code = codes.get(error.status_code, "invalid_request")
-        return JSONResponse(
-            _plain(error.status_code, message, "invalid_request_error", code),
-            status_code=error.status_code,
-            headers=error.headers,
-        )
+        refusal = Refusal(error.status_code, message, "invalid_request_error", code)
+        return _response(refusal, _new_id(), shape_of(request), error.headers)
 
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
         name = _new_id()  # this answer goes out around the middleware
         with request_context(name, request.headers.get("traceparent", "")):
             _LOG.error("a request failed inside the router", exc_info=error)
-        return error_response(InternalError("the router failed; see its log"), name)
+        return error_response(
+            InternalError("the router failed; see its log"), name, shape_of(request)
+        )
 
     app.add_middleware(_RequestIds)
     app.add_exception_handler(BatonError, on_baton_error)

@@ -17,18 +17,21 @@ from router.api.bodies.embedding import EmbeddingBody
 from router.api.bodies.generation import GenerationBody
 from router.api.bodies.parse import parse
 from router.api.embeddings import EmbeddingAnswer
+from router.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
+from router.api.formats.answer_format import DataEvents
+from router.api.formats.openai import ChatFormat, CompletionFormat
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import Caller, off_loop, read_headers
-from router.api.responses import ChatFormat, CompletionFormat
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.request import GenerationRequest
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody)
 
 
 def routes(router: RouterParts) -> Endpoints:
     """``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``."""
-    api, calls = Endpoints(), _Calls(router)
+    api, calls = Endpoints(), Calls(router)
 
     @api.post_body("/v1/chat/completions", ChatBody)
     async def chat_completions(request: Request) -> Response:
@@ -48,15 +51,17 @@ def routes(router: RouterParts) -> Endpoints:
     return api
 
 
-class _Calls:
+class Calls:
     """From an HTTP request to the response that runs it.
 
     Args:
         router: The parts.
+        errors: How the API tells of errors.
     """
 
-    def __init__(self, router: RouterParts) -> None:
+    def __init__(self, router: RouterParts, errors: ErrorShape = OPENAI_ERRORS) -> None:
         self._router = router
+        self._errors = errors
 
     async def answer(
         self,
@@ -82,7 +87,8 @@ class _Calls:
         except Exception as error:
             refusal = error if isinstance(error, BatonError) else InternalError(str(error))
             self._router.observer.rejected(refusal.code, "all")
-            self._router.observer.answered(endpoint, refusal.status, "all")
+            status = self._errors.status(Refusal.of(refusal))
+            self._router.observer.answered(endpoint, status, "all")
             self._router.request_log.refused(refusal, endpoint, "all")
             raise
 
@@ -97,11 +103,28 @@ class _Calls:
             requests = await off_loop(
                 size, lambda: router.preparer.embeddings(body, caller, now_ns)
             )
-        context = self._context("embeddings", requests[0].answer_id, span)
+        context = self.context("embeddings", requests[0].answer_id, span)
         return EmbeddingAnswer(context, requests, body, at_once=router.settings.window_requests)
 
     async def chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
         """The response to a chat."""
+        prepared, span = await self.chat_request(body, size, caller, now_ns)
+        chunks = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
+        return Answer(
+            self.context("chat", prepared.request_id, span),
+            [prepared],
+            DataEvents(chunks, include_usage=body.include_usage),
+            stream=bool(body.stream),
+        )
+
+    async def chat_request(
+        self, body: ChatBody, size: int, caller: Caller, now_ns: int
+    ) -> tuple[GenerationRequest, Span]:
+        """The request of a chat and the span of its call, which the answer ends.
+
+        Raises:
+            InvalidRequestError: See its subclasses; the parameter is named as the chat names it.
+        """
         router = self._router
         span = gateway_span(router.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
@@ -110,14 +133,7 @@ class _Calls:
             prepared = await off_loop(
                 size, lambda: router.preparer.chat(body, caller, now_ns, grammar)
             )
-        layout = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
-        return Answer(
-            self._context("chat", prepared.request_id, span),
-            [prepared],
-            layout,
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-        )
+        return prepared, span
 
     async def completions(
         self, body: CompletionBody, size: int, caller: Caller, now_ns: int
@@ -133,18 +149,17 @@ class _Calls:
             )
         answer_id = requests[0].answer_id
         echoes = await off_loop(size, lambda: self._echoes(body)) if body.echo else None
-        layout = CompletionFormat(
+        chunks = CompletionFormat(
             n=requests[0].sampling.n,
             echoes=echoes,
             echo_logprobs=body.logprobs,
             **self._format_parts(answer_id, body),
         )
         return Answer(
-            self._context("completions", answer_id, span),
+            self.context("completions", answer_id, span),
             requests,
-            layout,
+            DataEvents(chunks, include_usage=body.include_usage),
             stream=bool(body.stream),
-            include_usage=body.include_usage,
         )
 
     async def _grammar(self, body: GenerationBody, size: int, caller: Caller, now_ns: int) -> str:
@@ -178,7 +193,8 @@ class _Calls:
             "prompt_logprobs": body.prompt_logprobs,
         }
 
-    def _context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
+    def context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
+        """What the answer ``request_id`` needs besides its requests."""
         return AnswerContext(
             gateway=self._router.gateway,
             observer=self._router.observer,
@@ -190,6 +206,7 @@ class _Calls:
             emulated=self._router.settings.emulated,
             keep_alive_s=self._router.settings.keep_alive_s,
             tasks=self._router.tasks,
+            errors=self._errors,
         )
 
 

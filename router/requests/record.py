@@ -39,6 +39,7 @@ class Delta:
 
     choice: int
     text: str = ""
+    reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     logprobs: list[ShownLogprob] = field(default_factory=list)
     finish_reason: str | None = None

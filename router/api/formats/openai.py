@@ -1,47 +1,14 @@
-"""OpenAI's response objects, whole and as stream chunks, made from the same deltas."""
+"""Chat and text completions in OpenAI's shapes: whole and as chunks, made from the same deltas."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta
-from router.api.prompt_logprobs import PromptView
+from router.api.formats.answer_format import usage
+from router.api.formats.prompt_logprobs import PromptView
 from router.requests.active_request import ActiveRequest
 from router.requests.record import Delta, ShownLogprob
-
-
-class AnswerFormat(Protocol):
-    """How an endpoint writes its answers. ``prompt`` is the index of a request."""
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first delta."""
-
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
-        """Chunks with the prompt logprobs, where asked for; ahead of the request's first delta."""
-
-    def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """One delta of one choice."""
-
-    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The last chunk, when the client asked for usage."""
-
-    def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The answer in one piece."""
-
-
-def usage(active_requests: Iterable[ActiveRequest]) -> dict[str, Any]:
-    """Tokens read and written. Cached ones are prompt tokens that were not computed for this."""
-    prompt = completion = cached = 0
-    for active in active_requests:
-        prompt += active.record.prompt_tokens
-        completion += active.record.completion_tokens
-        cached += active.record.cached_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 class _Format:
