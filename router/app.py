@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute
 from router.adapter_table import AdapterSharedTable
 from router.api import errors, generation, models, operations, page
 from router.api.parts import RouterParts
+from router.api.pooling import calls as pooling
 from router.http.cors import allow_origins
 from router.http.methods import HeadAndOptions
 from router.placement.index_feed import EventSource, IndexFeeder
@@ -26,7 +27,7 @@ _POLL_S = 0.01
 _SAMPLE_S = 1.0
 
 # An endpoint is added to one of these files, or to a new one that is listed here.
-_ENDPOINTS = (generation.routes, models.routes, operations.routes, page.routes)
+_ENDPOINTS = (generation.routes, pooling.routes, models.routes, operations.routes, page.routes)
 
 
 class Router:

@@ -21,12 +21,15 @@ from router.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
 from router.api.formats.answer_format import DataEvents
 from router.api.formats.openai import ChatFormat, CompletionFormat
 from router.api.parts import Endpoints, RouterParts, read_body
+from router.api.pooling.bodies import PoolingBody, RerankBody, ScoreBody
 from router.api.prepare import Caller, off_loop, read_headers
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.request import GenerationRequest
 
-_Body = TypeVar("_Body", ChatBody, CompletionBody, EmbeddingBody)
+_Body = TypeVar(
+    "_Body", ChatBody, CompletionBody, EmbeddingBody, ScoreBody, RerankBody, PoolingBody
+)
 
 
 def routes(router: RouterParts) -> Endpoints:
