@@ -13,6 +13,8 @@ from pydantic import (
     model_validator,
 )
 
+from config.batch import BatchConfig
+
 ANY_ORIGIN = "*"
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*?#]+)$")]
@@ -49,6 +51,7 @@ class ClientLimitsConfig(BaseModel):
             ``*`` is any page. Empty: browsers keep their pages away.
         cors_any_origin_with_keys: Says that ``*`` is meant, in a fleet that has API keys: any
             page that comes by a key can then use it.
+        batch: Files and batches that clients leave.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -59,6 +62,7 @@ class ClientLimitsConfig(BaseModel):
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     cors_origins: tuple[Origin, ...] = ()
     cors_any_origin_with_keys: bool = False
+    batch: BatchConfig = BatchConfig()
 
     @field_validator("cors_origins", mode="before")
     @classmethod

@@ -188,6 +188,11 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "mode",
     ),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_batch_lines": _count(
+        "Lines of batches that ended: completed, failed.",
+        "outcome",
+        from_start=("completed", "failed"),
+    ),
     "baton_fleet_running_requests": _gauge(
         "Requests in the batches of all workers, as they last reported.",
         vllm="num_requests_running",
