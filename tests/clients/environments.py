@@ -28,7 +28,8 @@ class Client:
     Attributes:
         title: For people.
         file: In ``python/`` or ``node/``.
-        packages: With versions; the first is the client itself.
+        packages: With versions, or bounds where what a version needs is not always to be had; the
+            first is the client itself.
         own: Runs in the interpreter of the tests, which has the packages.
         small: Also in CI.
     """
@@ -81,7 +82,7 @@ CLIENTS = (
     Client(
         title="LangChain",
         file="langchain_openai_.py",
-        packages=("langchain-openai==1.7.4", "langchain==1.5.0"),
+        packages=("langchain-openai>=1.4,<1.8", "langchain>=1.4,<1.6"),
     ),
     Client(
         title="LlamaIndex",
@@ -91,8 +92,10 @@ CLIENTS = (
             "llama-index-embeddings-openai-like==0.4.0",
         ),
     ),
-    Client(title="LiteLLM SDK", file="litellm_sdk.py", packages=("litellm==1.109.1",)),
-    Client(title="LiteLLM proxy", file="litellm_proxy.py", packages=("litellm[proxy]==1.109.1",)),
+    Client(title="LiteLLM SDK", file="litellm_sdk.py", packages=("litellm>=1.100,<1.110",)),
+    Client(
+        title="LiteLLM proxy", file="litellm_proxy.py", packages=("litellm[proxy]>=1.100,<1.110",)
+    ),
     Client(title="openai (Node)", file="openai_node.mjs", packages=("openai@7.57.0", "zod@4.6.7")),
     Client(
         title="Vercel AI SDK",
@@ -128,7 +131,7 @@ def command(client: Client) -> tuple[list[str], Path]:
 
 def version(client: Client) -> str:
     """The version of the client that is installed."""
-    package = client.packages[0].partition("[")[0].partition("==")[0]
+    package = client.packages[0].partition("[")[0].partition("==")[0].partition(">=")[0]
     if client.is_node:
         name = package.rpartition("@")[0]
         told = (_folder(client) / "node_modules" / name / "package.json").read_text()

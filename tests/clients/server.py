@@ -20,7 +20,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import StaticDirectory
 from tests.clients.shaped_worker import ShapedWorker
-from tests.router.conftest import record_of, until
+from tests.router.conftest import events_of, record_of, until
 
 MODEL = "default"
 KEY = "sk-of-the-clients"
@@ -82,6 +82,11 @@ async def abilities(url: str) -> set[str]:
             body = {"model": MODEL, "messages": [user], "max_tokens": 4, **more}
             if (await http.post("/v1/chat/completions", json=body)).status_code == 200:
                 found.add(name)
+        body = {"model": MODEL, "messages": [user], "tools": [tool], "stream": True}
+        streamed = await http.post("/v1/chat/completions", json=body)
+        deltas = [c["delta"] for e in events_of(streamed.text)[:-1] for c in e["choices"]]
+        if all(len(delta.get("tool_calls", ())) <= 1 for delta in deltas):
+            found.add("one call a chunk")
         return found
 
 

@@ -1,6 +1,8 @@
 """LiteLLM's proxy in front of the router, asked by OpenAI's client."""
 
 import atexit
+import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import openai
 from scenarios import BASE, KEY, MODEL, QUESTION, SENTENCE, run, scenario
 
 USER = {"role": "user", "content": QUESTION}
+PROXY_KEY = f"sk-{secrets.token_hex(32)}"
 
 
 def proxy() -> str:
@@ -31,10 +34,13 @@ def proxy() -> str:
             *("--host", "127.0.0.1", "--port", str(port)),
         ],
         stdout=sys.stderr,
+        env={**os.environ, "LITELLM_MASTER_KEY": PROXY_KEY},
     )
     atexit.register(process.wait)
     atexit.register(process.terminate)
     for _ in range(600):
+        if process.poll() is not None:
+            break
         try:
             httpx.get(f"http://127.0.0.1:{port}/health/liveliness", timeout=2)
             return f"http://127.0.0.1:{port}"
@@ -43,7 +49,7 @@ def proxy() -> str:
     raise TimeoutError("the proxy does not answer")
 
 
-client = openai.OpenAI(base_url=proxy(), api_key="any", max_retries=0, timeout=60)
+client = openai.OpenAI(base_url=proxy(), api_key=PROXY_KEY, max_retries=0, timeout=60)
 
 
 @scenario("chat")
