@@ -43,8 +43,26 @@ class ApiKeyConfig(BaseModel):
         return {"tenant": value} if isinstance(value, str) else value
 
 
+class StoredResponsesConfig(BaseModel):
+    """What ``/v1/responses`` keeps in Redis for later turns.
+
+    Attributes:
+        keep_s: After the last use of a response.
+        max_response_bytes: Of one, with what was asked; a larger one is answered and not kept.
+        max_tenant_bytes: Of a tenant's; beyond it the least recently used go.
+        max_total_bytes: Of everybody's.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    keep_s: Annotated[float, Field(gt=0, le=366 * 24 * 3600)] = 24 * 3600.0
+    max_response_bytes: Annotated[int, Field(ge=1)] = 1024 * 1024
+    max_tenant_bytes: Annotated[int, Field(ge=1)] = 16 * 1024 * 1024
+    max_total_bytes: Annotated[int, Field(ge=1)] = 64 * 1024 * 1024
+
+
 class ClientLimitsConfig(BaseModel):
-    """How long the router waits for a slow client, how many may come, and from which web pages.
+    """What the router bears: slow clients, many of them, from where, and how odd their bodies.
 
     Attributes:
         cors_origins: Pages of these origins may call the router (``https://chat.example.com``);
@@ -52,6 +70,8 @@ class ClientLimitsConfig(BaseModel):
         cors_any_origin_with_keys: Says that ``*`` is meant, in a fleet that has API keys: any
             page that comes by a key can then use it.
         batch: Files and batches that clients leave.
+        strict: A field that nobody knows is refused; otherwise it is left aside, and the header
+            ``x-baton-ignored`` names it.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -63,6 +83,8 @@ class ClientLimitsConfig(BaseModel):
     cors_origins: tuple[Origin, ...] = ()
     cors_any_origin_with_keys: bool = False
     batch: BatchConfig = BatchConfig()
+    strict: bool = False
+    stored_responses: StoredResponsesConfig = StoredResponsesConfig()
 
     @field_validator("cors_origins", mode="before")
     @classmethod

@@ -131,7 +131,7 @@ class LLM:
             eos=eos[0] if eos else None,
         )
         template = ChatTemplate(self.artifact.chat_template, special)
-        prompt = template.render(messages, add_generation_prompt=True)
+        prompt = template.render(messages)
         return self.generate([self.tokenizer.encode(prompt)], **params)[0]
 
     def load_adapter(self, path: str | Path, max_rank: int = 64) -> str:

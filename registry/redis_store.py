@@ -12,6 +12,7 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     orders, answer:<id>   what operators ask of the controller             10 s
     adapters              hash: name -> entry of a LoRA adapter            1 day
     tickets               the last ticket that a router took               1 day
+    responses:…           what clients asked to be kept                    see stored_responses.py
     birth                 random; another value means another Redis life
 
 Only commands of Redis 6.2 are used. Redis is never on a request's path, so every call may fail:
@@ -110,8 +111,8 @@ class Registry:
 
     async def birth(self) -> bytes:
         """The random mark of this life of Redis; made if there is none."""
-        _, mark = await self._send(
-            ("SET", self._key("birth"), secrets.token_hex(8), "NX"), ("GET", self._key("birth"))
+        _, mark = await self.send(
+            ("SET", self.key("birth"), secrets.token_hex(8), "NX"), ("GET", self.key("birth"))
         )
         return bytes(mark)
 
@@ -127,7 +128,7 @@ class Registry:
 
     async def deregister(self, record: WorkerRecord) -> None:
         """Take a worker out: its record, and at once all that it held in the index."""
-        await self._send(("DEL", self._key("worker", record.worker_id)))
+        await self.send(("DEL", self.key("worker", record.worker_id)))
         await self.forget(record.incarnation)
 
     async def write_slot(self, record: WorkerRecord, ttl_s: float = SLOT_TTL_S) -> None:
@@ -137,13 +138,13 @@ class Registry:
     async def write_slots(self, records: Sequence[WorkerRecord], ttl_s: float = SLOT_TTL_S) -> None:
         """``write_slot`` for many, in one round trip."""
         if records:
-            await self._send(*(c for record in records for c in self._put("slot", record, ttl_s)))
+            await self.send(*(c for record in records for c in self._put("slot", record, ttl_s)))
 
     async def remove_slot(self, worker_id: str) -> None:
         """Forget a slot that no longer exists."""
-        await self._send(
-            ("DEL", self._key("slot", worker_id), self._key("worker", worker_id)),
-            ("SREM", self._key("slots"), worker_id),
+        await self.send(
+            ("DEL", self.key("slot", worker_id), self.key("worker", worker_id)),
+            ("SREM", self.key("slots"), worker_id),
         )
 
     async def records(self) -> tuple[dict[str, WorkerRecord], dict[str, WorkerRecord]]:
@@ -152,30 +153,30 @@ class Registry:
         One that cannot be read (of a future version, or damaged) is skipped, logged once by name,
         and told to ``on_skipped``.
         """
-        (ids,) = await self._send(("SMEMBERS", self._key("slots")))
+        (ids,) = await self.send(("SMEMBERS", self.key("slots")))
         worker_ids = sorted(worker_id.decode() for worker_id in ids)
         if not worker_ids:
             return {}, {}
-        slot_keys = [self._key("slot", worker_id) for worker_id in worker_ids]
-        worker_keys = [self._key("worker", worker_id) for worker_id in worker_ids]
-        raw_slots, raw_workers = await self._send(("MGET", *slot_keys), ("MGET", *worker_keys))
+        slot_keys = [self.key("slot", worker_id) for worker_id in worker_ids]
+        worker_keys = [self.key("worker", worker_id) for worker_id in worker_ids]
+        raw_slots, raw_workers = await self.send(("MGET", *slot_keys), ("MGET", *worker_keys))
         slots = self._readable(worker_ids, raw_slots)
         workers = self._readable(worker_ids, raw_workers)
         raw = zip(worker_ids, raw_slots, raw_workers, strict=True)
         gone = [name for name, slot, worker in raw if slot is None and worker is None]
         if gone:
-            await self._send(("SREM", self._key("slots"), *gone))
+            await self.send(("SREM", self.key("slots"), *gone))
         return slots, workers
 
     async def _write(self, kind: str, record: WorkerRecord, ttl_s: float) -> None:
-        await self._send(*self._put(kind, record, ttl_s))
+        await self.send(*self._put(kind, record, ttl_s))
 
     def _put(self, kind: str, record: WorkerRecord, ttl_s: float) -> list[Command]:
         stamped = msgspec.structs.replace(record, heartbeat_ms=_now_ms())
         value = msgspec.msgpack.encode(stamped)
         return [
-            ("SET", self._key(kind, record.worker_id), value, "PX", int(ttl_s * 1000)),
-            ("SADD", self._key("slots"), record.worker_id),
+            ("SET", self.key(kind, record.worker_id), value, "PX", int(ttl_s * 1000)),
+            ("SADD", self.key("slots"), record.worker_id),
         ]
 
     def _readable(
@@ -214,13 +215,13 @@ class Registry:
             ``""`` when it is being done, why not otherwise; None when no controller answered.
         """
         order = Order(token=secrets.token_hex(8), verb=verb, worker_ids=tuple(worker_ids))
-        await self._send(
-            ("LPUSH", self._key("orders"), msgspec.msgpack.encode(order)),
-            ("PEXPIRE", self._key("orders"), 10_000),
+        await self.send(
+            ("LPUSH", self.key("orders"), msgspec.msgpack.encode(order)),
+            ("PEXPIRE", self.key("orders"), 10_000),
         )
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            (answer,) = await self._send(("GET", self._key("answer", order.token)))
+            (answer,) = await self.send(("GET", self.key("answer", order.token)))
             if answer is not None:
                 return bytes(answer).decode()
             await asyncio.sleep(0.05)
@@ -228,7 +229,7 @@ class Registry:
 
     async def take_order(self) -> "Order | None":
         """The oldest order, for the controller."""
-        (raw,) = await self._send(("RPOP", self._key("orders")))
+        (raw,) = await self.send(("RPOP", self.key("orders")))
         if raw is None:
             return None
         try:
@@ -239,20 +240,20 @@ class Registry:
 
     async def answer(self, order: "Order", text: str) -> None:
         """Answer an order: ``""`` when it is being done."""
-        await self._send(("SET", self._key("answer", order.token), text, "PX", 10_000))
+        await self.send(("SET", self.key("answer", order.token), text, "PX", 10_000))
 
     # --- adapters that clients may name, shared by the routers -----------------------------------
 
     async def adapters(self) -> dict[str, bytes]:
         """What routers wrote, by name. Each read keeps it for another day."""
-        key = self._key("adapters")
-        pairs, _ = await self._send(("HGETALL", key), ("PEXPIRE", key, ADAPTERS_TTL_S * 1000))
+        key = self.key("adapters")
+        pairs, _ = await self.send(("HGETALL", key), ("PEXPIRE", key, ADAPTERS_TTL_S * 1000))
         return {name.decode(): bytes(raw) for name, raw in pairs.items()}
 
     async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
         """Write entries, over those of the same name."""
         fields = [part for name, raw in entries.items() for part in (name, raw)]
-        await self._send(("HSET", self._key("adapters"), *fields))
+        await self.send(("HSET", self.key("adapters"), *fields))
 
     # --- tickets: the order of requests, over all routers -----------------------------------------
 
@@ -266,11 +267,11 @@ class Registry:
         Returns:
             The first one.
         """
-        key = self._key("tickets")
-        (last,) = await self._send(("INCRBY", key, count))
+        key = self.key("tickets")
+        (last,) = await self.send(("INCRBY", key, count))
         if last - count < above:
-            (last,) = await self._send(("INCRBY", key, above - last + 2 * count))
-        await self._send(("PEXPIRE", key, TICKETS_TTL_S * 1000))
+            (last,) = await self.send(("INCRBY", key, above - last + 2 * count))
+        await self.send(("PEXPIRE", key, TICKETS_TTL_S * 1000))
         return int(last) - count + 1
 
     # --- KV events: the publishing side ----------------------------------------------------------
@@ -290,21 +291,21 @@ class Registry:
         commands.append(
             self._append(batch.incarnation, batch.sequence, *fields, "c", int(batch.cleared))
         )
-        await self._send(*commands, ("PEXPIRE", set_key, int(KV_TTL_S * 1000)), atomic=True)
+        await self.send(*commands, ("PEXPIRE", set_key, int(KV_TTL_S * 1000)), atomic=True)
 
     async def publish_snapshot(self, snapshot: Snapshot, checksum: int) -> None:
         """Replace the worker's whole set; readers are told to read it again."""
         set_key, _ = self._kv_keys(snapshot.incarnation)
         scratch = set_key + b":new"
-        await self._send(("UNLINK", scratch))
+        await self.send(("UNLINK", scratch))
         ordered = sorted(snapshot.hashes)
         for begin in range(0, len(ordered), BATCH_HASHES):
-            await self._send(
+            await self.send(
                 ("SADD", scratch, *ordered[begin : begin + BATCH_HASHES]),
                 ("PEXPIRE", scratch, int(KV_TTL_S * 1000)),
             )
         swap: Command = ("RENAME", scratch, set_key) if ordered else ("UNLINK", set_key)
-        await self._send(
+        await self.send(
             swap,
             *self._stamp(snapshot.incarnation, snapshot.sequence, checksum),
             self._append(snapshot.incarnation, snapshot.sequence, "k", "s"),
@@ -319,12 +320,12 @@ class Registry:
         """
         set_key, meta_key = self._kv_keys(incarnation)
         ttl_ms = int(KV_TTL_S * 1000)
-        meta, count, _, _, _ = await self._send(
+        meta, count, _, _, _ = await self.send(
             ("HMGET", meta_key, "n", "x"),
             ("SCARD", set_key),
             ("PEXPIRE", meta_key, ttl_ms),
             ("PEXPIRE", set_key, ttl_ms),
-            ("ZADD", self._key("kv:live"), _now_ms(), incarnation),
+            ("ZADD", self.key("kv:live"), _now_ms(), incarnation),
             atomic=True,
         )
         return None if meta[0] is None else (int(meta[0]), int(meta[1]), int(count))
@@ -334,9 +335,9 @@ class Registry:
         if not incarnation:
             return
         set_key, meta_key = self._kv_keys(incarnation)
-        await self._send(
+        await self.send(
             ("UNLINK", set_key, set_key + b":new", meta_key),
-            ("ZREM", self._key("kv:live"), incarnation),
+            ("ZREM", self.key("kv:live"), incarnation),
             self._append(incarnation, 0, "k", "f"),
             atomic=True,
         )
@@ -349,14 +350,14 @@ class Registry:
         What has expired is taken off the list here, by Redis' own clock: a host whose clock is
         wrong takes off nobody.
         """
-        (members,) = await self._send(("ZRANGE", self._key("kv:live"), 0, -1))
+        (members,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1))
         if not members:
             return {}
         commands = [("HMGET", self._kv_keys(member)[1], "n", "x") for member in members]
-        metas = await self._send(*commands)
+        metas = await self.send(*commands)
         expired = [m for m, (sequence, _) in zip(members, metas, strict=True) if sequence is None]
         if expired:
-            await self._send(("ZREM", self._key("kv:live"), *expired))
+            await self.send(("ZREM", self.key("kv:live"), *expired))
         return {
             bytes(member): (int(sequence), int(checksum))
             for member, (sequence, checksum) in zip(members, metas, strict=True)
@@ -366,7 +367,7 @@ class Registry:
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
         """One incarnation's set with the checksum it should have, or None if Redis lacks it."""
         set_key, meta_key = self._kv_keys(incarnation)
-        meta, members = await self._send(
+        meta, members = await self.send(
             ("HMGET", meta_key, "n", "x"), ("SMEMBERS", set_key), atomic=True
         )
         if meta[0] is None:
@@ -378,13 +379,13 @@ class Registry:
 
     async def stream_top(self) -> bytes:
         """The id of the newest entry; ``0-0`` if there is none."""
-        (entries,) = await self._send(("XREVRANGE", self._key("kv:events"), "+", "-", "COUNT", 1))
+        (entries,) = await self.send(("XREVRANGE", self.key("kv:events"), "+", "-", "COUNT", 1))
         return bytes(entries[0][0]) if entries else b"0-0"
 
     async def read_stream(self, after: bytes, count: int) -> tuple[bytes, list[StreamEntry]]:
         """Up to ``count`` entries after an id, and the id to go on from."""
-        (answer,) = await self._send(
-            ("XREAD", "COUNT", count, "STREAMS", self._key("kv:events"), after)
+        (answer,) = await self.send(
+            ("XREAD", "COUNT", count, "STREAMS", self.key("kv:events"), after)
         )
         if not answer:
             return after, []
@@ -394,11 +395,12 @@ class Registry:
 
     # --- plumbing --------------------------------------------------------------------------------
 
-    def _key(self, *parts: str) -> bytes:
+    def key(self, *parts: str) -> bytes:
+        """A key of this fleet."""
         return (self._prefix + ":".join(parts)).encode()
 
     def _kv_keys(self, incarnation: bytes) -> tuple[bytes, bytes]:
-        stem = self._key("kv", incarnation.hex())
+        stem = self.key("kv", incarnation.hex())
         return stem + b":set", stem + b":meta"
 
     def _stamp(self, incarnation: bytes, sequence: int, checksum: int) -> list[Command]:
@@ -406,15 +408,19 @@ class Registry:
         return [
             ("HSET", meta, "n", sequence, "x", checksum),
             ("PEXPIRE", meta, int(KV_TTL_S * 1000)),
-            ("ZADD", self._key("kv:live"), _now_ms(), incarnation),
+            ("ZADD", self.key("kv:live"), _now_ms(), incarnation),
         ]
 
     def _append(self, incarnation: bytes, sequence: int, *fields: Any) -> Command:
         bound = ("MAXLEN", "~", STREAM_BATCHES, "*")
-        return ("XADD", self._key("kv:events"), *bound, "i", incarnation, "n", sequence, *fields)
+        return ("XADD", self.key("kv:events"), *bound, "i", incarnation, "n", sequence, *fields)
 
-    async def _send(self, *commands: Command, atomic: bool = False) -> Sequence[Any]:
-        """One round trip; with ``atomic`` in MULTI/EXEC."""
+    async def send(self, *commands: Command, atomic: bool = False) -> Sequence[Any]:
+        """One round trip; with ``atomic`` in MULTI/EXEC.
+
+        Raises:
+            RegistryUnavailableError: Redis did not answer, or refused.
+        """
         try:
             async with self._redis.pipeline(transaction=atomic) as pipe:
                 for command in commands:

@@ -24,6 +24,7 @@ import uvloop
 from config.fleet_file import ConfigError, load_config
 from registry.kv_events import EventFeed
 from registry.redis_store import Registry
+from registry.stored_responses import StoredResponses, StoreLimits
 from registry.workers import RegistryWatcher
 from router.app import Router
 from router.http_server import server_config
@@ -100,8 +101,20 @@ async def serve(
     last_known = state_dir / "workers.json" if state_dir is not None else None
     directory: WorkerDirectory = RegistryWatcher(registry, last_known)
     events: EventSource = EventFeed(registry)
+    kept = settings.clients.stored_responses
+    limits = StoreLimits(
+        keep_s=kept.keep_s,
+        tenant_bytes=kept.max_tenant_bytes,
+        total_bytes=kept.max_total_bytes,
+    )
     router = Router(
-        settings, model, directory, events, shared_adapters=registry, shared_tickets=registry
+        settings,
+        model,
+        directory,
+        events,
+        shared_adapters=registry,
+        shared_tickets=registry,
+        stored_responses=StoredResponses(registry, limits),
     )
     metrics = router.parts.metrics
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")

@@ -11,10 +11,15 @@ from pydantic import BaseModel
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from registry.stored_responses import StoredResponses
 from router.adapter_table import AdapterSharedTable
 from router.api import errors, generation, models, operations, page
+from router.api.call_headers import CallHeaders
+from router.api.messages import endpoints as messages
+from router.api.messages.errors import MESSAGES_ERRORS
 from router.api.parts import RouterParts
 from router.api.pooling import calls as pooling
+from router.api.responses import endpoints as responses
 from router.batch import calls as batch
 from router.batch.runner import BatchRunner
 from router.http.cors import allow_origins
@@ -32,6 +37,8 @@ _SAMPLE_S = 1.0
 # An endpoint is added to one of these files, or to a new one that is listed here.
 _ENDPOINTS = (
     generation.routes,
+    responses.routes,
+    messages.routes,
     pooling.routes,
     models.routes,
     operations.routes,
@@ -50,6 +57,7 @@ class Router:
         events: KV events for the prefix index, or None to route without an index.
         shared_adapters: Where routers share the adapters loaded at run time; None: nowhere.
         shared_tickets: Where routers share the order of requests; None: reports tell of others.
+        stored_responses: Where responses are kept for later turns; None: nowhere.
     """
 
     def __init__(
@@ -60,8 +68,9 @@ class Router:
         events: EventSource | None = None,
         shared_adapters: AdapterSharedTable | None = None,
         shared_tickets: TicketSource | None = None,
+        stored_responses: StoredResponses | None = None,
     ) -> None:
-        self.parts = RouterParts.build(settings, model, directory)
+        self.parts = RouterParts.build(settings, model, directory, stored_responses)
         self._directory = directory
         self._shared_adapters = shared_adapters
         self._ticket_feed = TicketFeed(
@@ -132,7 +141,9 @@ class Router:
             docs_url=None,  # theirs load scripts of another host; ours is `router/api/page.py`
             redoc_url=None,
         )
-        errors.install(app)
+        errors.install(app, {"/v1/messages": MESSAGES_ERRORS})
+        strict = self.parts.settings.clients.strict
+        app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
         served: list[BaseRoute] = []
         for routes in _ENDPOINTS:

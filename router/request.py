@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.core.params import AdapterRef, SamplingParams
+from engine.text.reasoning import Thinking
 
 Mode = Literal["auto", "disaggregated", "colocated"]
 
@@ -17,14 +18,34 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What of an answer's tokens its text shows.
+
+    Attributes:
+        stops: Strings that end the text.
+        stop_text: The text ends with what ended it.
+        special_tokens: They are shown too.
+        token_ids: The ids are told beside the text.
+    """
+
+    stops: tuple[str, ...] = ()
+    stop_text: bool = False
+    special_tokens: bool = False
+    token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt and how to continue it.
 
     Attributes:
         prompt: Token ids.
+        thinking: The answer may begin with thinking, which is not part of its text.
+        shown: What of its tokens the answer shows.
         reads_calls: The answer may hold calls of tools, which are not part of its text.
         cache_scope: Requests of different scopes share no cached prefix.
         adapter: The LoRA adapter to answer with; none is the model itself.
+        client_id: What the client calls it, by ``x-request-id``; need not be one of a kind.
         arrived_ns: Monotonic clock of the router, as is ``deadline_ns``.
         pinned: Only for probes.
         traceparent: Parent of the spans at the workers.
@@ -37,14 +58,16 @@ class GenerationRequest:
     request_id: str
     prompt: tuple[int, ...] = field(repr=False)
     sampling: SamplingParams
-    stops: tuple[str, ...] = ()
+    shown: Shown = Shown()
     reads_calls: bool = False
+    thinking: Thinking | None = None
     tenant: str = "default"
     cache_scope: str = ""
     adapter: AdapterRef | None = None
     priority: int = 0
     mode: Mode = "auto"
     user: str | None = None
+    client_id: str = ""
     arrived_ns: int
     deadline_ns: int
     probe: bool = False

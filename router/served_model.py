@@ -10,7 +10,8 @@ from engine.core.errors import InvalidRequestError, ModelNotFoundError, PromptTo
 from engine.core.params import AdapterRef
 from engine.text.grammar import Vocabulary, vocabulary_of
 from engine.text.length_bound import LengthBound
-from engine.text.template import ChatTemplate, special_tokens_of
+from engine.text.reasoning import ReasoningSyntax, Thinking
+from engine.text.template import ChatTemplate, Rendering, special_tokens_of
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from engine.text.tools import Tool, conversation, syntax_of
 from router.adapter_table import AdapterTable
@@ -56,6 +57,7 @@ class ServedModel:
         eos = config.eos_token_ids[0] if config.eos_token_ids else None
         source = chat_template or artifact.chat_template
         self.tool_syntax = syntax_of(source)
+        self.reasoning = ReasoningSyntax.of(source, self.tokenizer)
         self.template = ChatTemplate(
             source,
             special_tokens_of(self.tokenizer.token_text, bos=config.bos_token_id, eos=eos),
@@ -109,16 +111,28 @@ class ServedModel:
         return self.artifact.config.hidden_size
 
     def encode_prompt(
-        self, prompt: str | Sequence[int], *, special: bool = True, param: str = "prompt"
+        self,
+        prompt: str | Sequence[int],
+        *,
+        special: bool = True,
+        param: str = "prompt",
+        whole: bool = True,
     ) -> list[int]:
         """Token ids of a completion's prompt, or of another text that ``param`` names.
+
+        Args:
+            prompt: A text or token ids.
+            special: The tokenizer adds its own.
+            param: For errors.
+            whole: The prompt will not be cut to fit the context.
 
         Raises:
             PromptTooLongError: It has so many characters that it cannot fit the context.
             InvalidRequestError: It is empty, or an id is outside the vocabulary.
         """
         if isinstance(prompt, str):
-            self.check_length(prompt, param)
+            if whole:
+                self.check_length(prompt, param)
             tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             tokens = list(prompt)
@@ -127,25 +141,72 @@ class ServedModel:
             raise InvalidRequestError(f"{param}: must not be empty", param=param)
         return tokens
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Tool] = (),
-        *,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Token ids of a conversation, by the model's template (which writes its own BOS token).
+        rendering: Rendering = Rendering(),  # noqa: B008 - it is frozen
+    ) -> str:
+        """The text of a conversation, by the model's template.
 
         Messages and tools are those of ``engine.text.tools.conversation``.
 
         Raises:
-            PromptTooLongError: It has so many characters that it cannot fit the context.
             InvalidRequestError: The model has no template, or the template refuses.
         """
         told, listed = conversation(messages, tools, self.tool_syntax)
-        text = self.template.render(told, tools=listed, add_generation_prompt=add_generation_prompt)
-        self.check_length(text, "messages")
-        tokens = self.tokenizer.encode(text)
+        return self.template.render(told, tools=listed, rendering=rendering)
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Tool] = (),
+        rendering: Rendering = Rendering(),  # noqa: B008 - it is frozen
+    ) -> list[int]:
+        """Token ids of a conversation, see `render_chat`."""
+        return self.encode_rendered(self.render_chat(messages, tools, rendering))
+
+    def thinking_of(self, prompt: str, *, shown: bool) -> Thinking | None:
+        """How the answer to a rendered prompt thinks; None for a model that does not."""
+        if self.reasoning is None:
+            return None
+        return Thinking(self.reasoning, self.reasoning.begun_by(prompt), shown)
+
+    def thought_grammar(self, rendering: Rendering, budget: int | None) -> str:
+        """A Lark grammar of the thinking at the begin of an answer; empty if there is none.
+
+        Args:
+            rendering: How the prompt is written; whether it begins the thinking does not depend
+                on the conversation.
+            budget: Tokens of thinking, at most.
+
+        Raises:
+            InvalidRequestError: The model's thinking cannot be cut.
+        """
+        if self.reasoning is None or not rendering.begin_answer or not self.template.exists:
+            return ""
+        prompt = self.template.render([{"role": "user", "content": "hi"}], rendering=rendering)
+        if self.reasoning.closed_by(prompt):
+            return ""
+        ends = self.artifact.config.eos_token_ids
+        begun = self.reasoning.begun_by(prompt)
+        return self.reasoning.grammar(begun=begun, end_ids=ends, budget=budget)
+
+    def encode_rendered(self, text: str, *, special: bool = False, whole: bool = True) -> list[int]:
+        """Token ids of what the template wrote (which has its own BOS token in it).
+
+        Args:
+            text: The prompt.
+            special: The tokenizer adds its own.
+            whole: The prompt will not be cut to fit the context.
+
+        Raises:
+            PromptTooLongError: It has so many characters that it cannot fit the context.
+            InvalidRequestError: It is empty.
+        """
+        if whole:
+            self.check_length(text, "messages")
+        tokens = self.tokenizer.encode(text, add_special_tokens=special)
         if not tokens:
             raise InvalidRequestError("the chat template made an empty prompt", param="messages")
         return tokens

@@ -68,7 +68,16 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_finished_choices": _count(
         "Choices that ended, by finish reason.", "reason", "tenant", vllm="request_success"
     ),
+    "baton_stored_responses": _count(
+        "Responses of /v1/responses that were to be kept, by what became of them.",
+        "result",
+        from_start=("stored", "too_large", "failed"),
+    ),
     "baton_rejections": _count("Requests refused, by error code.", "code", "tenant"),
+    "baton_ignored_fields": _count(
+        "Fields of bodies that nobody knows and that were left aside, by the object they stood in.",
+        "where",
+    ),
     "baton_timeouts": _count(
         "Requests whose deadline passed, by phase.",
         "phase",

@@ -7,6 +7,8 @@
     │   ├── UnauthorizedError      401
     │   ├── ForbiddenError         403  the API key is right, and not one of an operator
     │   ├── ModelNotFoundError     404
+    │   ├── ResponseNotFoundError  404  no such stored response, for this tenant
+    │   ├── PreviousResponseError  400  nor one to go on from
     │   ├── AdapterExistsError     409  a LoRA adapter of that name is loaded
     │   ├── SlowRequestError       408  the request did not come in time
     │   ├── PayloadTooLargeError   413
@@ -93,6 +95,19 @@ class ModelNotFoundError(InvalidRequestError):
 
     code = "model_not_found"
     status = 404
+
+
+class ResponseNotFoundError(InvalidRequestError):
+    """There is no stored response of that name, or it is another tenant's."""
+
+    code = "response_not_found"
+    status = 404
+
+
+class PreviousResponseError(InvalidRequestError):
+    """The response that a new one is to go on from is not stored."""
+
+    code = "previous_response_not_found"
 
 
 class AdapterExistsError(InvalidRequestError):

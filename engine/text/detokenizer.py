@@ -66,11 +66,21 @@ class Detokenizer:
         tokenizer: Gives the bytes of a token.
         stops: Stop strings.
         min_tokens: No stop string counts that begins within the first so many tokens.
+        stop_text: What ends the text is shown at its end.
+        special_ids: Special tokens that are shown all the same; None: all of them.
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, stops: Sequence[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: TextTokenizer,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        stop_text: bool = False,
+        special_ids: frozenset[int] | None = frozenset(),
     ) -> None:
+        self._stop_text = stop_text
+        self._special_ids = tokenizer.special_ids if special_ids is None else special_ids
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)
@@ -88,23 +98,36 @@ class Detokenizer:
         if self.stopped_by is not None:
             return ""
         self.tokens += 1
-        text = self._utf8.decode(self._tokenizer.shown_bytes(token_id))
+        text = self._utf8.decode(self._bytes(token_id))
         self.text_length += len(text)
         if self.tokens <= self._min_tokens:
             return text
         shown, self.stopped_by = self._matcher.push(text)
-        return shown
+        return shown + self.stopped_by if self._stop_text and self.stopped_by else shown
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._special_ids:
+            return self._tokenizer.token_bytes(token_id)
+        return self._tokenizer.shown_bytes(token_id)
 
     def push_all(self, token_ids: Iterable[int]) -> str:
         """Take many tokens; stops early where a stop string ends the text."""
         return "".join(map(self.push, token_ids))
 
-    def finish(self) -> str:
+    def finish(self, stop_token: int | None = None) -> str:
         """No more tokens come: what was held for a stop string.
 
         A character that the end cut in half is not shown.
+
+        Args:
+            stop_token: The token that ended the text, if one did; it is no part of the answer.
         """
-        return "" if self.stopped_by is not None else self._matcher.release()
+        if self.stopped_by is not None:
+            return ""
+        held = self._matcher.release()
+        if stop_token is not None and self._stop_text:
+            held += self._utf8.decode(self._bytes(stop_token))
+        return held
 
     @classmethod
     def replay(

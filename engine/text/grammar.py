@@ -13,23 +13,21 @@ compiled it in a process of its own.
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.core.errors import GrammarError
+from engine.text.json_schema import ready
 from engine.text.tokenizer import TextTokenizer
 
-GrammarKind = Literal["json", "regex", "choice", "grammar"]
+GrammarKind = Literal["json", "regex", "choice", "grammar", "framed"]
 
 MAX_SOURCE_CHARACTERS = 64 * 1024
 ANY_OBJECT = '{"type": "object"}'
 
-# Between the parts of a JSON text stands what printers of JSON write: nothing, one space, or a new
-# line with its indent. Without a bound a weak model writes white space until max_tokens.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
 # Any tokens that spell a forced text will do. Otherwise llguidance would insist on its own cut of
 # it into tokens, which would have to be the same in every process, and is wrong for SentencePiece.
 _FREE_SPELLING = '\n%llguidance {"no_forcing": true}\n'
@@ -63,12 +61,32 @@ def vocabulary_of(
     return Vocabulary(tokens, [i for i in special if i < vocab_size], list(eos_token_ids))
 
 
+class Framed(msgspec.Struct, frozen=True):
+    """What a client asks for, and what may stand before it or in its place.
+
+    Attributes:
+        kind: As of `translate`; not ``framed``.
+        source: As of `translate`.
+        before: A Lark grammar of what comes first; empty for nothing.
+        instead: A Lark grammar of what else the answer may be; empty for nothing.
+    """
+
+    kind: GrammarKind
+    source: str
+    before: str = ""
+    instead: str = ""
+
+    def encoded(self) -> str:
+        """The source of a grammar of the kind ``framed``."""
+        return msgspec.json.encode(self).decode()
+
+
 def translate(kind: GrammarKind, source: str) -> str:
     """The llguidance grammar that ``source`` stands for.
 
     Args:
         kind: What ``source`` is: a JSON schema, a regular expression, a JSON list of choices, or
-            a grammar in Lark or GBNF.
+            a grammar in Lark or GBNF, or a `Framed` one of these.
         source: The text.
 
     Raises:
@@ -88,13 +106,28 @@ def _lark(kind: GrammarKind, source: str) -> str:
     if kind == "json":
         schema = json.loads(source)
         if isinstance(schema, dict):
-            schema = {"x-guidance": _JSON_OPTIONS, **schema}
+            schema = ready(schema)
         return f"start: %json {json.dumps(schema)}"
     if kind == "choice":
         return "start: " + " | ".join(json.dumps(choice) for choice in json.loads(source))
     if kind == "regex":
         return f"start: /{regex_to_lark(source, _ASCII_DIGITS)}/"
+    if kind == "framed":
+        return _framed(msgspec.json.decode(source, type=Framed))
     return any_to_lark(source)
+
+
+def _framed(parts: Framed) -> str:
+    """Each part is a grammar of its own inside the whole one, so that no names meet."""
+    inner = {"main": _lark(parts.kind, parts.source)}
+    if parts.before:
+        inner["before"] = parts.before
+    if parts.instead:
+        inner["instead"] = parts.instead
+    answer = "(main | instead)" if parts.instead else "main"
+    start = f"before {answer}" if parts.before else answer
+    rules = [f"{name}: %lark {{\n{text}\n}}" for name, text in inner.items()]
+    return "\n".join([f"start: {start}", *rules])
 
 
 class GrammarCompiler:

@@ -7,6 +7,7 @@ mutation of what they are given, a bound on time and on the size of what they wr
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import datetime
 from time import monotonic
 from typing import Any, NoReturn
@@ -77,6 +78,21 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How a conversation is to be written.
+
+    Attributes:
+        values: What the template is told besides; names such as ``enable_thinking``.
+        begin_answer: End with the beginning of an answer.
+        go_on: End within the last message, which the answer continues.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    begin_answer: bool = True
+    go_on: bool = False
+
+
 class ChatTemplate:
     """A compiled template.
 
@@ -89,6 +105,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
+        self._source = source or ""
         self._special_tokens = dict(special_tokens or {})
         self._environment = _Environment()
         self._template = None
@@ -103,19 +120,23 @@ class ChatTemplate:
         """Whether the model has a template at all."""
         return self._template is not None
 
+    def knows(self, word: str) -> bool:
+        """Whether the template speaks of ``word``, the name of a variable or of a role."""
+        return word in self._source
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
+        rendering: Rendering = Rendering(),
     ) -> str:
         """The prompt that a conversation makes.
 
         Args:
             messages: In the order of the conversation.
             tools: What the model may call, for a template that knows of tools.
-            add_generation_prompt: End with the beginning of an answer.
+            rendering: How.
 
         Raises:
             InvalidRequestError: There is no template, it refused the messages, or it went over
@@ -129,16 +150,24 @@ class ChatTemplate:
             )
         values = {
             **self._special_tokens,
-            "messages": list(messages),
+            **rendering.values,
+            "messages": [self._with_known_role(message) for message in messages],
             "tools": list(tools) or None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": rendering.begin_answer,
         }
         try:
-            return self._write(values)
+            text = self._write(values)
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refused these messages: {error}", param="messages"
             ) from error
+        return _up_to_content(text, str(messages[-1]["content"])) if rendering.go_on else text
+
+    def _with_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """OpenAI's later name for the system, where the template was written before it."""
+        if message["role"] == "developer" and not self.knows("developer"):
+            return {**message, "role": "system"}
+        return message
 
     def _write(self, values: Mapping[str, Any]) -> str:
         template = self._template
@@ -158,6 +187,20 @@ class ChatTemplate:
         finally:
             environment.deadline_s.reset(token)
         return "".join(pieces)
+
+
+def _up_to_content(text: str, content: str) -> str:
+    """``text`` up to the end of its last message, which has this content."""
+    core = content.strip()
+    at = text.rfind(core)
+    if not core or at < 0:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template does not show the last message's content as "
+            "it stands, so there is no place to go on",
+            param="continue_final_message",
+        )
+    tail = content.lstrip()  # some templates strip what they show
+    return text[: at + len(tail)] if text.startswith(tail, at) else text[: at + len(core)]
 
 
 def special_tokens_of(

@@ -12,7 +12,11 @@ message. ``engine/text/tool_calls.py`` reads calls back out of an answer.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from pydantic_core import from_json
+
+from engine.text.json_schema import lenient, ready
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 MAX_CALLS = 8
@@ -25,7 +29,10 @@ To call one, write nothing but its name and its arguments as JSON, like this:
 {example}
 The result comes back in <tool_response></tool_response>. Otherwise answer with text."""
 
-_JOINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
+_SAYING_MORE = (
+    *("properties", "patternProperties", "additionalProperties", "propertyNames"),
+    *("$ref", "allOf", "anyOf", "oneOf"),
+)
 
 Choice = Literal["auto", "required"]
 
@@ -37,11 +44,13 @@ class Tool:
     Attributes:
         name: Letters, digits, ``_`` and ``-``.
         parameters: JSON schema of the arguments, an object.
+        lenient: Keywords that no grammar can follow are left aside.
     """
 
     name: str
     description: str | None
     parameters: dict[str, Any] | None
+    lenient: bool = False
 
     def described(self) -> dict[str, Any]:
         """OpenAI's form, which chat templates know."""
@@ -112,10 +121,11 @@ def conversation(
             continue
         calls = [syntax.call(call["name"], call["arguments"]) for call in _calls(message)]
         text = "\n".join(part for part in (text, *calls) if part)
-        plain.append({"role": message["role"], "content": text})
+        more = {key: message[key] for key in ("name", "reasoning_content") if key in message}
+        plain.append({"role": message["role"], "content": text, **more})
     if tools:
         _add_prompt(plain, tools, syntax)
-    return [{"role": m["role"], "content": m["content"]} for m in plain], []
+    return [{k: v for k, v in m.items() if k != "results"} for m in plain], []
 
 
 def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -123,25 +133,38 @@ def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    plain = ("role", "content", "tool_call_id", "name")
+    plain = ("role", "content", "tool_call_id", "name", "reasoning_content")
     found = {key: message[key] for key in plain if key in message}
     if calls := _calls(message):
         found["tool_calls"] = [
             {
                 "type": "function",
                 "id": call["id"],
-                "function": {"name": call["name"], "arguments": json.loads(call["arguments"])},
+                "function": {"name": call["name"], "arguments": _arguments(call["arguments"])},
             }
             for call in calls
         ]
     return found
 
 
+def _arguments(text: str) -> Any:
+    """Arguments for a template, which writes them anew: an object, or the text as it stands.
+
+    A call that was cut short has no object; some texts are JSON that no template could write.
+    """
+    try:
+        from_json(text, allow_inf_nan=False)
+        arguments = json.loads(text)
+    except ValueError:
+        return text
+    return arguments if isinstance(arguments, dict) else text
+
+
 def _add_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax) -> None:
     listed = "\n".join(json.dumps(t.described()["function"], ensure_ascii=False) for t in tools)
     example = syntax.call("function-name", '{"argument": "value"}')
     prompt = _PROMPT.format(tools=listed, example=example)
-    if messages and messages[0]["role"] == "system":
+    if messages and messages[0]["role"] in ("system", "developer"):
         prompt = f"{messages.pop(0)['content']}\n\n{prompt}"
     messages.insert(0, {"role": "system", "content": prompt})
 
@@ -155,7 +178,11 @@ def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> s
     Args:
         tools: What may be called, at least one.
         choice: ``auto``: text, in which a call that was begun is completed; ``required``: calls.
+            Where something else may stand in place of calls, ``required`` describes the calls.
         parallel: Several calls in one answer.
+
+    Raises:
+        GrammarError: A schema cannot be followed.
     """
     if choice == "required":
         more = f" (gap call){{0,{MAX_CALLS - 1}}}" if parallel else ""
@@ -182,11 +209,10 @@ def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> s
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """The schema of the arguments; what it does not name is not written.
-
-    Where other schemas are joined to it, that would forbid what they name.
-    """
-    given = tool.parameters or {}
-    if not _JOINING.isdisjoint(given):
-        return {"type": "object", **given}
-    return {"type": "object", "properties": {}, "additionalProperties": False, **given}
+    """The schema of the arguments."""
+    given = {"type": "object", **(tool.parameters or {})}
+    if given.keys().isdisjoint(_SAYING_MORE):
+        given["properties"] = {}  # no arguments: it does not mean any argument
+    if tool.lenient:
+        given = lenient(given)
+    return cast(dict[str, Any], ready(given))

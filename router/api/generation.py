@@ -16,19 +16,32 @@ from router.api.bodies.completion import CompletionBody
 from router.api.bodies.embedding import EmbeddingBody
 from router.api.bodies.generation import GenerationBody
 from router.api.bodies.parse import parse
+from router.api.call_headers import ignored_of
 from router.api.embeddings import EmbeddingAnswer
 from router.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
-from router.api.formats.answer_format import DataEvents
+from router.api.formats.answer_format import ChunkFormat, DataEvents
 from router.api.formats.openai import ChatFormat, CompletionFormat
+from router.api.messages.body import CountTokensBody, MessagesBody
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.pooling.bodies import PoolingBody, RerankBody, ScoreBody
 from router.api.prepare import Caller, off_loop, read_headers
+from router.api.responses.body import InputTokensBody, ResponsesBody
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.request import GenerationRequest
 
 _Body = TypeVar(
-    "_Body", ChatBody, CompletionBody, EmbeddingBody, ScoreBody, RerankBody, PoolingBody
+    "_Body",
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    MessagesBody,
+    CountTokensBody,
+    ResponsesBody,
+    InputTokensBody,
+    ScoreBody,
+    RerankBody,
+    PoolingBody,
 )
 
 
@@ -78,7 +91,9 @@ class Calls:
         with self._counted(endpoint):
             caller = read_headers(request.headers, router.settings)
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
-            body = await off_loop(len(raw), lambda: parse(kind, raw))
+            body = await off_loop(
+                len(raw), lambda: parse(kind, raw, ignored_of(request), model=router.model.names[0])
+            )
             router.model.check_name(body.model)
             return await respond(body, len(raw), caller, now_ns)
 
@@ -116,8 +131,13 @@ class Calls:
         return Answer(
             self.context("chat", prepared.request_id, span),
             [prepared],
-            DataEvents(chunks, include_usage=body.include_usage),
+            self._events(chunks, body),
             stream=bool(body.stream),
+        )
+
+    def _events(self, chunks: ChunkFormat, body: GenerationBody) -> DataEvents:
+        return DataEvents(
+            chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
         )
 
     async def chat_request(
@@ -137,6 +157,15 @@ class Calls:
                 size, lambda: router.preparer.chat(body, caller, now_ns, grammar)
             )
         return prepared, span
+
+    async def prompt_tokens(
+        self, endpoint: str, body: ChatBody, size: int, caller: Caller, now_ns: int
+    ) -> int:
+        """How many tokens the prompt of a chat has, for a call that asks for nothing else."""
+        preparer = self._router.preparer
+        prepared = await off_loop(size, lambda: preparer.chat(body, caller, now_ns))
+        self._router.observer.answered(endpoint, 200, caller.tenant)
+        return len(prepared.prompt)
 
     async def completions(
         self, body: CompletionBody, size: int, caller: Caller, now_ns: int
@@ -161,13 +190,13 @@ class Calls:
         return Answer(
             self.context("completions", answer_id, span),
             requests,
-            DataEvents(chunks, include_usage=body.include_usage),
+            self._events(chunks, body),
             stream=bool(body.stream),
         )
 
     async def _grammar(self, body: GenerationBody, size: int, caller: Caller, now_ns: int) -> str:
         """What the answer must follow, tried and accepted; empty = free."""
-        requested = await off_loop(size, lambda: requested_grammar(body))
+        requested = await off_loop(size, lambda: requested_grammar(body, self._router.model))
         if requested is None:
             return ""
         try:
@@ -194,6 +223,7 @@ class Calls:
             "tokenizer": model.tokenizer,
             "include_usage": body.include_usage,
             "prompt_logprobs": body.prompt_logprobs,
+            "token_ids": bool(body.return_token_ids),
         }
 
     def context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:

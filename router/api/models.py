@@ -12,8 +12,11 @@ from fastapi import Request, Response
 from engine.core.errors import InvalidRequestError
 from router.access import tenant_of
 from router.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
+from router.api.bodies.fields import Ignored
 from router.api.bodies.parse import parse
+from router.api.bodies.rendering import rendering
 from router.api.bodies.tokens import DetokenizeBody, TokenizeBody
+from router.api.call_headers import ignored_of
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import off_loop
 from router.api.tools import messages_of, offered
@@ -42,7 +45,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def load_lora_adapter(request: Request) -> Response:
         """Serve the adapter in the directory ``lora_path`` as the model ``lora_name``."""
         tenant_of(request.headers, settings)
-        body = parse(LoadAdapterBody, await read_body(request, router))
+        body = parse(LoadAdapterBody, await read_body(request, router), ignored_of(request))
         entry = await served.adapters.load(body.lora_name, body.lora_path)
         message = f"Success: LoRA adapter '{entry.name}' added successfully."
         return Response(message, media_type="text/plain")
@@ -51,7 +54,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def unload_lora_adapter(request: Request) -> Response:
         """Take the model ``lora_name`` away; requests that run with it finish."""
         tenant_of(request.headers, settings)
-        body = parse(UnloadAdapterBody, await read_body(request, router))
+        body = parse(UnloadAdapterBody, await read_body(request, router), ignored_of(request))
         await served.adapters.unload(body.lora_name)
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         return Response(message, media_type="text/plain")
@@ -81,16 +84,18 @@ def _record(router: RouterParts, name: str) -> dict[str, Any]:
 
 
 async def _answer_off_loop(
-    router: RouterParts, request: Request, answer: Callable[[ServedModel, bytes], dict[str, Any]]
+    router: RouterParts,
+    request: Request,
+    answer: Callable[[ServedModel, bytes, Ignored], dict[str, Any]],
 ) -> Response:
     tenant_of(request.headers, router.settings)
-    raw = await read_body(request, router)
-    content = await off_loop(len(raw), lambda: orjson.dumps(answer(router.model, raw)))
+    raw, ignored = await read_body(request, router), ignored_of(request)
+    content = await off_loop(len(raw), lambda: orjson.dumps(answer(router.model, raw, ignored)))
     return Response(content, media_type="application/json")
 
 
-def _tokenized(model: ServedModel, raw: bytes) -> dict[str, Any]:
-    body = parse(TokenizeBody, raw)
+def _tokenized(model: ServedModel, raw: bytes, ignored: Ignored) -> dict[str, Any]:
+    body = parse(TokenizeBody, raw, ignored)
     tokens = _tokens_of(model, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
@@ -111,7 +116,9 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
         return model.encode_chat(
             messages_of(body.messages),
             offered(body.tools),
-            add_generation_prompt=body.add_generation_prompt,
+            rendering(
+                body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message
+            ),
         )
     if body.tools is not None:
         raise InvalidRequestError("tools: only with messages", param="tools")
@@ -120,8 +127,8 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
     return model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
 
 
-def _detokenized(model: ServedModel, raw: bytes) -> dict[str, Any]:
-    body = parse(DetokenizeBody, raw)
+def _detokenized(model: ServedModel, raw: bytes, ignored: Ignored) -> dict[str, Any]:
+    body = parse(DetokenizeBody, raw, ignored)
     if body.model is not None:
         model.check_name(body.model)
     model.check_ids(body.tokens, "tokens")

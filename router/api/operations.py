@@ -106,9 +106,10 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/fleet/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
-        """What was decided for a request, and why."""
+        """What was decided for a request, and why; by our id, or by the client's own."""
         access = access_of(request.headers, router.settings)
-        explanation = story_of(router.gateway.kept, request_id)
+        tenant = None if access.operator else access.tenant
+        explanation = story_of(router.gateway.kept, request_id, tenant)
         # A request of another tenant is not known to this one.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
             raise HTTPException(404, "this router does not know the request (any more)")

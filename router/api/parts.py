@@ -20,6 +20,7 @@ from engine.core.errors import (
     PayloadTooLargeError,
     SlowRequestError,
 )
+from registry.stored_responses import StoredResponses
 from router.api.prepare import Preparer
 from router.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
 from router.placement.prefix_index import PrefixIndex
@@ -46,6 +47,7 @@ class RouterParts:
     Attributes:
         tasks: What runs beside the endpoints.
         created: When the router started, as Unix time.
+        stored_responses: Where responses are kept for later turns; None: nowhere.
     """
 
     settings: RouterSettings
@@ -61,10 +63,15 @@ class RouterParts:
     grammars: GrammarChecker
     prober: Prober
     created: int
+    stored_responses: StoredResponses | None
 
     @classmethod
     def build(
-        cls, settings: RouterSettings, model: ServedModel, directory: WorkerDirectory
+        cls,
+        settings: RouterSettings,
+        model: ServedModel,
+        directory: WorkerDirectory,
+        stored_responses: StoredResponses | None = None,
     ) -> Self:
         """The parts for one model and the workers that ``directory`` names."""
         metrics, prefix_index = Metrics("router", model=model.names[0]), PrefixIndex()
@@ -90,6 +97,7 @@ class RouterParts:
             grammars=GrammarChecker(model.vocabulary, metrics),
             prober=Prober(gateway, settings, tasks),
             created=int(time.time()),
+            stored_responses=stored_responses,
         )
 
 

@@ -15,9 +15,11 @@ from router.api.bodies.chat import ChatBody
 from router.api.bodies.completion import MAX_PROMPTS, CompletionBody
 from router.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
 from router.api.bodies.generation import GenerationBody
+from router.api.bodies.rendering import rendering_of
+from router.api.call_headers import client_id_of
 from router.api.tools import messages_of, offered
 from router.memory import LargeWork
-from router.request import GenerationRequest, Mode, part_id
+from router.request import GenerationRequest, Mode, Shown, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 
@@ -46,6 +48,7 @@ class Caller:
     timeout_s: float
     traceparent: str = ""
     min_priority: int | None = None
+    client_id: str = ""
 
 
 def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller:
@@ -68,6 +71,7 @@ def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller
         mode=_MODES[mode],
         timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), settings),
         traceparent=headers.get("traceparent", ""),
+        client_id=client_id_of(headers),
     )
 
 
@@ -121,8 +125,15 @@ class Preparer:
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
         tools = offered(body.tools, body.tool_choice)
-        prompt = self._model.encode_chat(messages_of(body.messages), tools)
+        text = self._model.render_chat(
+            messages_of(body.messages), tools, rendering_of(body, self._model.template)
+        )
+        cut = body.truncate_prompt_tokens
+        prompt = self._model.encode_rendered(
+            text, special=bool(body.add_special_tokens), whole=cut is None
+        )
         asked_tokens = body.max_completion_tokens or body.max_tokens
+        prompt = self._cut(prompt, cut, asked_tokens or 1)
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self._sampling(
@@ -133,7 +144,8 @@ class Preparer:
             f"chatcmpl-{secrets.token_hex(16)}", body, caller, prompt, sampling, now_ns
         )
         _check_prompt_logprobs(body, [request])
-        return replace(request, reads_calls=bool(tools))
+        thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
+        return replace(request, reads_calls=bool(tools), thinking=thinking)
 
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""
@@ -155,10 +167,18 @@ class Preparer:
             raise InvalidRequestError(
                 f"prompt: must hold 1 to {MAX_PROMPTS} prompts (got {len(prompts)})", param="prompt"
             )
+        if body.echo and body.truncate_prompt_tokens is not None:
+            raise InvalidRequestError(
+                "echo: shows the prompt as it was sent; not with truncate_prompt_tokens",
+                param="echo",
+            )
         request_id = f"cmpl-{secrets.token_hex(16)}"
         requests = []
         for index, text in enumerate(prompts):
-            prompt = self._model.encode_prompt(text)
+            special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens
+            prompt = self._model.encode_prompt(text, special=special, whole=cut is None)
+            answer_tokens = body.max_tokens if body.max_tokens is not None else _COMPLETION_TOKENS
+            prompt = self._cut(prompt, cut, answer_tokens)
             # Without an answer the prompt may fill the context: the token sampled is not kept.
             room = self._room(prompt, "prompt", answer_tokens=0 if logprobs_only else 1)
             default = min(_COMPLETION_TOKENS, room)
@@ -201,13 +221,27 @@ class Preparer:
         request_id = f"embd-{secrets.token_hex(16)}"
         requests = []
         for index, text in enumerate(inputs):
-            prompt = self._model.encode_prompt(text, param="input")
+            cut = body.truncate_prompt_tokens
+            prompt = self._model.encode_prompt(text, param="input", whole=cut is None)
+            prompt = self._cut(prompt, cut, answer_tokens=0)
             self._room(prompt, "input", answer_tokens=0)
             name = part_id(request_id, index)
             sampling = SamplingParams(max_tokens=1, temperature=0.0)
             request = self._request(name, body, caller, prompt, sampling, now_ns)
             requests.append(replace(request, part_of=request_id, pooling=body.pooling))
         return requests
+
+    def _cut(self, prompt: list[int], last: int | None, answer_tokens: int) -> list[int]:
+        """The last tokens of a prompt that may be cut, ``truncate_prompt_tokens``."""
+        if last is None:
+            return prompt
+        if last == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens: must be -1 or at least 1 (got 0)",
+                param="truncate_prompt_tokens",
+            )
+        room = self._model.max_context_tokens - answer_tokens
+        return prompt[-(max(room, 1) if last < 0 else last) :]
 
     def _room(self, prompt: list[int], param: str, answer_tokens: int = 1) -> int:
         limit = self._model.max_context_tokens
@@ -315,13 +349,14 @@ class Preparer:
             request_id=request_id,
             prompt=tuple(prompt),
             sampling=sampling,
-            stops=body.stops if isinstance(body, GenerationBody) else (),
+            shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
             tenant=caller.tenant,
             cache_scope=self._scope(caller, salt),
             adapter=self._model.adapter_of(body.model),
             priority=priority,
             mode=caller.mode,
             user=body.user,
+            client_id=caller.client_id,
             arrived_ns=now_ns,
             deadline_ns=now_ns + int(caller.timeout_s * 1e9),
             traceparent=caller.traceparent,
@@ -331,6 +366,15 @@ class Preparer:
         """Tenant and salt as one text; a tenant's name has no NUL, so no two pairs are alike."""
         owner = "" if self._settings.share_cache else caller.tenant
         return f"{owner}\0{salt or ''}"
+
+
+def _shown(body: GenerationBody) -> Shown:
+    return Shown(
+        stops=body.stops,
+        stop_text=bool(body.include_stop_str_in_output),
+        special_tokens=body.skip_special_tokens is False,
+        token_ids=bool(body.return_token_ids),
+    )
 
 
 def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:

@@ -4,10 +4,15 @@ import json
 from typing import Any, NamedTuple
 
 from engine.core.errors import GrammarError, InvalidRequestError
-from engine.text.grammar import ANY_OBJECT, GrammarKind
+from engine.text.grammar import ANY_OBJECT, Framed, GrammarKind
+from engine.text.json_schema import lenient
 from router.api.bodies.chat import ChatBody
 from router.api.bodies.generation import GenerationBody
-from router.api.tools import calls_grammar_of, offered
+from router.api.bodies.rendering import rendering_of
+from router.api.tools import calls_grammar_of, may_be_called, must_call, offered
+from router.served_model import ServedModel
+
+_ANY_TEXT = "start: /(.|\\n)*/"
 
 
 class RequestedGrammar(NamedTuple):
@@ -18,21 +23,51 @@ class RequestedGrammar(NamedTuple):
     source: str
 
 
-def requested_grammar(body: GenerationBody) -> RequestedGrammar | None:
+def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGrammar | None:
     """The one grammar of a body, or None for a free answer.
 
     Raises:
-        InvalidRequestError: There is more than one; names them.
+        InvalidRequestError: There is more than one shape, or a limit cannot be kept; names them.
     """
-    grammars = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
-    if isinstance(body, ChatBody) and (tools := offered(body.tools, body.tool_choice)):
-        grammars.append(RequestedGrammar("tools", "grammar", calls_grammar_of(body, tools)))
-    if len(grammars) > 1:
-        names = " and ".join(sorted({grammar.param for grammar in grammars}))
+    shapes = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
+    if len(shapes) > 1:
+        names = " and ".join(sorted({shape.param for shape in shapes}))
         raise InvalidRequestError(
-            f"{names}: an answer has one structure; give one of them", param=grammars[0].param
+            f"{names}: an answer has one structure; give one of them", param=shapes[0].param
         )
-    return grammars[0] if grammars else None
+    shape = shapes[0] if shapes else None
+    if not isinstance(body, ChatBody):
+        return shape
+    shape, calls = _with_calls(body, shape)
+    before = _thought(body, model, shaped=shape is not None)
+    if shape is None and before:
+        shape = RequestedGrammar("thinking_token_budget", "grammar", _ANY_TEXT)
+    if shape is None or not (before or calls):
+        return shape
+    framed = Framed(shape.kind, shape.source, before, calls)
+    return RequestedGrammar(shape.param, "framed", framed.encoded())
+
+
+def _with_calls(
+    body: ChatBody, shape: RequestedGrammar | None
+) -> tuple[RequestedGrammar | None, str]:
+    """The shape of an answer that may call tools, and the calls that may stand in its place."""
+    tools = may_be_called(offered(body.tools, body.tool_choice), body.tool_choice)
+    if not tools:
+        return shape, ""
+    if shape is None or must_call(body.tool_choice):
+        return RequestedGrammar("tools", "grammar", calls_grammar_of(body, tools)), ""
+    return shape, calls_grammar_of(body, tools, only_calls=True)
+
+
+def _thought(body: ChatBody, model: ServedModel, *, shaped: bool) -> str:
+    """The grammar of the thinking, where what follows has a shape, or it has a budget."""
+    budget = body.thinking_token_budget
+    if budget is None:
+        budget = body.thinking_budget
+    if not (shaped or budget is not None):
+        return ""
+    return model.thought_grammar(rendering_of(body, model.template), budget)
 
 
 def _response_format(body: GenerationBody) -> list[RequestedGrammar]:
@@ -47,6 +82,8 @@ def _response_format(body: GenerationBody) -> list[RequestedGrammar]:
             param="response_format.json_schema",
         )
     schema = {} if given.json_schema.schema_ is None else given.json_schema.schema_
+    if given.json_schema.strict is False and isinstance(schema, dict):
+        schema = lenient(schema)
     return [RequestedGrammar("response_format", "json", json.dumps(schema))]
 
 
@@ -60,7 +97,10 @@ def _structured_outputs(body: GenerationBody) -> list[RequestedGrammar]:
     given = body.structured_outputs
     if given is None:
         return []
-    return _of("structured_outputs.", given.json_, given.regex, given.choice, given.grammar)
+    found = _of("structured_outputs.", given.json_, given.regex, given.choice, given.grammar)
+    if given.json_object:
+        found.append(RequestedGrammar("structured_outputs.json_object", "json", ANY_OBJECT))
+    return found
 
 
 def _of(

@@ -4,13 +4,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import GrammarError, InvalidRequestError
 from engine.text.tools import Tool, calls_grammar
 from router.api.bodies.chat import ChatBody
-from router.api.bodies.messages import Message
-from router.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered
+from router.api.bodies.messages import CalledFunction, Message
+from router.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered, ToolsAllowed
 
 
 def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = None) -> list[Tool]:
@@ -24,6 +22,7 @@ def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = No
             name=item.function.name,
             description=item.function.description,
             parameters=item.function.parameters,
+            lenient=item.function.strict is False,
         )
         for item in listed or ()
     ]
@@ -57,12 +56,46 @@ def _check(tools: Sequence[Tool]) -> None:
             )
 
 
-def calls_grammar_of(body: ChatBody, tools: Sequence[Tool]) -> str:
-    """The grammar of an answer that may call ``tools``, which are not empty."""
-    named = isinstance(body.tool_choice, ToolNamed)
-    choice = body.tool_choice if not named else "required"
-    parallel = body.parallel_tool_calls is not False and not named
-    return calls_grammar(tools, "required" if choice == "required" else "auto", parallel=parallel)
+def may_be_called(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
+    """Of the tools that the model is told of, those that it may call.
+
+    Raises:
+        InvalidRequestError: A tool is allowed that is not offered.
+    """
+    if not isinstance(choice, ToolsAllowed):
+        return list(tools)
+    known = {tool.name for tool in tools}
+    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    for index, tool in enumerate(choice.allowed_tools.tools):
+        if tool.function.name not in known:
+            where = f"tool_choice.allowed_tools.tools[{index}]"
+            raise InvalidRequestError(
+                f"{where}: there is no tool {tool.function.name!r}", param=where
+            )
+    return [tool for tool in tools if tool.name in allowed]
+
+
+def must_call(choice: ToolChoice | None) -> bool:
+    """Whether every answer is a call."""
+    if isinstance(choice, ToolsAllowed):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, ToolNamed)
+
+
+def calls_grammar_of(body: ChatBody, tools: Sequence[Tool], *, only_calls: bool = False) -> str:
+    """The grammar of an answer that may call ``tools``, which are not empty.
+
+    Args:
+        body: The chat.
+        tools: Those that may be called.
+        only_calls: Text is described elsewhere.
+    """
+    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolNamed)
+    required = only_calls or must_call(body.tool_choice)
+    try:
+        return calls_grammar(tools, "required" if required else "auto", parallel=parallel)
+    except GrammarError as error:
+        raise GrammarError(f"tools: {error.message}", param="tools") from error
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -79,9 +112,9 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.tool_calls:
             if message.role != "assistant":
                 raise _misplaced(f"{where}.tool_calls", "an assistant")
-            entry["tool_calls"] = _calls(message, where)
-            called |= {call.id for call in message.tool_calls}
-        elif message.content is None:
+            entry["tool_calls"] = _calls(message)
+            called |= {call.id for call in message.tool_calls if call.id}
+        elif message.content is None and message.role != "assistant":
             raise InvalidRequestError(f"{where}.content: is required", param=f"{where}.content")
         if message.role == "tool":
             if message.tool_call_id not in called:
@@ -91,31 +124,29 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
                     param=f"{where}.tool_call_id",
                 )
             entry["tool_call_id"] = message.tool_call_id
-            if message.name is not None:
-                entry["name"] = message.name
         elif message.tool_call_id is not None:
             raise _misplaced(f"{where}.tool_call_id", "a tool")
-        elif message.name is not None:  # many templates would pass it over in silence
-            raise _misplaced(f"{where}.name", "a tool")
+        if message.name:
+            entry["name"] = message.name
+        if message.role == "assistant" and (thoughts := message.thoughts()):
+            entry["reasoning_content"] = thoughts
         conversation.append(entry)
     return conversation
 
 
-def _calls(message: Message, where: str) -> list[dict[str, str]]:
-    calls = []
-    for index, call in enumerate(message.tool_calls or ()):
-        given = call.function
-        try:
-            # Templates write them anew: nothing too deep for that, no NaN, no half of a character.
-            from_json(given.arguments, allow_inf_nan=False)
-            is_object = isinstance(json.loads(given.arguments), dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            param = f"{where}.tool_calls[{index}].function.arguments"
-            raise InvalidRequestError(f"{param}: must be the JSON text of an object", param=param)
-        calls.append({"id": call.id, "name": given.name, "arguments": given.arguments})
-    return calls
+def _calls(message: Message) -> list[dict[str, str]]:
+    return [
+        {"id": call.id or "", "name": call.function.name, "arguments": _text_of(call.function)}
+        for call in message.tool_calls or ()
+    ]
+
+
+def _text_of(function: CalledFunction) -> str:
+    """Arguments as they were sent: any text, since a call may have been cut short."""
+    given = function.arguments
+    if isinstance(given, dict):
+        return json.dumps(given, ensure_ascii=False)
+    return given or "{}"
 
 
 def _misplaced(param: str, role: str) -> InvalidRequestError:

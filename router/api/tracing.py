@@ -58,6 +58,7 @@ def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller:
         "gen_ai.request.stop_sequences": list(body.stops) or None,
         "enduser.id": body.user,
         "baton.tenant": caller.tenant,
+        "baton.client_request_id": caller.client_id or None,
         "baton.mode": caller.mode,
     }
     _set(span, attributes)
@@ -79,6 +80,7 @@ def embedding_span(tracing: Tracing, body: EmbeddingBody, caller: Caller) -> Spa
         "gen_ai.embeddings.dimension.count": body.dimensions,
         "enduser.id": body.user,
         "baton.tenant": caller.tenant,
+        "baton.client_request_id": caller.client_id or None,
         "baton.mode": caller.mode,
     }
     _set(span, attributes)

@@ -15,7 +15,9 @@ from engine.core.errors import InvalidRequestError, UnavailableError
 from router.access import tenant_of
 from router.api.bodies.common import Body, NonEmpty
 from router.api.bodies.parse import parse
+from router.api.call_headers import ignored_of
 from router.api.parts import Endpoints, RouterParts, read_body
+from router.batch import parameters
 from router.batch.record import BatchRecord
 from router.batch.store import MAX_FILES, BatchStore, FileRecord
 from router.batch.uploads import read_upload
@@ -59,6 +61,8 @@ class BatchBody(Body):
     endpoint: Endpoint
     completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,2}h$")] = "24h"
     metadata: Annotated[dict[str, _Label], Field(max_length=16)] | None = None
+
+    others = parameters.BATCH
 
     @property
     def window_s(self) -> int:
@@ -147,7 +151,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def create(request: Request) -> dict[str, Any]:
         """Run each line of a file as a request, behind all others."""
         store, tenant = of(request)
-        body = parse(BatchBody, await read_body(request, router))
+        body = parse(BatchBody, await read_body(request, router), ignored_of(request))
         if await asyncio.to_thread(store.file, tenant, body.input_file_id) is None:
             raise InvalidRequestError(
                 f"input_file_id: there is no file {body.input_file_id[:80]!r}",

@@ -101,6 +101,7 @@ class ActiveRequest:
         route, times = record.route, record.times
         return {
             "id": self.id,
+            "client_request_id": request.client_id or None,
             "ticket": record.ticket,
             "priority": request.priority,
             "tenant": request.tenant,

@@ -163,11 +163,11 @@ class Gateway:
         error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
         self._finish(active, error)
 
-    def cancel(self, active: ActiveRequest) -> None:
-        """The client went away."""
+    def cancel(self, active: ActiveRequest, reason: str = "the client went away") -> None:
+        """The client went away, or said that it needs the answer no more."""
         if not active.record.ended:
             self._observer.cancelled(active)
-        self._finish(active, CancelledError_("the client went away"))
+        self._finish(active, CancelledError_(reason))
 
     @property
     def in_flight(self) -> int:

@@ -161,7 +161,7 @@ class Observer:
             inc("baton_finished_choices", reason=reason, tenant=tenant)
             # Only the model's end token says that a grammar was satisfied.
             sampling = active.request.sampling
-            own_stop = (*active.request.stops, *sampling.stop_token_ids)
+            own_stop = (*active.request.shown.stops, *sampling.stop_token_ids)
             whole = reason in ("stop", "tool_calls") and choice.stop_reason not in own_stop
             if sampling.grammar and not whole:
                 inc("baton_grammar_incomplete", reason=reason)

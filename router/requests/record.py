@@ -7,6 +7,7 @@ Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and th
     shown    ── pending ── held              pending waits for the client, held for a stop string
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from batonpb.decode_pb2 import RequestRoute, RequestTimes, TokenRun
 from engine.core.errors import BatonError, InternalError
 from engine.core.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
 from engine.text.detokenizer import Detokenizer
+from engine.text.reasoning import ReasoningParser
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
 from router.request import GenerationRequest
@@ -39,11 +41,12 @@ class Delta:
 
     choice: int
     text: str = ""
-    reasoning: str = ""
+    reasoning: str = ""  # thinking, which is no part of the text
     calls: list[CallDelta] = field(default_factory=list)
     logprobs: list[ShownLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # where they are asked for
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string or token that ended it, if one did
+    stop_reason: str | int | None = None  # of the client's stops, the one that ended it
 
 
 class RunResult(NamedTuple):
@@ -55,25 +58,37 @@ class RunResult(NamedTuple):
 
 
 class ChoiceRecord:
-    """One of the ``n`` answers."""
+    """One of the ``n`` answers.
 
-    def __init__(
-        self,
-        index: int,
-        detokenizer: Detokenizer,
-        tools: ToolCallParser | None = None,
-        *,
-        silent: bool = False,
-    ) -> None:
+    Args:
+        index: Its place among them.
+        request: What was asked.
+        tokenizer: For its text.
+    """
+
+    def __init__(self, index: int, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.index = index
-        self._tools = tools
-        self._silent = silent  # its one token is not shown
+        shown, thinking = request.shown, request.thinking
+        tags = thinking.syntax.special_ids if thinking is not None else frozenset[int]()
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            shown.stops,
+            request.sampling.min_tokens,
+            stop_text=shown.stop_text,
+            special_ids=None if shown.special_tokens else tags,
+        )
+        self._thinking = ReasoningParser(thinking) if thinking is not None else None
+        self._hides_thinking = thinking is not None and not thinking.shown
+        self._tools = ToolCallParser() if request.reads_calls else None
+        self._silent = request.prompt_logprobs_only  # its one token is not shown
+        self._tells_ids = shown.token_ids
+        self._stop_token_ids = request.sampling.stop_token_ids
+        self.reasoning_tokens = 0
         self.token_ids: list[int] = []
         self.next_index = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.completion_tokens = 0
-        self._detokenizer = detokenizer
         self._pending = Delta(index)
 
     def push(self, run: TokenRun) -> RunResult:
@@ -96,7 +111,7 @@ class ChoiceRecord:
                 return RunResult(fresh, stopped=not run.finish_reason)
         if run.finish_reason:
             self.completion_tokens += run.has_stop_token
-            self._end(run.finish_reason, run.stop_token_id if run.has_stop_token else None)
+            self._end(run.finish_reason, None, run.stop_token_id if run.has_stop_token else None)
         return RunResult(fresh)
 
     def _push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
@@ -104,35 +119,64 @@ class ChoiceRecord:
         self.token_ids.append(token_id)
         self.next_index += 1
         self.completion_tokens += 1
+        thought = self._thinking is not None and self._thinking.thinking
         self._show(self._detokenizer.push(token_id))
+        if self._thinking is not None:
+            self.reasoning_tokens += thought or self._thinking.thinking
+        if self._tells_ids:
+            self._pending.token_ids.append(token_id)
         if logprob is not None:
             top = zip(unpack_tokens(logprob.top_ids), logprob.top_logprobs, strict=True)
             shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
             self._pending.logprobs.append(shown)
 
-    def _end(self, reason: str, stop_reason: str | int | None) -> None:
-        self._show(self._detokenizer.finish())
+    def _end(self, reason: str, stop_string: str | None, stop_token: int | None = None) -> None:
+        self._show(self._detokenizer.finish(stop_token))
+        if self._thinking is not None:
+            self._show_parts(*self._thinking.finish())
         if self._tools is not None:
-            text, calls = self._tools.finish()
-            self._pending.text += text
-            self._pending.calls += calls
+            self._add(*self._tools.finish())
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
-        self.stop_reason = self._pending.stop_reason = stop_reason
+        # An end token of the model's own is no reason: the answer was complete.
+        asked = stop_token if stop_token in self._stop_token_ids else None
+        self.stop_reason = self._pending.stop_reason = asked if stop_string is None else stop_string
 
     def _show(self, text: str) -> None:
-        calls: list[CallDelta] = []
-        if self._tools is not None:
-            text, calls = self._tools.push(text)
-        self._pending.text += text
-        self._pending.calls += calls
+        if self._thinking is None:
+            self._show_content(text)
+        else:
+            self._show_parts(*self._thinking.push(text))
+
+    def _show_parts(self, thoughts: str, content: str) -> None:
+        if not self._hides_thinking:
+            self._pending.reasoning += thoughts
+        self._show_content(content)
+
+    def _show_content(self, text: str) -> None:
+        if self._tools is None:
+            self._pending.text += text
+        else:
+            self._add(*self._tools.push(text))
+
+    def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
+        """One delta for each call, however many pieces of it came: clients look at one only."""
+        pending = self._pending
+        pending.text += text
+        for call in calls:
+            if pending.calls and pending.calls[-1].index == call.index:
+                last = pending.calls[-1]
+                pending.calls[-1] = replace(last, arguments=last.arguments + call.arguments)
+            else:
+                pending.calls.append(call)
 
     @property
     def has_news(self) -> bool:
         """Whether there is anything to take."""
         pending = self._pending
-        return bool(pending.text or pending.calls or pending.logprobs or pending.finish_reason)
+        shown = pending.text or pending.reasoning or pending.calls
+        return bool(shown or pending.logprobs or pending.token_ids or pending.finish_reason)
 
     def take(self) -> Delta | None:
         """What the client has not got yet, or None. Tokens of several steps come out as one."""
@@ -177,15 +221,9 @@ class RequestRecord:
         self.choices = self._fresh_choices()
 
     def _fresh_choices(self) -> list[ChoiceRecord]:
-        sampling = self.request.sampling
         return [
-            ChoiceRecord(
-                index,
-                Detokenizer(self._tokenizer, self.request.stops, sampling.min_tokens),
-                ToolCallParser() if self.request.reads_calls else None,
-                silent=self.request.prompt_logprobs_only,
-            )
-            for index in range(sampling.n)
+            ChoiceRecord(index, self.request, self._tokenizer)
+            for index in range(self.request.sampling.n)
         ]
 
     def note(self, event: str, now_ns: int) -> None:
@@ -231,6 +269,11 @@ class RequestRecord:
     def completion_tokens(self) -> int:
         """Tokens generated, those that ended a choice included."""
         return sum(choice.completion_tokens for choice in self.choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the tokens generated, those of the thinking, its tags included."""
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
     def on_route(self, route: RequestRoute, now_ns: int) -> None:
         """The worker reports where the request runs."""

@@ -1,7 +1,7 @@
 """A request's story for operators and its tenant: what is known of it, and why it was slow."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median
 from time import monotonic_ns
 from typing import Any, Literal
@@ -28,9 +28,15 @@ def story(active: ActiveRequest) -> dict[str, Any]:
     }
 
 
-def story_of(kept: KeptRecords, name: str) -> dict[str, Any] | None:
-    """The story of a request, or of all parts of a call that are still here; None if unknown."""
-    active = kept.get(name)
+def story_of(kept: KeptRecords, name: str, tenant: str | None = None) -> dict[str, Any] | None:
+    """The story of a request, or of all parts of a call that are still here; None if unknown.
+
+    Args:
+        kept: Where to look.
+        name: Of the request or call; or what its client calls it, of which the latest is meant.
+        tenant: Whose requests clients may have named so; None: anybody's.
+    """
+    active = kept.get(name) or next(_named_by_client(kept, name, tenant), None)
     if active is not None:
         return story(active)
     parts = kept.parts(name)
@@ -38,6 +44,14 @@ def story_of(kept: KeptRecords, name: str) -> dict[str, Any] | None:
         return None
     count, active_parts = parts
     return {"id": name, "requests": count, "parts": [story(part) for part in active_parts]}
+
+
+def _named_by_client(kept: KeptRecords, name: str, tenant: str | None) -> Iterator[ActiveRequest]:
+    """The latest requests first; of a call with several parts only its last one is found."""
+    for active in kept.newest_first():
+        request = active.request
+        if name and request.client_id == name and tenant in (None, request.tenant):
+            yield active
 
 
 def summary(active: ActiveRequest) -> dict[str, Any]:

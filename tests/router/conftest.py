@@ -128,10 +128,13 @@ async def make_fleet(model):
     """Call with worker ids and scripts: ``await make_fleet({"decode-0": Script()}, port=…)``."""
     fleets: list[tuple[Fleet, asyncio.Task]] = []
 
-    async def make(workers: dict[str, Script | None], served=model, **settings) -> Fleet:
+    async def make(
+        workers: dict[str, Script | None], served=model, stored_responses=None, **settings
+    ) -> Fleet:
         base = RouterSettings(model=DEFAULT_MODEL, model_names=served.names, fleet_token="secret")
         directory = StaticDirectory()
-        router = Router(replace(base, **settings), served, directory)
+        settings = replace(base, **settings)
+        router = Router(settings, served, directory, stored_responses=stored_responses)
         server = uvicorn.Server(
             uvicorn.Config(router.app(), port=0, log_level="critical", timeout_graceful_shutdown=1)
         )

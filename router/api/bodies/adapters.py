@@ -1,8 +1,7 @@
 """LoRA adapters that come and go: vLLM's two calls."""
 
-from typing import ClassVar
-
-from router.api.bodies.common import Body, Neutral, NonEmpty, only
+from router.api.bodies import parameters
+from router.api.bodies.common import Body, NonEmpty
 
 
 class LoadAdapterBody(Body):
@@ -11,7 +10,7 @@ class LoadAdapterBody(Body):
     lora_name: NonEmpty
     lora_path: NonEmpty
 
-    neutral: ClassVar[Neutral] = {"load_inplace": only(None, False)}
+    others = parameters.LOAD_ADAPTER
 
 
 class UnloadAdapterBody(Body):
@@ -19,4 +18,4 @@ class UnloadAdapterBody(Body):
 
     lora_name: NonEmpty
 
-    neutral: ClassVar[Neutral] = {"lora_int_id": only(None)}
+    others = parameters.UNLOAD_ADAPTER

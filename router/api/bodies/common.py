@@ -1,12 +1,13 @@
 """What all bodies share: the base class, and types with their limits."""
 
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from router.api.bodies.fields import Fields
+
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 INT32 = 2**31
 # To list the faults of a million items takes a minute, in which this process does nothing else.
@@ -14,24 +15,21 @@ FIRST_FAULT = Field(fail_fast=True)
 Choices = Annotated[list[NonEmpty], Field(min_length=1, max_length=4096), FIRST_FAULT]
 Ids = Annotated[list[TokenId], FIRST_FAULT]
 Prompts = str | Annotated[list[str], FIRST_FAULT] | Ids | Annotated[list[Ids], FIRST_FAULT]
-
-
-Neutral = dict[str, Callable[[Any], bool]]
+# How many of a prompt's tokens stay, the last ones; -1: as many as leave room for the answer.
+Truncation = Annotated[int, Field(ge=-1, lt=INT32)]
 
 
 class Body(BaseModel):
-    """A JSON object of a request."""
+    """A JSON object of a request.
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    Values are converted as pydantic does for JSON: ``"0.5"`` is 0.5, and 5.0 is 5 where a whole
+    number is wanted. Ranges are never clamped. What is no field of the class is looked up in
+    ``others`` by ``parse``.
+    """
 
-    # Parameters of OpenAI's that Baton does not have, and the values that ask for nothing.
-    neutral: ClassVar[Neutral] = {}
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
-
-def only(*values: object) -> Callable[[Any], bool]:
-    """Whether a value is one of these, and of the same type."""
-    # `1 == True` in Python, so compare types as well.
-    return lambda given: any(type(given) is type(value) and given == value for value in values)
+    others: ClassVar[Fields] = Fields()
 
 
 def each(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

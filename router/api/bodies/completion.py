@@ -1,10 +1,11 @@
 """``POST /v1/completions``."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
-from router.api.bodies.common import INT32, Neutral, Prompts, each, only
+from router.api.bodies import parameters
+from router.api.bodies.common import INT32, Prompts, each
 from router.api.bodies.generation import GenerationBody
 
 MAX_PROMPTS = 64
@@ -18,7 +19,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    neutral: ClassVar[Neutral] = {"suffix": only(None, "")}
+    others = parameters.COMPLETION
 
     @property
     def prompt_alternatives(self) -> int | None:

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from router.api.bodies.common import INT32, Body, NonEmpty, Prompts, each
+from router.api.bodies import parameters
+from router.api.bodies.common import INT32, Body, NonEmpty, Prompts, Truncation, each
 
 MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 
@@ -18,8 +19,11 @@ class EmbeddingBody(Body):
     dimensions: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     pooling: Literal["mean", "last"] = "mean"
     normalize: bool = True
+    truncate_prompt_tokens: Truncation | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     priority: Annotated[int, Field(ge=-INT32, lt=INT32)] | None = None
+
+    others = parameters.EMBEDDING
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs of the request, each as text or as token ids."""

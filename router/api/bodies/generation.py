@@ -1,29 +1,34 @@
 """What chat and completions have in common."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from router.api.bodies.common import INT32, Body, Choices, Neutral, NonEmpty, TokenId, only
+from router.api.bodies import parameters
+from router.api.bodies.common import INT32, Body, Choices, NonEmpty, TokenId, Truncation
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_FLOAT32 = 3.4e38  # what a temperature may be on the wire
 
 
 class StreamOptions(Body):
-    """How a stream ends."""
+    """What a stream tells besides the answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
-    neutral: ClassVar[Neutral] = {"include_obfuscation": only(None, False)}
+    others = parameters.STREAM_OPTIONS
 
 
 class JsonSchemaFormat(Body):
     """The schema of ``response_format``; it is always kept to, ``strict`` or not."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
+
+    others = parameters.JSON_SCHEMA
 
 
 class ResponseFormat(Body):
@@ -32,14 +37,19 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
+    others = parameters.RESPONSE_FORMAT
+
 
 class StructuredOutputs(Body):
     """vLLM's ways to say what an answer must look like."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    json_object: bool | None = None
     regex: NonEmpty | None = None
     choice: Choices | None = None
     grammar: NonEmpty | None = None
+
+    others = parameters.STRUCTURED_OUTPUTS
 
 
 class GenerationBody(Body):
@@ -47,13 +57,15 @@ class GenerationBody(Body):
 
     model: NonEmpty
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=_FLOAT32)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -66,6 +78,9 @@ class GenerationBody(Body):
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     priority: Annotated[int, Field(ge=-INT32, lt=INT32)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    add_special_tokens: bool | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -73,6 +88,8 @@ class GenerationBody(Body):
     guided_regex: NonEmpty | None = None
     guided_choice: Choices | None = None
     guided_grammar: NonEmpty | None = None
+
+    others = parameters.GENERATION
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -85,3 +102,10 @@ class GenerationBody(Body):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream tells the usage so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )

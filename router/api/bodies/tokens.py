@@ -1,5 +1,8 @@
 """``POST /tokenize`` and ``POST /detokenize``."""
 
+from typing import Any
+
+from router.api.bodies import parameters
 from router.api.bodies.common import Body, Ids, NonEmpty
 from router.api.bodies.messages import Messages
 from router.api.bodies.tools import Tools
@@ -13,8 +16,12 @@ class TokenizeBody(Body):
     messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+
+    others = parameters.TOKENIZE
 
 
 class DetokenizeBody(Body):
@@ -22,3 +29,5 @@ class DetokenizeBody(Body):
 
     model: NonEmpty | None = None
     tokens: Ids
+
+    others = parameters.DETOKENIZE

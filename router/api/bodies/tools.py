@@ -1,10 +1,11 @@
-"""The tools that a chat offers, and which of them must be called."""
+"""The tools that a chat offers, and which of them may or must be called."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from router.api.bodies.common import Body, FunctionName
+from router.api.bodies.parameters import FUNCTION, TOOL
 
 
 class FunctionOffered(Body):
@@ -15,12 +16,16 @@ class FunctionOffered(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    others = FUNCTION
+
 
 class ToolOffered(Body):
     """A tool that may be called."""
 
     type: Literal["function"]
     function: FunctionOffered
+
+    others = TOOL
 
 
 class FunctionNamed(Body):
@@ -32,9 +37,26 @@ class FunctionNamed(Body):
 class ToolNamed(Body):
     """The tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionNamed
 
 
+class SomeTools(Body):
+    """A part of the tools that are offered, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ToolNamed], Field(min_length=1, max_length=128)]
+
+
+class ToolsAllowed(Body):
+    """Only some of the tools may be called; the model is told of all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
+
+
 Tools = Annotated[list[ToolOffered], Field(max_length=128)]
-ToolChoice = Literal["none", "auto", "required"] | ToolNamed
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[ToolNamed | ToolsAllowed, Field(discriminator="type")]
+)

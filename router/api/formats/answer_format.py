@@ -56,7 +56,7 @@ class AnswerFormat(Protocol):
 class ChunkFormat(Protocol):
     """A format whose stream is a row of objects of one kind, as OpenAI's older ones are."""
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """Chunks before the first delta."""
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
@@ -78,17 +78,23 @@ class DataEvents:
     Args:
         chunks: What the objects are.
         include_usage: The stream ends with its usage.
+        continuous_usage: And every chunk tells of the usage so far.
     """
 
     keep_alive = KEEP_ALIVE_COMMENT
 
-    def __init__(self, chunks: ChunkFormat, *, include_usage: bool) -> None:
+    def __init__(
+        self, chunks: ChunkFormat, *, include_usage: bool, continuous_usage: bool = False
+    ) -> None:
         self._chunks = chunks
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._active_requests: Sequence[ActiveRequest] = ()
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """See `AnswerFormat`."""
-        return b"".join(map(data_event, self._chunks.opening()))
+        self._active_requests = active_requests
+        return b"".join(map(self._event, self._chunks.opening(active_requests)))
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
         """See `AnswerFormat`."""
@@ -96,7 +102,12 @@ class DataEvents:
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """See `AnswerFormat`."""
-        return data_event(self._chunks.chunk(prompt, delta))
+        return self._event(self._chunks.chunk(prompt, delta))
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        if self._continuous_usage:
+            chunk["usage"] = usage(self._active_requests)
+        return data_event(chunk)
 
     def failed(self, error: BatonError) -> bytes:
         """See `AnswerFormat`."""
@@ -128,14 +139,16 @@ def named_event(name: str, payload: dict[str, Any]) -> bytes:
 
 def usage(active_requests: Iterable[ActiveRequest]) -> dict[str, Any]:
     """Tokens read and written. Cached ones are prompt tokens that were not computed for this."""
-    prompt = completion = cached = 0
+    prompt = completion = cached = reasoning = 0
     for active in active_requests:
         prompt += active.record.prompt_tokens
         completion += active.record.completion_tokens
         cached += active.record.cached_tokens
+        reasoning += active.record.reasoning_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }

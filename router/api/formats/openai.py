@@ -22,6 +22,7 @@ class _Format:
         tokenizer: For tokens as text.
         include_usage: Every chunk of a stream has a ``usage`` field then.
         prompt_logprobs: vLLM's parameter: so many alternatives for each prompt token.
+        token_ids: vLLM's parameter ``return_token_ids``.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class _Format:
         tokenizer: TextTokenizer,
         include_usage: bool,
         prompt_logprobs: int | None = None,
+        token_ids: bool = False,
     ) -> None:
         self._prompt_logprobs = prompt_logprobs
+        self._with_token_ids = token_ids
         self._head = {
             "id": answer_id,
             "created": created,
@@ -55,7 +58,14 @@ class _Format:
         """The last chunk of a choice says what ended it, as a whole answer does."""
         if delta.finish_reason is not None:
             chunk["choices"][0]["stop_reason"] = delta.stop_reason
+        chunk["choices"][0].update(self._token_ids(delta))
         return chunk
+
+    def _token_ids(self, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": delta.token_ids} if self._with_token_ids else {}
+
+    def _prompt_ids(self, active: ActiveRequest) -> dict[str, Any]:
+        return {"prompt_token_ids": list(active.request.prompt)} if self._with_token_ids else {}
 
     def _vllm(self, active: ActiveRequest) -> dict[str, Any]:
         """The field ``prompt_logprobs``, as in vLLM, where it was asked for."""
@@ -72,10 +82,12 @@ class ChatFormat(_Format):
         super().__init__(**common)
         self._n = n
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """The role of every choice."""
         delta = {"role": "assistant", "content": ""}
-        return [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
+        chunks = [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
+        chunks[0].update(self._prompt_ids(active_requests[0]))
+        return chunks
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """A chunk without choices."""
@@ -84,12 +96,13 @@ class ChatFormat(_Format):
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """A piece of content; the last one of a choice has its finish reason."""
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
         if delta.calls:
             content["tool_calls"] = [_call_chunk(call) for call in delta.calls]
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        return self._ended(
-            self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason), delta
-        )
+        chunk = self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason)
+        return self._ended(chunk, delta)
 
     def _choice_chunk(
         self,
@@ -121,10 +134,13 @@ class ChatFormat(_Format):
                 "logprobs": self._logprobs(delta.logprobs) if with_logprobs else None,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
+                **self._token_ids(delta),
             }
             for delta in record.take()
         ]
-        head = {**self._head, "object": "chat.completion", **self._vllm(active_requests[0])}
+        first = active_requests[0]
+        extra = {**self._vllm(first), **self._prompt_ids(first)}
+        head = {**self._head, "object": "chat.completion", **extra}
         return {**head, "choices": choices, "usage": usage(active_requests)}
 
     def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
@@ -162,6 +178,9 @@ def _message(delta: Delta) -> dict[str, Any]:
             function = {"name": call.name, "arguments": ""}
             calls[call.index] = {"id": call.id, "type": "function", "function": function}
         calls[call.index]["function"]["arguments"] += call.arguments
+    if delta.reasoning:
+        message["content"] = delta.text or None
+        message["reasoning_content"] = delta.reasoning
     if calls:
         message["content"] = delta.text or None
         message["tool_calls"] = list(calls.values())
@@ -191,6 +210,7 @@ class CompletionFormat(_Format):
         self._n = n
         self._echoes = echoes
         self._echo_logprobs = echo_logprobs if echoes is not None else None
+        self._untold: dict[int, dict[str, Any]] = {}  # prompt ids, for the first chunk of a choice
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """For each choice its echo with logprobs, and vLLM's field."""
@@ -212,8 +232,13 @@ class CompletionFormat(_Format):
     def _echo(self, prompt: int) -> str:
         return self._echoes[prompt] if self._echoes is not None else ""
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """The prompts that are echoed without logprobs; the others wait for them."""
+        self._untold = {
+            prompt * self._n + choice: self._prompt_ids(active)
+            for prompt, active in enumerate(active_requests)
+            for choice in range(self._n)
+        }
         if self._echo_logprobs is not None:
             return []
         return [
@@ -226,9 +251,9 @@ class CompletionFormat(_Format):
         """A piece of text."""
         logprobs = self._logprobs(prompt, delta.logprobs) if delta.logprobs else None
         index = prompt * self._n + delta.choice
-        return self._ended(
-            self._choice_chunk(index, delta.text, logprobs, delta.finish_reason), delta
-        )
+        chunk = self._choice_chunk(index, delta.text, logprobs, delta.finish_reason)
+        chunk["choices"][0].update(self._untold.pop(index, {}))
+        return self._ended(chunk, delta)
 
     def _choice_chunk(
         self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
@@ -252,7 +277,7 @@ class CompletionFormat(_Format):
             echo, echoed, extra = (
                 self._echo(prompt),
                 self._echoed_logprobs(active),
-                self._vllm(active),
+                {**self._vllm(active), **self._prompt_ids(active)},
             )
             with_logprobs = active.request.sampling.logprobs is not None
             choices += [
@@ -264,6 +289,7 @@ class CompletionFormat(_Format):
                     else None,
                     "finish_reason": delta.finish_reason,
                     "stop_reason": delta.stop_reason,
+                    **self._token_ids(delta),
                     **extra,
                 }
                 for delta in active.record.take()

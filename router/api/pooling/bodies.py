@@ -3,7 +3,7 @@
 A text may be cut to ``truncate_prompt_tokens``: its first so many tokens stay.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -12,23 +12,15 @@ from router.api.bodies.common import (
     FIRST_FAULT,
     INT32,
     Body,
-    Neutral,
     NonEmpty,
     Prompts,
     each,
-    only,
 )
 from router.api.bodies.embedding import MAX_INPUTS
+from router.api.pooling import parameters
 
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), FIRST_FAULT]
 _Limit = Annotated[int, Field(ge=-1, lt=INT32)]
-
-_NEUTRAL = {
-    name: only(
-        None, True
-    )  # scores are cosines: there is no head whose activation could be left out
-    for name in ("activation", "softmax", "use_activation")
-}
 
 
 class PooledBody(Body):
@@ -57,7 +49,7 @@ class ScoreBody(PooledBody):
     queries: _Texts | None = None
     documents: _Texts | None = None
 
-    neutral: ClassVar[Neutral] = _NEUTRAL
+    others = parameters.SCORE
 
     def sides(self) -> tuple[list[str], list[str]]:
         """The texts on the left and on the right.
@@ -95,6 +87,8 @@ class Document(Body):
 
     text: str
 
+    others = parameters.DOCUMENT
+
 
 _Documents = Annotated[
     list[str | Document], Field(min_length=1, max_length=MAX_INPUTS - 1), FIRST_FAULT
@@ -110,11 +104,7 @@ class RerankBody(PooledBody):
     return_documents: bool = True
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=INT32)] | None = None
 
-    neutral: ClassVar[Neutral] = {
-        **_NEUTRAL,
-        "max_chunks_per_doc": only(None, 1),
-        "rank_fields": only(None, ["text"]),
-    }
+    others = parameters.RERANK
 
     @property
     def most_tokens(self) -> int | None:
@@ -137,7 +127,7 @@ class PoolingBody(PooledBody):
     dimensions: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     normalize: bool = True
 
-    neutral: ClassVar[Neutral] = {**_NEUTRAL, "task": only(None, "embed")}
+    others = parameters.POOLING
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs of the request, each as text or as token ids."""

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from engine.core.errors import InvalidRequestError
-from engine.text.template import ChatTemplate, special_tokens_of
+from engine.text.template import ChatTemplate, Rendering, special_tokens_of
 
 USER = [{"role": "user", "content": "hi <b>"}]
 
@@ -16,7 +16,7 @@ def test_the_default_models_template(default_artifact):
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
         "<|im_end|>\n<|im_start|>user\nhi <b><|im_end|>\n<|im_start|>assistant\n"
     )
-    without = template.render(USER, add_generation_prompt=False)
+    without = template.render(USER, rendering=Rendering(begin_answer=False))
     assert without.endswith("<|im_end|>\n")
 
 

@@ -249,7 +249,8 @@ async def test_a_failure_of_one_input_fails_the_call_and_stops_the_others(make_f
         ({"dimensions": 0}, "dimensions"),
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"pooling": "cls"}, "pooling"),
-        ({"temperature": 1}, "temperature"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"messages": []}, "messages"),
     ],
 )
 async def test_bad_input_is_refused_by_name(fleet, body, param):

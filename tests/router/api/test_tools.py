@@ -2,7 +2,9 @@
 
 import pytest
 
+from engine.text.grammar import GrammarCompiler
 from router.served_model import ServedModel
+from tests.router.conftest import events_of
 from tests.router.emulated_worker import Script
 
 USER = {"role": "user", "content": "hi"}
@@ -10,6 +12,10 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 LIST = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+UNIQUE = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"uniqueItems": True}}}},
+}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "5"}
 
 WRITES_ARGUMENTS = """
@@ -27,40 +33,39 @@ REFUSED = [
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
     ),
-    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    (
+        {
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"tools": [{"type": "function", "function": {"name": "g"}}]},
+            },
+        },
+        "tool_choice.allowed_tools.tools[0]",
+    ),
+    ({"tools": [UNIQUE]}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"messages": [USER, RESULT]}, "messages[1].tool_call_id"),
     ({"messages": [USER, CALLED, RESULT | {"tool_call_id": "c2"}]}, "messages[2].tool_call_id"),
     ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [USER | {"tool_call_id": "c1"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
-    (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[]"}}],
-                }
-            ]
-        },
-        "messages[0].tool_calls[0].function.arguments",
-    ),
 ]
 
 
 @pytest.mark.parametrize("template", [None, WRITES_ARGUMENTS])
-async def test_arguments_that_no_template_can_write_are_refused(make_fleet, artifact, template):
+async def test_arguments_of_any_form_are_taken_when_replayed(make_fleet, artifact, template):
+    """A model wrote them, perhaps up to ``max_tokens``; OpenAI takes any text."""
     served = ServedModel(artifact, ("smollm2",), chat_template=template)
     fleet = await make_fleet({"decode-0": Script()}, served=served)
     inside = ("\\ud800", "9" * 5000)
     broken = [f'{{"a": "{inside[0]}"}}', f'{{"a": {inside[1]}}}', '{"a": NaN}']
-    broken += [f'{{"a": {"[" * depth}{"]" * depth}}}' for depth in range(220, 1000, 30)]
+    broken += [f'{{"a": {"[" * depth}{"]" * depth}}}' for depth in range(220, 1000, 300)]
+    broken += ["", "[]", '{"city": "Par', "nonsense"]
     for arguments in broken:
         call = CALL | {"function": {"name": "f", "arguments": arguments}}
         messages = [USER, {"role": "assistant", "tool_calls": [call]}]
         answer = await fleet.chat(messages=messages)
-        param = "messages[1].tool_calls[0].function.arguments"
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert answer.status_code == 200, answer.text
 
 
 async def test_refused_by_name(make_fleet):
@@ -110,3 +115,99 @@ async def test_an_answer_that_is_no_call_is_text(make_fleet):
     offered = (await fleet.chat(tools=[TOOL])).json()["choices"][0]
     assert offered["message"]["content"] == free["message"]["content"]
     assert "tool_calls" not in offered["message"]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+CALLED_TEXT = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def fits(model, grammar: str, text: str) -> bool:
+    matcher = GrammarCompiler(model.vocabulary()).compile(grammar)
+    ids = model.tokenizer.encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+async def test_tools_and_a_schema_together(make_fleet, model):
+    """A call, or a text that follows the schema, as with OpenAI."""
+    fleet = await make_fleet({"decode-0": Script()})
+    for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "required"}):
+        answer = await fleet.chat(tools=[TOOL], response_format=FORMAT, **more)
+        assert answer.status_code == 200, answer.text
+    both, single, required = (s.sampling.grammar for s in fleet.workers["decode-0"].submissions)
+    assert fits(model, both, '{"a": 1}')
+    assert not fits(model, both, '{"a": 1, "b": 2}')
+    assert not fits(model, both, "Just text")
+    assert fits(model, both, CALLED_TEXT * 2)
+    assert fits(model, single, CALLED_TEXT)
+    assert not fits(model, single, CALLED_TEXT * 2)
+    assert fits(model, required, CALLED_TEXT)
+    assert not fits(model, required, '{"a": 1}')
+
+
+async def test_allowed_tools_are_told_of_all_and_may_call_some(make_fleet, model):
+    other = {"type": "function", "function": {"name": "g"}}
+    fleet = await make_fleet({"decode-0": Script()})
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    assert (await fleet.chat(tools=[TOOL, other], tool_choice=choice)).status_code == 200
+    assert (await fleet.chat(tools=[TOOL, other])).status_code == 200
+    some, all_ = fleet.workers["decode-0"].submissions
+    assert some.prompt_tokens == all_.prompt_tokens
+    assert fits(model, some.sampling.grammar, CALLED_TEXT)
+    assert not fits(model, some.sampling.grammar, CALLED_TEXT.replace('"f"', '"g"'))
+    assert not fits(model, some.sampling.grammar, "Just text")
+
+
+async def test_a_tool_without_arguments_has_no_room_for_white_space(make_fleet, model):
+    """Every hand-off of openai-agents is one; a model wrote new lines up to ``max_tokens``."""
+    fleet = await make_fleet({"decode-0": Script()})
+    empty = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+    named = {"type": "function", "function": {"name": "f"}}
+    assert (await fleet.chat(tools=[empty], tool_choice=named)).status_code == 200
+    grammar = fleet.workers["decode-0"].submissions[0].sampling.grammar
+    assert fits(model, grammar, CALLED_TEXT)
+    assert not fits(model, grammar, CALLED_TEXT.replace("{}", "{\n\n\n}"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_chunk_has_one_entry_for_each_call(make_fleet, model, stream):
+    """The first delta had two of index 0, and clients that look at one lost ``{"``."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    ids = model.tokenizer.encode(text * 2)
+    fleet = await make_fleet({"decode-0": Script(answer=ids, stop_token=2)})
+    answer = await fleet.chat(tools=[TOOL], max_tokens=200, stream=stream)
+    calls: dict[int, str] = {}
+    if stream:
+        for event in events_of(answer.text)[:-1]:
+            entries = event["choices"][0]["delta"].get("tool_calls", [])
+            indexes = [entry["index"] for entry in entries]
+            assert len(set(indexes)) == len(indexes)
+            for entry in entries:
+                before = calls.get(entry["index"], "")
+                calls[entry["index"]] = before + entry["function"]["arguments"]
+    else:
+        message = answer.json()["choices"][0]["message"]
+        calls = {i: call["function"]["arguments"] for i, call in enumerate(message["tool_calls"])}
+        # What was answered can be sent back as it is.
+        results = [
+            {"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in message["tool_calls"]
+        ]
+        again = await fleet.chat(messages=[USER, message, *results], tools=[TOOL], max_tokens=5)
+        assert again.status_code == 200, again.text
+    assert calls == {0: '{"a": 1}', 1: '{"a": 1}'}
+
+
+async def test_strict_false_leaves_aside_what_no_grammar_can_follow(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    refused = await fleet.chat(response_format=asked)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_grammar", "response_format")
+    assert "uniqueItems at #/uniqueItems" in error["message"]
+    asked["json_schema"]["strict"] = False
+    assert (await fleet.chat(response_format=asked)).status_code == 200
+    loose = UNIQUE["function"] | {"strict": False}
+    assert (await fleet.chat(tools=[UNIQUE | {"function": loose}])).status_code == 200

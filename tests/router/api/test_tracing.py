@@ -51,6 +51,40 @@ async def test_a_call_is_one_span_between_client_and_worker(fleet, spans):
     assert "secret" not in repr(attributes)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "refused"),
+    [
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 4},
+            {"tools": [{"name": "f", "input_schema": {"type": "array"}}]},
+        ),
+        (
+            "/v1/responses",
+            {"input": "a secret", "max_output_tokens": 4},
+            {"tool_choice": "required"},
+        ),
+    ],
+)
+async def test_calls_of_the_newer_apis_are_spans_of_the_same_kind(
+    fleet, spans, path, body, refused
+):
+    for stream in (False, True):
+        await fleet.http.post(path, json={"model": MODEL, "stream": stream} | body)
+    await fleet.http.post(path, json={"model": MODEL} | body | refused)
+    await until(lambda: len(spans()) == 3)
+    whole, streamed, bad = (dict(span.attributes) for span in spans())
+    for attributes in (whole, streamed):
+        assert attributes["gen_ai.operation.name"] == "chat"
+        assert attributes["gen_ai.request.max_tokens"] == 4
+        assert attributes["gen_ai.usage.output_tokens"] == 4
+        assert attributes["gen_ai.response.id"].startswith(("msg_", "resp_"))
+        assert attributes["http.response.status_code"] == 200
+        assert "secret" not in repr(attributes)
+    assert (whole["gen_ai.request.stream"], streamed["gen_ai.request.stream"]) == (False, True)
+    assert bad["error.type"] == "invalid_request"
+
+
 async def test_what_is_refused_ends_its_span_with_the_reason(fleet, spans):
     await fleet.complete("hi", max_tokens=9000)
     [span] = spans()

@@ -192,9 +192,9 @@ REFUSED = [
         "is required",
     ),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-        "response_format.json_schema.name",
-        "is required",
+        {"guided_json": {"items": {"uniqueItems": True}}},
+        "guided_json",
+        "uniqueItems at #/items/uniqueItems",
     ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
 ]

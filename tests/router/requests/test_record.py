@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.core.errors import DeadlineError, InternalError
 from engine.core.params import SamplingParams
-from router.request import GenerationRequest
+from engine.text.reasoning import ReasoningSyntax, ReasoningTags, Thinking
+from router.request import GenerationRequest, Shown
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.workers.link import Silence
@@ -22,7 +23,7 @@ def request(n: int = 1, stops=(), mode="auto", **sampling) -> GenerationRequest:
         request_id="r",
         prompt=(1, 2, 3),
         sampling=SamplingParams(max_tokens=100, n=n, **sampling),
-        stops=stops,
+        shown=Shown(stops=tuple(stops)),
         mode=mode,
         arrived_ns=1,
         deadline_ns=10**12,
@@ -126,8 +127,63 @@ def test_a_stop_token_counts_and_is_not_shown(record, model):
     ids = model.tokenizer.encode("Hello")
     record.on_run(run(0, ids, reason="stop", has_stop_token=True, stop_token_id=2), 5)
     assert record.completion_tokens == 2
-    assert record.choices[0].stop_reason == 2
+    assert record.choices[0].stop_reason is None  # an end token of the model's own
     assert shown(record) == "Hello"
+
+
+def test_a_stop_token_that_the_client_named_is_the_reason(model):
+    record = RequestRecord(request(stop_token_ids=(2,)), model.tokenizer)
+    record.next_attempt()
+    record.on_run(run(0, [1000], reason="stop", has_stop_token=True, stop_token_id=2), 5)
+    assert record.choices[0].stop_reason == 2
+
+
+def test_what_ended_the_text_is_shown_where_asked_for(model):
+    asked = request(stops=("two",))
+    record = RequestRecord(
+        replace(asked, shown=Shown(stops=("two",), stop_text=True)), model.tokenizer
+    )
+    record.next_attempt()
+    record.on_run(run(0, model.tokenizer.encode("one two three")), 5)
+    assert shown(record) == "one two"
+    for special, end in ((False, ""), (True, "<|im_end|>")):
+        record = RequestRecord(
+            replace(request(), shown=Shown(stop_text=True, special_tokens=special)), model.tokenizer
+        )
+        record.next_attempt()
+        ids = model.tokenizer.encode("Hello")
+        record.on_run(run(0, ids, reason="stop", has_stop_token=True, stop_token_id=2), 5)
+        assert shown(record) == f"Hello{end}"
+
+
+def test_pieces_of_one_call_are_one_delta(model):
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    record = RequestRecord(replace(request(), reads_calls=True), model.tokenizer)
+    record.next_attempt()
+    record.on_run(run(0, model.tokenizer.encode(text * 2), reason="stop"), 5)
+    [delta] = record.take()
+    assert [(c.index, c.name, c.arguments) for c in delta.calls] == [
+        (0, "f", '{"a": 1}'),
+        (1, "f", '{"a": 1}'),
+    ]
+    assert delta.finish_reason == "tool_calls"
+
+
+THINK = ReasoningSyntax(tags=ReasoningTags("<think>", "</think>"))
+
+
+@pytest.mark.parametrize(("visible", "reasoning"), [(True, "Let me see."), (False, "")])
+def test_thinking_is_told_apart_and_counted(model, visible, reasoning):
+    thinking = Thinking(THINK, begun=True, shown=visible)
+    record = RequestRecord(replace(request(), thinking=thinking), model.tokenizer)
+    record.next_attempt()
+    thought = model.tokenizer.encode("Let me see.\n</think>")
+    answer = model.tokenizer.encode("\n\nParis")
+    record.on_run(run(0, [*thought, *answer], reason="stop"), 5)
+    [delta] = record.take()
+    assert (delta.reasoning, delta.text) == (reasoning, "Paris")
+    assert record.reasoning_tokens == len(thought)
+    assert record.completion_tokens == len(thought) + len(answer)
 
 
 def test_what_was_sent_cannot_be_started_again(record):

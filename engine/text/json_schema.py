@@ -1,0 +1,286 @@
+"""JSON schemas made ready for a grammar: objects are closed, what none can follow is named.
+
+As in OpenAI's strict mode and in vLLM, an object holds only what its schema names, unless that says
+``additionalProperties`` itself: otherwise a model writes further keys until ``max_tokens``. Where
+schemas are joined (``allOf``, or ``properties`` beside ``anyOf`` or ``$ref``) the whole is closed,
+not its parts, which would forbid each other's keys.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from engine.core.errors import GrammarError
+
+# Between the parts of a JSON text stands what printers of JSON write: nothing, one space, or a new
+# line with its indent. Without a bound a weak model writes white space until max_tokens.
+_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
+_FORMATS = frozenset(
+    [
+        "date-time",
+        "time",
+        "date",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+        "unknown",
+    ]
+)
+_UNKNOWN_TO_GRAMMARS = frozenset(
+    [
+        "not",
+        "if",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "propertyNames",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+    ]
+)
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = [
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+]
+_JOINTS = ("allOf", "anyOf", "oneOf")
+_DEFINITIONS = ("$defs", "definitions")
+_MAX_COPIES = 32  # of schemas that others refer to
+
+Schema = dict[str, Any]
+
+
+class Unfollowed(NamedTuple):
+    """A keyword that no grammar can follow, and where it stands, as a JSON pointer."""
+
+    keyword: str
+    place: str
+
+
+def ready(schema: Any) -> Any:
+    """A schema for a grammar: a copy with closed objects.
+
+    Args:
+        schema: As the client wrote it. Where it says ``x-guidance: {lenient: true}``, what a
+            grammar cannot follow is left aside.
+
+    Raises:
+        GrammarError: There is such a keyword; says where, and what to do.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found: Schema = copy.deepcopy(schema)
+    options = found.get("x-guidance")
+    strict = not (isinstance(options, dict) and options.get("lenient") is True)
+    _rewrite(found)
+    unfollowed = next(unfollowed_in(found), None)
+    if unfollowed is not None and strict:
+        raise GrammarError(
+            f"the keyword {unfollowed.keyword} at {unfollowed.place} cannot be enforced while an "
+            "answer is written; leave it out, or say strict: false to have it left aside"
+        )
+    _Closer(found).close()
+    found["x-guidance"] = {**_OPTIONS, **(options if isinstance(options, dict) else {})}
+    return found
+
+
+def lenient(schema: Schema) -> Schema:
+    """The schema with the option that leaves aside what no grammar can follow."""
+    options = schema.get("x-guidance")
+    return {
+        **schema,
+        "x-guidance": {**(options if isinstance(options, dict) else {}), "lenient": True},
+    }
+
+
+def unfollowed_in(schema: Any) -> Iterator[Unfollowed]:
+    """The keywords of a schema that no grammar can follow."""
+    for place, part in _parts(schema, "#"):
+        for keyword in part.keys() & _UNKNOWN_TO_GRAMMARS:
+            if not _asks_for_nothing(keyword, part):
+                yield Unfollowed(keyword, f"{place}/{keyword}")
+
+
+def _asks_for_nothing(keyword: str, part: Schema) -> bool:
+    if keyword in ("minContains", "maxContains"):
+        return "contains" not in part
+    return part[keyword] in ((False,) if keyword == "uniqueItems" else (True, {}, None))
+
+
+def _parts(schema: Any, place: str) -> Iterator[tuple[str, Schema]]:
+    """The schema and all schemas inside it, each with its place."""
+    if not isinstance(schema, dict):
+        return
+    yield place, schema
+    for keyword in _MAPS:
+        inner = schema.get(keyword)
+        for name, part in inner.items() if isinstance(inner, dict) else ():
+            yield from _parts(part, f"{place}/{keyword}/{name}")
+    for keyword in (*_LISTS, "items"):
+        inner = schema.get(keyword)
+        for index, part in enumerate(inner) if isinstance(inner, list) else ():
+            yield from _parts(part, f"{place}/{keyword}/{index}")
+    for keyword in _SINGLE:
+        yield from _parts(schema.get(keyword), f"{place}/{keyword}")
+
+
+def _rewrite(schema: Schema) -> None:
+    """Say in other keywords what can be said in them."""
+    for _, part in _parts(schema, "#"):
+        known = isinstance(part.get("format"), str) and part["format"] in _FORMATS
+        if "format" in part and not known:
+            del part["format"]  # an annotation, says the standard, where nobody knows it
+        if part.get("unevaluatedProperties") is False:
+            del part["unevaluatedProperties"]  # which is how objects are anyway
+        for keyword in [
+            k for k in part.keys() & _UNKNOWN_TO_GRAMMARS if _asks_for_nothing(k, part)
+        ]:
+            del part[keyword]
+        if "if" not in part:
+            part.pop("then", None)
+            part.pop("else", None)
+        _rewrite_names(part)
+
+
+def _rewrite_names(part: Schema) -> None:
+    """``propertyNames`` with a pattern or a list, of an object that names no property itself."""
+    names = part.get("propertyNames")
+    if not isinstance(names, dict) or {"properties", "patternProperties"} & part.keys():
+        return
+    rest = names.keys() - {"type"}
+    values = part.get("additionalProperties", True)
+    if rest == {"pattern"} and isinstance(names["pattern"], str):
+        part["patternProperties"] = {names["pattern"]: values}
+    elif rest == {"enum"} and all(isinstance(name, str) for name in _list(names, "enum")):
+        part["properties"] = dict.fromkeys(_list(names, "enum"), values)
+    else:
+        return
+    part["additionalProperties"] = False
+    del part["propertyNames"]
+
+
+class _Closer:
+    """Closes the objects of one schema, in place.
+
+    Args:
+        root: The whole, to which references refer.
+    """
+
+    def __init__(self, root: Schema) -> None:
+        self._untouched = copy.deepcopy(root)
+        self._joined: set[int] = set()  # parts that the whole around them closes, or leaves open
+        self._todo = deque(part for _, part in _parts(root, "#"))  # a whole before its parts
+        self._copies = 0
+
+    def close(self) -> None:
+        """Close all."""
+        while self._todo:
+            part = self._todo.popleft()
+            if id(part) not in self._joined:
+                self._close(part)
+
+    def _close(self, part: Schema) -> None:
+        has_own = "properties" in part or "patternProperties" in part
+        if not _joins(part, has_own):
+            if has_own and "additionalProperties" not in part:
+                part["additionalProperties"] = False
+            return
+        self._take_apart(part)
+        names = _names(part)
+        own = part.setdefault("properties", {})
+        if names is None or "additionalProperties" in part:
+            return
+        for name in names:
+            own.setdefault(name, True)
+        part["additionalProperties"] = False
+
+    def _take_apart(self, part: Schema) -> None:
+        """Mark the schemas that are joined; of those that others refer to, make copies first."""
+        if self._target(part.get("$ref")) is not None:
+            reference = {"$ref": part.pop("$ref")}
+            part["allOf"] = [*_list(part, "allOf"), reference]
+        for keyword in _JOINTS:
+            inner = _list(part, keyword)
+            for index, item in enumerate(inner):
+                inner[index] = item = self._own_copy(item)
+                if isinstance(item, dict):
+                    self._joined.add(id(item))
+                    self._take_apart(item)
+
+    def _own_copy(self, item: Any) -> Any:
+        target = self._target(item["$ref"]) if isinstance(item, dict) and "$ref" in item else None
+        if not isinstance(target, dict):
+            return item
+        self._copies += 1
+        if self._copies > _MAX_COPIES:
+            raise GrammarError(f"more than {_MAX_COPIES} references are joined to other schemas")
+        found: Schema = copy.deepcopy({k: v for k, v in target.items() if k not in _DEFINITIONS})
+        found |= {key: value for key, value in item.items() if key != "$ref"}
+        self._todo.extend(part for _, part in _parts(found, "#"))
+        return found
+
+    def _target(self, reference: Any) -> Any:
+        """What a reference within the schema points to; None for others."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        found: Any = self._untouched
+        for step in reference.removeprefix("#").split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or name not in found:
+                return None
+            found = found[name]
+        return found
+
+
+def _joins(part: Schema, has_own: bool) -> bool:
+    """Whether several schemas say together what the object holds."""
+    joints = [keyword for keyword in (*_JOINTS, "$ref") if keyword in part]
+    several = len(_list(part, "allOf")) > 1
+    return bool(joints) and (has_own or several or len(joints) > 1)
+
+
+def _names(part: Any, depth: int = 0) -> list[str] | None:
+    """The properties that a schema names, those of its parts too; None: it may hold others."""
+    if not isinstance(part, dict):
+        return [] if part is False else None
+    kinds = part.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return []
+    own = part.get("properties", {})
+    opened = part.get("additionalProperties", False) is not False or "patternProperties" in part
+    if "$ref" in part or opened or not isinstance(own, dict) or depth > _MAX_COPIES:
+        return None
+    names = list(own)
+    for keyword in _JOINTS:
+        for item in _list(part, keyword):
+            inner = _names(item, depth + 1)
+            if inner is None:
+                return None
+            names += inner
+    return names
+
+
+def _list(part: Schema, keyword: str) -> list[Any]:
+    found = part.get(keyword)
+    return found if isinstance(found, list) else []

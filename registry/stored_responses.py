@@ -1,0 +1,124 @@
+"""Responses that clients asked to be kept: in Redis, for a time, and never more than so many bytes.
+
+    responses:<tenant> <id>    one response                                        its time
+    responses:of:<tenant>      sorted set: a tenant's, by when they were used last the same
+    responses:all              sorted set: everybody's                             the same
+    responses:sizes            hash: bytes of each                                 the same
+    responses:totals           hash: bytes of each tenant, and of all              the same
+
+What a tenant has beyond its share goes, its least recently used first; then what all have beyond
+theirs. One script does it, so that routers that write at once agree on the sums. A key holds the
+tenant's name: who asks for another tenant's response asks for a key that is not there.
+"""
+
+import re
+from dataclasses import dataclass
+
+from registry.redis_store import Registry
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+# KEYS: the prefix. ARGV: what to do, tenant, id, time to live in ms, and for `put` the value, a
+# tenant's limit and everybody's. Redis' own clock counts, so that a host with a wrong one does no
+# harm. A tenant's name has no space and no colon in it.
+_SCRIPT = """
+local prefix, verb, tenant, ttl = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[4])
+local member = tenant .. ' ' .. ARGV[3]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local all, sizes, totals = prefix .. 'all', prefix .. 'sizes', prefix .. 'totals'
+
+local function drop(gone)
+  local owner = string.match(gone, '^[^ ]+')
+  local size = tonumber(redis.call('HGET', sizes, gone) or '0')
+  redis.call('UNLINK', prefix .. gone)
+  redis.call('HDEL', sizes, gone)
+  redis.call('ZREM', prefix .. 'of:' .. owner, gone)
+  redis.call('HINCRBY', totals, '', 0 - size)
+  if redis.call('HINCRBY', totals, owner, 0 - size) <= 0 then redis.call('HDEL', totals, owner) end
+  return redis.call('ZREM', all, gone)
+end
+
+local function shrink(list, name, limit)
+  while tonumber(redis.call('HGET', totals, name) or '0') > limit do
+    local oldest = redis.call('ZRANGE', list, 0, 0)[1]
+    if not oldest then break end
+    drop(oldest)
+  end
+end
+
+local function touch()
+  redis.call('ZADD', all, now, member)
+  redis.call('ZADD', prefix .. 'of:' .. tenant, now, member)
+  for _, key in ipairs({all, sizes, totals, prefix .. 'of:' .. tenant}) do
+    redis.call('PEXPIRE', key, ttl)
+  end
+end
+
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', all, '-inf', now - ttl)) do drop(gone) end
+if verb == 'delete' then
+  return drop(member)
+end
+if verb == 'get' then
+  local value = redis.call('GET', prefix .. member)
+  if value then
+    redis.call('PEXPIRE', prefix .. member, ttl)
+    touch()
+  end
+  return value
+end
+local value = ARGV[5]
+redis.call('SET', prefix .. member, value, 'PX', ttl)
+redis.call('HSET', sizes, member, #value)
+redis.call('HINCRBY', totals, '', #value)
+redis.call('HINCRBY', totals, tenant, #value)
+touch()
+shrink(prefix .. 'of:' .. tenant, tenant, tonumber(ARGV[6]))
+shrink(all, '', tonumber(ARGV[7]))
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """How long responses are kept after their last use, and how much of Redis they may take."""
+
+    keep_s: float
+    tenant_bytes: int
+    total_bytes: int
+
+
+class StoredResponses:
+    """Responses by tenant and id. Every call may raise ``RegistryUnavailableError``.
+
+    Args:
+        registry: Where they are.
+        limits: Of time and of size.
+    """
+
+    def __init__(self, registry: Registry, limits: StoreLimits) -> None:
+        self._registry = registry
+        self._limits = limits
+
+    async def put(self, tenant: str, name: str, value: bytes) -> None:
+        """Keep a response under an id that none had before it."""
+        limits = self._limits
+        await self._run("put", tenant, name, value, limits.tenant_bytes, limits.total_bytes)
+
+    async def get(self, tenant: str, name: str) -> bytes | None:
+        """A response of this tenant's, which from now on is kept as long as a new one."""
+        if _ID.fullmatch(name) is None:
+            return None
+        value = await self._run("get", tenant, name)
+        return value if isinstance(value, bytes) else None
+
+    async def delete(self, tenant: str, name: str) -> bool:
+        """Take a response away. Returns whether it was there."""
+        return _ID.fullmatch(name) is not None and bool(await self._run("delete", tenant, name))
+
+    async def _run(self, verb: str, tenant: str, name: str, *more: bytes | int) -> object:
+        prefix = self._registry.key("responses", "")
+        ttl_ms = int(self._limits.keep_s * 1000)
+        call = ("EVAL", _SCRIPT, 1, prefix, verb, tenant, name, ttl_ms, *more)
+        (answer,) = await self._registry.send(call)
+        return answer

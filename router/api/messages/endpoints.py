@@ -1,0 +1,62 @@
+"""Anthropic's Messages API: ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+import secrets
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from router.api.answer import Answer
+from router.api.generation import Calls
+from router.api.messages.body import CountTokensBody, MessagesBody
+from router.api.messages.errors import MESSAGES_ERRORS
+from router.api.messages.format import MessagesFormat
+from router.api.messages.translate import chat_of
+from router.api.parts import Endpoints, RouterParts
+from router.api.prepare import Caller, off_loop
+from router.api.translation import as_answer
+
+
+def routes(router: RouterParts) -> Endpoints:
+    """The endpoints."""
+    api, calls = Endpoints(), _MessagesCalls(router, MESSAGES_ERRORS)
+
+    @api.post_body("/v1/messages", MessagesBody)
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, in Anthropic's shape."""
+        return await calls.answer(request, "messages", MessagesBody, calls.messages)
+
+    @api.post_body("/v1/messages/count_tokens", CountTokensBody)
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens the model would read."""
+        return await calls.answer(request, "count_tokens", CountTokensBody, calls.count_tokens)
+
+    return api
+
+
+class _MessagesCalls(Calls):
+    async def messages(
+        self, body: MessagesBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
+        told = await off_loop(size, lambda: chat_of(body))
+        chat = await off_loop(size, told.chat)
+        with told.named():
+            prepared, span = await self.chat_request(chat, size, caller, now_ns)
+        span.set_attribute("gen_ai.request.max_tokens", body.max_tokens)
+        answer_id = f"msg_{secrets.token_hex(16)}"
+        request = as_answer(prepared, answer_id=answer_id, most_tokens=body.max_tokens)
+        layout = MessagesFormat(
+            message_id=answer_id,
+            model=body.model,
+            fills_context=request.sampling.max_tokens < body.max_tokens,
+        )
+        context = self.context("messages", answer_id, span)
+        return Answer(context, [request], layout, stream=bool(body.stream))
+
+    async def count_tokens(
+        self, body: CountTokensBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
+        told = await off_loop(size, lambda: chat_of(body))
+        chat = await off_loop(size, told.chat)
+        with told.named():
+            count = await self.prompt_tokens("count_tokens", chat, size, caller, now_ns)
+        return JSONResponse({"input_tokens": count})

@@ -1,0 +1,40 @@
+"""Errors as Anthropic's API tells of them."""
+
+from typing import Any
+
+from router.api.errors import ErrorShape, Refusal
+
+_OVERLOADED = 529
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED: "overloaded_error",
+}
+
+
+class _MessagesErrors:
+    def status(self, refusal: Refusal) -> int:
+        """Anthropic has a status of its own for what is 503 elsewhere."""
+        return _OVERLOADED if refusal.status == 503 else refusal.status
+
+    def body(self, refusal: Refusal, request_id: str) -> dict[str, Any]:
+        status = self.status(refusal)
+        kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+        # Clients read a stable code here; the code and the parameter are Baton's own.
+        details = {"error_code": refusal.code, "param": refusal.param}
+        error = {"type": kind, "message": refusal.message, "details": details}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def id_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        spelled = request_id.encode()
+        return [(b"x-request-id", spelled), (b"request-id", spelled)]
+
+
+MESSAGES_ERRORS: ErrorShape = _MessagesErrors()

@@ -1,0 +1,162 @@
+"""An answer as Anthropic's Messages API writes it: a message of content blocks."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from engine.core.errors import BatonError
+from router.api.errors import Refusal
+from router.api.formats.answer_format import named_event, usage
+from router.api.formats.answer_parts import AnswerParts, Begin, End, Event, Kind, More, Part
+from router.api.messages.errors import MESSAGES_ERRORS
+from router.requests.active_request import ActiveRequest
+from router.requests.record import Delta
+
+
+class MessagesFormat:
+    """The message ``message_id``.
+
+    Args:
+        message_id: Of the answer.
+        model: The name that the client asked for.
+        fills_context: The answer's limit is the model's context, not the client's ``max_tokens``.
+    """
+
+    keep_alive = named_event("ping", {"type": "ping"})
+
+    def __init__(self, *, message_id: str, model: str, fills_context: bool) -> None:
+        self._id = message_id
+        self._model = model
+        self._fills_context = fills_context
+        self._answer = AnswerParts(_new_id)
+
+    # --- as a stream ----------------------------------------------------------------------------
+
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
+        """The message without content, and what was read."""
+        message = self._message([], active_requests, ended=False)
+        return named_event("message_start", {"type": "message_start", "message": message})
+
+    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
+        """This API has none."""
+        return b""
+
+    def delta(self, prompt: int, delta: Delta) -> bytes:
+        """Events of the blocks that a delta belongs to."""
+        return b"".join(map(_event, self._answer.push(delta)))
+
+    def failed(self, error: BatonError) -> bytes:
+        """The event that ends a stream early."""
+        return named_event("error", MESSAGES_ERRORS.body(Refusal.of(error), self._id))
+
+    async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
+        """Nothing is kept of a message."""
+
+    def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
+        """The end of the last block, why the answer ended, and what was written."""
+        last_block = b"".join(map(_event, self._answer.finish()))
+        delta = {"type": "message_delta", "delta": self._stop(), "usage": _usage(active_requests)}
+        stop = {"type": "message_stop"}
+        return last_block + named_event("message_delta", delta) + named_event("message_stop", stop)
+
+    # --- in one piece ---------------------------------------------------------------------------
+
+    def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
+        """The message."""
+        for delta in active_requests[0].record.take():
+            self._answer.push(delta)
+        self._answer.finish()
+        content = [_block(part) for part in self._answer.parts]
+        return self._message(content, active_requests, ended=True)
+
+    def _message(
+        self,
+        content: list[dict[str, Any]],
+        active_requests: Sequence[ActiveRequest],
+        *,
+        ended: bool,
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **(self._stop() if ended else {"stop_reason": None, "stop_sequence": None}),
+            "usage": _usage(active_requests),
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        reason, by = self._answer.finish_reason, self._answer.stop_reason
+        if reason == "tool_calls":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if reason == "length":
+            limit = "model_context_window_exceeded" if self._fills_context else "max_tokens"
+            return {"stop_reason": limit, "stop_sequence": None}
+        if isinstance(by, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": by}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _new_id(kind: Kind) -> str:
+    return f"toolu_{secrets.token_hex(12)}" if kind == "call" else ""
+
+
+def _event(event: Event) -> bytes:
+    index = event.part.index
+    match event:
+        case Begin(part):
+            fields = {"content_block": _begun(part)}
+            return _block_event("content_block_start", index, fields)
+        case More(part, text):
+            return _block_event("content_block_delta", index, {"delta": _more(part, text)})
+        case End(part):
+            return _block_event("content_block_stop", index, {})
+
+
+def _block_event(name: str, index: int, fields: dict[str, Any]) -> bytes:
+    return named_event(name, {"type": name, "index": index, **fields})
+
+
+def _begun(part: Part) -> dict[str, Any]:
+    """A block before its first delta."""
+    if part.kind == "thinking":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    if part.kind == "call":
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+    return {"type": "text", "text": ""}
+
+
+def _more(part: Part, text: str) -> dict[str, Any]:
+    if part.kind == "thinking":
+        return {"type": "thinking_delta", "thinking": text}
+    if part.kind == "call":
+        return {"type": "input_json_delta", "partial_json": text}
+    return {"type": "text_delta", "text": text}
+
+
+def _block(part: Part) -> dict[str, Any]:
+    """A block with all its content."""
+    block = _begun(part)
+    if part.kind == "call":
+        # Arguments that `max_tokens` cut are told as far as they go.
+        given = from_json(part.text or "{}", allow_partial="trailing-strings")
+        return {**block, "input": given if isinstance(given, dict) else {}}
+    return {**block, part.kind: part.text}
+
+
+def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
+    """Anthropic counts cached tokens beside ``input_tokens``, not among them."""
+    counted = usage(active_requests)
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {
+            "thinking_tokens": sum(active.record.reasoning_tokens for active in active_requests)
+        },
+    }

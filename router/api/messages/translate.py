@@ -1,0 +1,176 @@
+"""A body of the Messages API as a chat."""
+
+import json
+from typing import Any
+
+from engine.core.errors import InvalidRequestError
+from router.api.messages.body import CountTokensBody, MessagesBlock, MessagesBody, MessagesTool
+from router.api.translation import Conversation, Translation
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NAMES = {
+    "response_format": "output_config.format",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "continue_final_message": "messages",
+    "messages": "messages",
+    r"tools(\[\d+\])\.function\.parameters": r"tools\1.input_schema",
+    r"tools(\[\d+\])\.function": r"tools\1",
+}
+
+
+def chat_of(body: CountTokensBody) -> Translation:
+    """The chat that a body asks for, without a limit on its answer.
+
+    Raises:
+        InvalidRequestError: It has what cannot be honoured; names the field.
+    """
+    conversation = Conversation(joins=("system", "user", "assistant"))
+    if body.system is not None:
+        conversation.say("system", _text_of(body.system, "system"), "system")
+    for index, message in enumerate(body.messages):
+        _add(conversation, message.role, message.content, f"messages[{index}]")
+    fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
+    fields |= _tools(body) | _output(body) | _thinking(body)
+    last = conversation.messages[-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if isinstance(body, MessagesBody):
+        fields |= _sampling(body)
+    return Translation(fields=fields, places=conversation.places, names=_NAMES)
+
+
+def _add(
+    conversation: Conversation, role: str, content: str | list[MessagesBlock], where: str
+) -> None:
+    """A turn, which is one message or, with results of tools, several."""
+    if isinstance(content, str):
+        conversation.say(role, content, where)
+        return
+    for index, block in enumerate(content):
+        _add_block(conversation, role, block, f"{where}.content[{index}]")
+
+
+def _add_block(conversation: Conversation, role: str, block: MessagesBlock, where: str) -> None:
+    if block.type == "text":
+        conversation.say(role, _given(block.text, f"{where}.text"), where)
+    elif block.type == "tool_use" and role == "assistant":
+        call_id, name = _given(block.id, f"{where}.id"), _given(block.name, f"{where}.name")
+        arguments = json.dumps(block.input or {}, ensure_ascii=False)
+        conversation.call(call_id, name, arguments, where)
+    elif block.type == "tool_result" and role == "user":
+        call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
+        text = _text_of(block.content or "", f"{where}.content")
+        conversation.result(call_id, f"Error: {text}" if block.is_error else text, where)
+    elif block.type == "thinking" and role == "assistant":
+        conversation.think(block.thinking or "")
+    elif block.type == "redacted_thinking" and role == "assistant":
+        return  # nobody here can read it
+    else:
+        raise _refused(block.type, role, where)
+
+
+def _text_of(content: str | list[MessagesBlock], where: str) -> str:
+    """Content that may hold text and nothing else."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, block in enumerate(content):
+        if block.type != "text":
+            raise _refused(block.type, "", f"{where}[{index}]")
+        texts.append(_given(block.text, f"{where}[{index}].text"))
+    return "\n".join(texts)
+
+
+def _given(value: str | None, param: str) -> str:
+    if value is None:
+        raise InvalidRequestError(f"{param}: is required", param=param)
+    return value
+
+
+def _refused(kind: str, role: str, where: str) -> InvalidRequestError:
+    param = f"{where}.type"
+    if kind in ("image", "document", "container_upload"):
+        message = f"{param}: {kind} is not supported; this model reads text only: send its text"
+    elif kind in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
+        message = f"{param}: {kind} does not belong into a message of {role or 'this kind'}"
+    else:
+        message = f"{param}: {kind[:64]!r} is not supported; send it as text"
+    return InvalidRequestError(message, param=param)
+
+
+def _tools(body: CountTokensBody) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    choice = body.tool_choice
+    if choice is None:
+        return fields
+    if choice.type == "tool":
+        name = _given(choice.name, "tool_choice.name")
+        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+    else:
+        fields["tool_choice"] = _CHOICES[choice.type]
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise InvalidRequestError(
+            f"{where}.type: {tool.type[:64]!r} is a tool that Anthropic defines, and only their "
+            "models and servers have it; offer a tool of your own, with input_schema",
+            param=f"{where}.type",
+        )
+    if tool.input_schema is None:
+        param = f"{where}.input_schema"
+        raise InvalidRequestError(f"{param}: is required", param=param)
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _output(body: CountTokensBody) -> dict[str, Any]:
+    given = body.output_config
+    if given is None:
+        return {}
+    fields: dict[str, Any] = {}
+    if given.effort is not None:
+        fields["reasoning_effort"] = given.effort
+    if given.format is not None:
+        schema = {"name": "answer", "schema": given.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _thinking(body: CountTokensBody) -> dict[str, Any]:
+    given = body.thinking
+    if given is None:
+        return {}
+    fields: dict[str, Any] = {"enable_thinking": given.type != "disabled"}
+    if given.budget_tokens is not None and given.type == "enabled":
+        fields["thinking_token_budget"] = given.budget_tokens
+    if given.display == "omitted":
+        fields["include_reasoning"] = False
+    return fields
+
+
+def _sampling(body: MessagesBody) -> dict[str, Any]:
+    fields = {
+        "stop": body.stop_sequences or None,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+        "user": body.metadata.user_id if body.metadata is not None else None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,205 @@
+"""OpenAI's Responses API: ``/v1/responses``, and what is kept of it."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from opentelemetry.trace import Span
+
+from engine.core.errors import InvalidRequestError, PromptTooLongError
+from router.access import tenant_of
+from router.api.answer import Answer
+from router.api.generation import Calls
+from router.api.parts import Endpoints, RouterParts
+from router.api.prepare import Caller, off_loop
+from router.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
+from router.api.responses.format import ResponsesFormat
+from router.api.responses.head import head_of, kept_input
+from router.api.responses.store import EarlierResponses, ResponseStore
+from router.api.responses.translate import chat_of, input_items
+from router.api.tracing import ended_on_error
+from router.api.translation import Translation, as_answer
+from router.request import GenerationRequest
+
+_PAGE = 20
+_MAX_PAGE = 100
+
+
+def routes(router: RouterParts) -> Endpoints:
+    """The endpoints."""
+    api, calls = Endpoints(), _ResponsesCalls(router)
+
+    @api.post_body("/v1/responses", ResponsesBody)
+    async def responses(request: Request) -> Response:
+        """Answer a conversation with items."""
+        return await calls.answer(request, "responses", ResponsesBody, calls.responses)
+
+    @api.post_body("/v1/responses/input_tokens", InputTokensBody)
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens the model would read."""
+        return await calls.answer(request, "input_tokens", InputTokensBody, calls.input_tokens)
+
+    @api.get("/v1/responses/{response_id}")
+    async def get_response(request: Request, response_id: str) -> dict[str, Any]:
+        """A response that is kept, or runs here."""
+        return await calls.found(request, response_id)
+
+    @api.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+        """Keep a response no longer."""
+        await calls.store.delete(tenant_of(request.headers, router.settings), response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @api.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
+        """End a response that runs on this router."""
+        return await calls.cancel(request, response_id)
+
+    @api.get("/v1/responses/{response_id}/input_items")
+    async def response_input_items(request: Request, response_id: str) -> dict[str, Any]:
+        """What was given for a response that is kept."""
+        kept = await calls.store.get(tenant_of(request.headers, router.settings), response_id)
+        return _page(kept["input"], request.query_params)
+
+    return api
+
+
+class _ResponsesCalls(Calls):
+    def __init__(self, router: RouterParts) -> None:
+        super().__init__(router)
+        limits = router.settings.clients.stored_responses
+        self.store = ResponseStore(
+            router.stored_responses, limits.max_response_bytes, router.metrics
+        )
+        # By tenant and id, for as long as their calls last.
+        self._open: WeakValueDictionary[tuple[str, str], ResponsesFormat] = WeakValueDictionary()
+
+    async def responses(
+        self, body: ResponsesBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
+        told, given = await self._told(body, size, caller)
+        prepared, span = await self._prepared(body, told, size, caller, now_ns)
+        answer_id = f"resp_{secrets.token_hex(16)}"
+        request = as_answer(prepared, answer_id=answer_id, most_tokens=body.max_output_tokens)
+        if body.max_output_tokens is not None:
+            span.set_attribute("gen_ai.request.max_tokens", body.max_output_tokens)
+        kept = kept_input(answer_id, given)
+
+        async def keep(response: dict[str, Any]) -> str:
+            return await self.store.keep(caller.tenant, response, kept)
+
+        with ended_on_error(span):
+            head = head_of(body, answer_id, request)
+        tokenizer = self._router.model.tokenizer
+        layout = ResponsesFormat(head, tokenizer, keep if body.keeps else None)
+        self._open[caller.tenant, answer_id] = layout
+        context = self.context("responses", answer_id, span)
+        return Answer(context, [request], layout, stream=bool(body.stream))
+
+    async def input_tokens(
+        self, body: InputTokensBody, size: int, caller: Caller, now_ns: int
+    ) -> Response:
+        told, _ = await self._told(body, size, caller)
+        chat = await off_loop(size, told.chat)
+        with told.named():
+            count = await self.prompt_tokens("input_tokens", chat, size, caller, now_ns)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    async def found(self, request: Request, response_id: str) -> dict[str, Any]:
+        """A response that is kept, or one that runs here, as it stands."""
+        if request.query_params.get("stream") == "true":
+            raise InvalidRequestError(
+                "stream: the events of a response are not kept; leave it out", param="stream"
+            )
+        tenant = tenant_of(request.headers, self._router.settings)
+        running = self._running(tenant, response_id)
+        if running is not None:
+            return running.snapshot("in_progress")
+        response: dict[str, Any] = (await self.store.get(tenant, response_id))["response"]
+        return response
+
+    async def cancel(self, request: Request, response_id: str) -> dict[str, Any]:
+        """End a response that runs here."""
+        tenant = tenant_of(request.headers, self._router.settings)
+        running = self._running(tenant, response_id)
+        active = self._router.gateway.kept.get(response_id)
+        if running is not None and active is not None:
+            self._router.gateway.cancel(active, "the response was cancelled")
+            return running.snapshot("cancelled")
+        kept = await self.store.get(tenant, response_id)
+        raise InvalidRequestError(
+            f"response_id: the response has ended ({kept['response']['status']}); one that runs "
+            "is cancelled on its own router",
+            param="response_id",
+        )
+
+    def _running(self, tenant: str, response_id: str) -> ResponsesFormat | None:
+        active = self._router.gateway.kept.get(response_id)
+        if active is None or active.record.ended:
+            return None
+        return self._open.get((tenant, response_id))
+
+    async def _told(
+        self, body: InputTokensBody, size: int, caller: Caller
+    ) -> tuple[Translation, list[ResponsesItem]]:
+        """The chat of a body and of the responses before it, and the body's own items."""
+        kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
+        earlier = await kept.conversation(body.previous_response_id)
+        given = await kept.resolve(input_items(body))
+        return await off_loop(size, lambda: chat_of(body, earlier, given)), given
+
+    async def _prepared(
+        self, body: ResponsesBody, told: Translation, size: int, caller: Caller, now_ns: int
+    ) -> tuple[GenerationRequest, Span]:
+        chat = await off_loop(size, told.chat)
+        with told.named():
+            try:
+                return await self.chat_request(chat, size, caller, now_ns)
+            except PromptTooLongError:
+                if body.truncation != "auto":
+                    raise
+            shorter = await off_loop(size, lambda: self._truncated(told, caller, now_ns))
+            return await self.chat_request(shorter.chat(), size, caller, now_ns)
+
+    def _truncated(self, told: Translation, caller: Caller, now_ns: int) -> Translation:
+        """The conversation without its first turns, as few of them as possible."""
+        cuts, fits = told.turns(), len(told.turns()) - 1
+        first = 0
+        while first < fits:  # the last turn stays, whether it fits or not
+            middle = (first + fits) // 2
+            try:
+                chat = told.from_turn(cuts[middle]).chat()
+                self._router.preparer.chat(chat, caller, now_ns)
+            except PromptTooLongError:
+                first = middle + 1
+            else:
+                fits = middle
+        return told.from_turn(cuts[fits])
+
+
+def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of a list, the newest first unless asked for otherwise."""
+    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError(f"order: must be asc or desc (got {order[:40]!r})", param="order")
+    if limit is not None and not (limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE):
+        raise InvalidRequestError(
+            f"limit: must be 1 to {_MAX_PAGE} (got {limit[:40]!r})", param="limit"
+        )
+    listed = list(items) if order == "asc" else list(reversed(items))
+    names = [item["id"] for item in listed]
+    if after is not None:
+        if after not in names:
+            raise InvalidRequestError(f"after: there is no item {after[:80]!r}", param="after")
+        listed = listed[names.index(after) + 1 :]
+    page = listed[: int(limit) if limit is not None else _PAGE]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(listed),
+    }

@@ -1,0 +1,242 @@
+"""An answer as the Responses API writes it: items, and events with a number each."""
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from time import time
+from typing import Any, NamedTuple
+
+from engine.core.errors import BatonError, CancelledError_
+from engine.text.tokenizer import TextTokenizer
+from router.api.formats.answer_format import KEEP_ALIVE_COMMENT, named_event, usage
+from router.api.formats.answer_parts import AnswerParts, Begin, End, Event, Kind, More, Part
+from router.requests.active_request import ActiveRequest
+from router.requests.record import Delta, ShownLogprob
+
+_PREFIXES: dict[Kind, str] = {"thinking": "rs", "text": "msg", "call": "fc"}
+_ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})_(in|out)(\d{1,6})")
+
+Keep = Callable[[dict[str, Any]], Awaitable[str]]
+"""Keeps a response; returns "" or why it is not kept."""
+
+
+def item_id(response_id: str, prefix: str, place: str, index: int) -> str:
+    """An item's id, which tells where it is kept: ``msg_<response>_out0``."""
+    return f"{prefix}_{response_id.removeprefix('resp_')}_{place}{index}"
+
+
+class ItemPlace(NamedTuple):
+    """Where an item is kept.
+
+    Attributes:
+        given: Among what the response was given; else in its output.
+    """
+
+    response_id: str
+    given: bool
+    position: int
+
+
+def place_of(name: str) -> ItemPlace | None:
+    """Where the item of that id is kept; None if it has no such place."""
+    found = _ITEM_ID.fullmatch(name)
+    return None if found is None else ItemPlace(f"resp_{found[1]}", found[2] == "in", int(found[3]))
+
+
+class ResponsesFormat:
+    """One response.
+
+    Args:
+        head: The response object, without output, status and usage.
+        tokenizer: For tokens as text.
+        keep: Keeps the response when it is complete; None where that is not asked for.
+    """
+
+    keep_alive = KEEP_ALIVE_COMMENT
+
+    def __init__(
+        self, head: dict[str, Any], tokenizer: TextTokenizer, keep: Keep | None = None
+    ) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._answer = AnswerParts(self._new_id)
+        self._number = 0
+        self._tail = b""
+        self._final: dict[str, Any] = {}
+
+    def _new_id(self, kind: Kind) -> str:
+        return item_id(self._head["id"], _PREFIXES[kind], "out", len(self._answer.parts))
+
+    # --- as a stream ----------------------------------------------------------------------------
+
+    def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
+        """The response without output, twice: it was made, and it runs."""
+        response = self.snapshot("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
+        """This API has none."""
+        return b""
+
+    def delta(self, prompt: int, delta: Delta) -> bytes:
+        """Events of the items that a delta belongs to."""
+        return b"".join(map(self._events_of, self._answer.push(delta)))
+
+    def failed(self, error: BatonError) -> bytes:
+        """The event that ends a stream early."""
+        status = "cancelled" if isinstance(error, CancelledError_) else "failed"
+        response = self.snapshot(status, output=self._output())
+        # OpenAI's codes of this place are a closed list; Baton's own stands beside it.
+        fields = {"code": "server_error", "message": error.message, "type": error.code}
+        return self._event("response.failed", response={**response, "error": fields})
+
+    async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
+        """Make the response, and keep it where that is asked for."""
+        for delta in active_requests[0].record.take():  # of an answer that is no stream
+            self._answer.push(delta)
+        self._tail = b"".join(map(self._events_of, self._answer.finish(never_empty=True)))
+        cut = self._answer.finish_reason == "length"
+        self._final = {
+            **self.snapshot("incomplete" if cut else "completed", output=self._output()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": None if cut else int(time()),
+            "usage": _usage(active_requests),
+        }
+        if self._keep is not None:
+            reason = await self._keep(self._final)
+            if reason:
+                self._final |= {"store": False, "not_stored": reason}
+
+    def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
+        """The end of the last item, and the whole response."""
+        return self._tail + self._event(f"response.{self._final['status']}", response=self._final)
+
+    # --- in one piece ---------------------------------------------------------------------------
+
+    def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
+        """The response."""
+        return self._final
+
+    def snapshot(self, status: str, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """The response as it stands."""
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": list(output),
+            "usage": None,
+        }
+
+    def _output(self) -> list[dict[str, Any]]:
+        return [self._item(part, self._status(part)) for part in self._answer.parts]
+
+    def _status(self, part: Part) -> str:
+        cut = part is self._answer.parts[-1] and self._answer.finish_reason in ("length", None)
+        return "incomplete" if cut else "completed"
+
+    # --- items and their events -----------------------------------------------------------------
+
+    def _events_of(self, event: Event) -> bytes:
+        match event:
+            case Begin(part):
+                return self._begun(part)
+            case More(part, text, logprobs):
+                return self._more(part, text, logprobs)
+            case End(part):
+                return self._done(part)
+
+    def _begun(self, part: Part) -> bytes:
+        place = {"output_index": part.index}
+        item = self._item(part, "in_progress", begun=True)
+        added = self._event("response.output_item.added", **place, item=item)
+        if part.kind == "call":
+            return added
+        content = self._content(part, "", [])
+        return added + self._event(
+            "response.content_part.added", **self._content_place(part), part=content
+        )
+
+    def _more(self, part: Part, text: str, logprobs: Sequence[ShownLogprob]) -> bytes:
+        if part.kind == "call":
+            place = {"item_id": part.id, "output_index": part.index}
+            return self._event("response.function_call_arguments.delta", **place, delta=text)
+        place = self._content_place(part)
+        if part.kind == "thinking":
+            return self._event("response.reasoning_text.delta", **place, delta=text)
+        shown = [self._logprob(entry) for entry in logprobs]
+        return self._event("response.output_text.delta", **place, delta=text, logprobs=shown)
+
+    def _done(self, part: Part) -> bytes:
+        return self._complete(part) + self._event(
+            "response.output_item.done",
+            output_index=part.index,
+            item=self._item(part, self._status(part)),
+        )
+
+    def _complete(self, part: Part) -> bytes:
+        """What stands before the end of an item: its text or its arguments in one piece."""
+        if part.kind == "call":
+            call = {"item_id": part.id, "output_index": part.index, "name": part.name}
+            name = "response.function_call_arguments.done"
+            return self._event(name, **call, arguments=part.text)
+        place = self._content_place(part)
+        content = self._content(part, part.text, part.logprobs)
+        if part.kind == "thinking":
+            whole = self._event("response.reasoning_text.done", **place, text=part.text)
+        else:
+            logprobs = content["logprobs"]
+            whole = self._event(
+                "response.output_text.done", **place, text=part.text, logprobs=logprobs
+            )
+        return whole + self._event("response.content_part.done", **place, part=content)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return named_event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    @staticmethod
+    def _content_place(part: Part) -> dict[str, Any]:
+        return {"item_id": part.id, "output_index": part.index, "content_index": 0}
+
+    def _item(self, part: Part, status: str, *, begun: bool = False) -> dict[str, Any]:
+        text = "" if begun else part.text
+        item: dict[str, Any] = {"id": part.id, "status": status}
+        if part.kind == "call":
+            call = {"type": "function_call", "call_id": part.call_id, "name": part.name}
+            return {**item, **call, "arguments": text}
+        content = [] if begun else [self._content(part, text, part.logprobs)]
+        if part.kind == "thinking":
+            return {**item, "type": "reasoning", "summary": [], "content": content}
+        return {**item, "type": "message", "role": "assistant", "content": content}
+
+    def _content(self, part: Part, text: str, logprobs: Sequence[ShownLogprob]) -> dict[str, Any]:
+        if part.kind == "thinking":
+            return {"type": "reasoning_text", "text": text}
+        shown = [self._logprob(entry) for entry in logprobs]
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}
+
+    def _logprob(self, entry: ShownLogprob) -> dict[str, Any]:
+        top = [self._token(*alternative) for alternative in entry.top]
+        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        spelled = self._tokenizer.token_bytes(token_id)
+        text = spelled.decode("utf-8", "replace")
+        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+
+
+def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
+    counted = usage(active_requests)
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {
+            "reasoning_tokens": counted["completion_tokens_details"]["reasoning_tokens"]
+        },
+        "total_tokens": counted["total_tokens"],
+    }

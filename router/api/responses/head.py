@@ -1,0 +1,76 @@
+"""What a response tells of the call that it answers, and what is kept of what it was given."""
+
+from collections.abc import Sequence
+from time import time
+from typing import Any
+
+import orjson
+
+from engine.core.errors import InvalidRequestError
+from router.api.responses.body import ResponsesBody, ResponsesItem, ResponsesPart
+from router.api.responses.format import item_id
+from router.request import GenerationRequest
+
+_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> dict[str, Any]:
+    """The response object without status, output and usage: what was asked, and how it is run.
+
+    Raises:
+        InvalidRequestError: It holds what no answer could repeat.
+    """
+    text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text is not None else {}
+    reasoning = body.reasoning.model_dump() if body.reasoning is not None else {}
+    choice = body.tool_choice
+    head = {
+        "id": answer_id,
+        "object": "response",
+        "created_at": int(time()),
+        "model": body.model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None, **reasoning},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.keeps,
+        "temperature": request.sampling.temperature,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": choice
+        if isinstance(choice, str)
+        else choice.model_dump(exclude_none=True)
+        if choice is not None
+        else "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": request.sampling.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+    try:
+        orjson.dumps(head)
+    except TypeError as error:  # of a schema, most likely
+        raise InvalidRequestError(f"tools, text: {error}", param="tools") from error
+    return head
+
+
+def kept_input(response_id: str, given: Sequence[ResponsesItem]) -> list[dict[str, Any]]:
+    """Items as they are kept and listed, each with an id that leads back to its response."""
+    kept = []
+    for index, item in enumerate(given):
+        prefix = _PREFIXES.get(item.type, "msg")
+        fields = {"id": item_id(response_id, prefix, "in", index), "status": "completed"}
+        if item.type == "message" and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            item = item.model_copy(
+                update={"content": [ResponsesPart(type=kind, text=item.content)]}
+            )
+        more: dict[str, Any] = {"summary": []} if item.type == "reasoning" else {}
+        kept.append({**more, **item.model_dump(exclude_none=True), **fields})
+    return kept

@@ -1,0 +1,203 @@
+"""Responses that stay for later turns: `registry.stored_responses`, as this API uses it.
+
+Redis may be away: then a response is answered all the same, with ``store: false`` and the reason
+in ``not_stored``. What needs an earlier one is refused with 503: it cannot be answered without.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+
+from engine.core.errors import (
+    InvalidRequestError,
+    PreviousResponseError,
+    ResponseNotFoundError,
+    UnavailableError,
+)
+from registry.redis_store import RegistryUnavailableError
+from registry.stored_responses import StoredResponses
+from router.api.responses.body import ResponsesItem
+from router.api.responses.format import place_of
+from telemetry.metrics import Metrics
+
+MAX_RESPONSES = 1024
+_CALL_LIMIT_S = 1.0
+_PAUSE_S = 5.0  # after a failure no answer waits for Redis
+_AWAY = "Redis does not answer"
+
+
+class ResponseStore:
+    """What one router keeps and finds.
+
+    Args:
+        stored: Where; None keeps nothing.
+        max_bytes: Of one response, with its input.
+        metrics: Count what is kept and what is not.
+    """
+
+    def __init__(self, stored: StoredResponses | None, max_bytes: int, metrics: Metrics) -> None:
+        self._stored = stored
+        self._max_bytes = max_bytes
+        self._metrics = metrics
+        self._away_until_s = 0.0
+
+    async def keep(self, tenant: str, response: dict[str, Any], given: list[dict[str, Any]]) -> str:
+        """Keep a response with what was given for it. Returns "" or why it is not kept."""
+        result, reason = await self._kept(tenant, response, given)
+        self._metrics.inc("baton_stored_responses", result=result)
+        return reason
+
+    async def _kept(
+        self, tenant: str, response: dict[str, Any], given: list[dict[str, Any]]
+    ) -> tuple[str, str]:
+        value = orjson.dumps({"response": response, "input": given})
+        if len(value) > self._max_bytes:
+            return "too_large", f"it has {len(value)} bytes, more than {self._max_bytes}"
+        loop = asyncio.get_running_loop()
+        if self._stored is None or loop.time() < self._away_until_s:
+            return "failed", _AWAY
+        try:
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                await self._stored.put(tenant, response["id"], value)
+        except (RegistryUnavailableError, TimeoutError):
+            self._away_until_s = loop.time() + _PAUSE_S
+            return "failed", _AWAY
+        return "stored", ""
+
+    async def find(self, tenant: str, name: str) -> bytes | None:
+        """A response of this tenant's as it was kept: ``response`` and ``input``, as JSON.
+
+        Raises:
+            UnavailableError: Redis does not answer.
+        """
+        with _told_if_away("read"):
+            if self._stored is None:
+                raise RegistryUnavailableError
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                return await self._stored.get(tenant, name)
+
+    async def get(self, tenant: str, name: str) -> dict[str, Any]:
+        """As `find`.
+
+        Raises:
+            ResponseNotFoundError: It is not there, or is another tenant's.
+            UnavailableError: Redis does not answer.
+        """
+        kept = await self.find(tenant, name)
+        if kept is None:
+            raise _not_found(name)
+        found: dict[str, Any] = orjson.loads(kept)
+        return found
+
+    async def delete(self, tenant: str, name: str) -> None:
+        """Take a response away.
+
+        Raises:
+            ResponseNotFoundError: It is not there, or is another tenant's.
+            UnavailableError: Redis does not answer.
+        """
+        with _told_if_away("deleted"):
+            if self._stored is None:
+                raise RegistryUnavailableError
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                deleted = await self._stored.delete(tenant, name)
+        if not deleted:
+            raise _not_found(name)
+
+
+class EarlierResponses:
+    """What one call reads of earlier responses; together no more than a body may have.
+
+    Args:
+        store: Where they are.
+        tenant: Whose.
+        max_bytes: Of all of them.
+    """
+
+    def __init__(self, store: ResponseStore, tenant: str, max_bytes: int) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._found: dict[str, dict[str, Any] | None] = {}
+
+    async def conversation(self, name: str | None) -> list[ResponsesItem]:
+        """All items of a response and of those before it, the oldest first.
+
+        Args:
+            name: The last response; None: no items.
+
+        Raises:
+            PreviousResponseError: One of them is not there (any more).
+            InvalidRequestError: They are too many, or too large.
+            UnavailableError: Redis does not answer.
+        """
+        turns: list[list[ResponsesItem]] = []
+        param, at = "previous_response_id", name
+        while at is not None:
+            kept = await self._find(at, param)
+            if kept is None:
+                raise PreviousResponseError(
+                    f"{param}: the response {at[:80]!r} is not stored here (any more)", param=param
+                )
+            items = [*kept["input"], *kept["response"]["output"]]
+            turns.append([ResponsesItem.model_validate(item) for item in items])
+            at = kept["response"][param]
+        return [item for turn in reversed(turns) for item in turn]
+
+    async def resolve(self, items: list[ResponsesItem]) -> list[ResponsesItem]:
+        """The items, with those in the place of references that these name.
+
+        Raises:
+            InvalidRequestError: A referenced item is not there (any more), or they are too many.
+            UnavailableError: Redis does not answer.
+        """
+        resolved = []
+        for index, item in enumerate(items):
+            if item.type == "item_reference":
+                resolved.append(await self._referenced(item.id or "", f"input[{index}].id"))
+            else:
+                resolved.append(item)
+        return resolved
+
+    async def _referenced(self, name: str, param: str) -> ResponsesItem:
+        place = place_of(name)
+        kept = await self._find(place.response_id, param) if place is not None else None
+        if place is not None and kept is not None:
+            items = kept["input"] if place.given else kept["response"]["output"]
+            if place.position < len(items) and items[place.position]["id"] == name:
+                return ResponsesItem.model_validate(items[place.position])
+        raise InvalidRequestError(
+            f"{param}: the item {name[:80]!r} is not stored here (any more); send the item itself",
+            param=param,
+        )
+
+    async def _find(self, name: str, param: str) -> dict[str, Any] | None:
+        if name not in self._found:
+            value = await self._store.find(self._tenant, name)
+            self._bytes += len(value or b"")
+            if self._bytes > self._max_bytes or len(self._found) >= MAX_RESPONSES:
+                raise InvalidRequestError(
+                    f"{param}: the earlier responses have more than {self._max_bytes} bytes, or "
+                    f"are more than {MAX_RESPONSES}; begin anew with the items that matter",
+                    param=param,
+                )
+            self._found[name] = None if value is None else orjson.loads(value)
+        return self._found[name]
+
+
+@contextmanager
+def _told_if_away(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RegistryUnavailableError, TimeoutError) as away:
+        raise UnavailableError(f"stored responses cannot be {what}: {_AWAY}") from away
+
+
+def _not_found(name: str) -> ResponseNotFoundError:
+    return ResponseNotFoundError(
+        f"the response {name[:80]!r} is not stored here (any more)", param="response_id"
+    )

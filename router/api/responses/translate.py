@@ -1,0 +1,193 @@
+"""A body of the Responses API as a chat."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.core.errors import InvalidRequestError
+from router.api.responses.body import (
+    InputTokensBody,
+    ResponsesBody,
+    ResponsesFunction,
+    ResponsesItem,
+    ResponsesPart,
+    ResponsesToolChoice,
+)
+from router.api.translation import Conversation, Translation
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_NAMES = {
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "logprobs": "include",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+    r"tools(\[\d+\])\.function": r"tools\1",
+}
+
+
+def input_items(body: InputTokensBody) -> list[ResponsesItem]:
+    """The input as items."""
+    if isinstance(body.input, str):
+        return [ResponsesItem(role="user", content=body.input)]
+    return list(body.input or ())
+
+
+def chat_of(
+    body: InputTokensBody, earlier: Sequence[ResponsesItem], given: Sequence[ResponsesItem]
+) -> Translation:
+    """The chat that a body asks for, without a limit on its answer.
+
+    Args:
+        body: What was asked.
+        earlier: The items of the responses before this one.
+        given: Those of the body, references resolved.
+
+    Raises:
+        InvalidRequestError: It has what cannot be honoured; names the field.
+    """
+    conversation = Conversation(joins=("system",))
+    if body.instructions is not None:
+        conversation.say("system", body.instructions, "instructions")
+    for item in earlier:
+        _add(conversation, item, "previous_response_id")
+    for index, item in enumerate(given):
+        _add(conversation, item, "input" if isinstance(body.input, str) else f"input[{index}]")
+    if not conversation.messages:
+        raise InvalidRequestError("input: is required", param="input")
+    fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
+    fields |= _tools(body) | _text(body)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if isinstance(body, ResponsesBody):
+        fields |= _sampling(body)
+    return Translation(fields=fields, places=conversation.places, names=_NAMES)
+
+
+def _add(conversation: Conversation, item: ResponsesItem, where: str) -> None:
+    if item.type == "message":
+        if item.role is None:
+            raise _required(f"{where}.role")
+        role = "system" if item.role == "developer" else item.role
+        if item.content is None:
+            raise _required(f"{where}.content")
+        conversation.say(role, _text_of(item.content, f"{where}.content"), where)
+    elif item.type == "function_call":
+        if item.call_id is None or item.name is None:
+            raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
+        conversation.call(item.call_id, item.name, item.arguments or "{}", where)
+    elif item.type == "function_call_output":
+        if item.call_id is None or item.output is None:
+            raise _required(f"{where}.{'call_id' if item.call_id is None else 'output'}")
+        text = _text_of(item.output, f"{where}.output")
+        conversation.result(item.call_id, text, where)
+    elif item.type == "reasoning":
+        thoughts = _text_of(item.content or item.summary or "", f"{where}.content")
+        if thoughts:
+            conversation.think(thoughts)
+    else:
+        raise InvalidRequestError(
+            f"{where}.type: {item.type[:64]!r} is not supported; send messages, function_call, "
+            "function_call_output and reasoning items",
+            param=f"{where}.type",
+        )
+
+
+def _text_of(content: str | list[ResponsesPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*_TEXT_PARTS, "refusal"):
+            raise InvalidRequestError(
+                f"{where}[{index}].type: {part.type[:64]!r} is not supported; this model reads "
+                "text only: send its text",
+                param=f"{where}[{index}].type",
+            )
+        if text is None:
+            raise _required(f"{where}[{index}].text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _required(param: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param}: is required", param=param)
+
+
+def _tools(body: InputTokensBody) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _choice(body.tool_choice)
+    if body.parallel_tool_calls is not None:
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    return fields
+
+
+def _tool(tool: ResponsesFunction, where: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise InvalidRequestError(
+            f"{where}.type: {tool.type[:64]!r} runs on OpenAI's servers or is known to their models"
+            " only; offer a function for it",
+            param=f"{where}.type",
+        )
+    if tool.name is None:
+        raise _required(f"{where}.name")
+    given = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    function = {name: value for name, value in given.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
+    if isinstance(choice, str):
+        return choice
+    if choice.type == "function":
+        if choice.name is None:
+            raise _required("tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}
+    if choice.type == "allowed_tools":
+        names = [tool.name for tool in choice.tools or () if tool.type == "function" and tool.name]
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.mode or "auto", "tools": tools},
+        }
+    raise InvalidRequestError(
+        f"tool_choice.type: {choice.type[:64]!r} is not supported; name a function",
+        param="tool_choice.type",
+    )
+
+
+def _text(body: InputTokensBody) -> dict[str, Any]:
+    given = body.text.format if body.text is not None else None
+    if given is None or given.type == "text":
+        return {}
+    if given.type == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    schema: dict[str, Any] = {"name": given.name or "answer"}
+    if given.schema_ is not None:
+        schema["schema"] = given.schema_
+    if given.strict is not None:
+        schema["strict"] = given.strict
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _sampling(body: ResponsesBody) -> dict[str, Any]:
+    fields = {
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "seed": body.seed,
+        "user": body.user,
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+    }
+    if body.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    return {name: value for name, value in fields.items() if value is not None}
