@@ -150,6 +150,10 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_grammar_refusals": _count(
         "Grammars refused: invalid, too_large, too_expensive.", "reason"
     ),
+    "baton_schema_violations": _count(
+        "Complete answers of `strict: false` that do not keep a keyword that no grammar follows.",
+        "keyword",
+    ),
     "baton_grammar_incomplete": _count(
         "Choices with a grammar that were cut before the grammar was satisfied.", "reason"
     ),

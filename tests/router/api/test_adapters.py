@@ -185,7 +185,7 @@ async def test_routers_share_the_table_and_heal_an_emptied_redis(artifact, path,
         await one.exchange(registry)
         await two.exchange(registry)
         assert two.served() == one.served() != []
-        await registry._send(("FLUSHALL",))
+        await registry.send(("FLUSHALL",))
         await two.exchange(registry)
         assert list(await registry.adapters()) == ["pirate"]
         await two.unload("pirate")

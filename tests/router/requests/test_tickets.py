@@ -126,7 +126,7 @@ async def test_the_counter_in_redis_goes_on_above_what_routers_know(monkeypatch)
         feed.start()
         stack.push_async_callback(feed.close)
         await until(lambda: tickets.place > max(places))
-        await registry._send(("FLUSHALL",))
+        await registry.send(("FLUSHALL",))
         before = tickets.place
         await until(lambda: tickets.place > before)
         server.kill()
