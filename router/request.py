@@ -40,6 +40,7 @@ class GenerationRequest:
 
     Attributes:
         prompt: Token ids.
+        checked_schema: JSON text; whether an answer fits it is looked at when it is complete.
         thinking: The answer may begin with thinking, which is not part of its text.
         shown: What of its tokens the answer shows.
         reads_calls: The answer may hold calls of tools, which are not part of its text.
@@ -60,6 +61,7 @@ class GenerationRequest:
     sampling: SamplingParams
     shown: Shown = Shown()
     reads_calls: bool = False
+    checked_schema: str = field(default="", repr=False)
     thinking: Thinking | None = None
     tenant: str = "default"
     cache_scope: str = ""

@@ -211,6 +211,11 @@ class ServedModel:
             raise InvalidRequestError("the chat template made an empty prompt", param="messages")
         return tokens
 
+    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """How the tokenizer writes words: at the start of a text, and behind a space."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        return tuple(dict.fromkeys(tuple(ids) for ids in map(self.tokenizer.encode, texts) if ids))
+
     def know_lengths(self) -> None:
         """Look at all tokens for `check_length`; takes a moment."""
         _ = self._length_bound

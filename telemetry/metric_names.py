@@ -150,6 +150,10 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_grammar_refusals": _count(
         "Grammars refused: invalid, too_large, too_expensive.", "reason"
     ),
+    "baton_schema_violations": _count(
+        "Complete answers of `strict: false` that do not keep a keyword that no grammar follows.",
+        "keyword",
+    ),
     "baton_grammar_incomplete": _count(
         "Choices with a grammar that were cut before the grammar was satisfied.", "reason"
     ),
@@ -197,6 +201,21 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "mode",
     ),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_batch_lines": _count(
+        "Lines of batches that ended: completed, failed.",
+        "outcome",
+        from_start=("completed", "failed"),
+    ),
+    "baton_fleet_running_requests": _gauge(
+        "Requests in the batches of all workers, as they last reported.",
+        vllm="num_requests_running",
+    ),
+    "baton_fleet_waiting_requests": _gauge(
+        "Requests that wait, at this router and at all workers.", vllm="num_requests_waiting"
+    ),
+    "baton_fleet_kv_usage_ratio": _gauge(
+        "Leased blocks / total, of all workers.", vllm="kv_cache_usage_perc"
+    ),
     "baton_client_timeouts": _count(
         "Clients that were too slow and were dropped: header, body, write.",
         "kind",

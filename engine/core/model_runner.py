@@ -52,6 +52,8 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
             return InvalidRequestError(f"logprobs are not served by {name}")
         if params.logit_bias and not self.logit_bias:
             return InvalidRequestError(f"logit_bias is not served by {name}")
+        if params.bad_words and not self.logit_bias:
+            return InvalidRequestError(f"bad_words are not served by {name}")
         if request.adapter and not self.adapters:
             return InvalidRequestError(f"LoRA adapters are not served by {name}")
         return None

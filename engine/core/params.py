@@ -23,6 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None = off, otherwise the number of alternatives (0 to 20)
     prompt_logprobs: int | None = None  # None = off; otherwise alternatives per prompt token
     logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

@@ -135,5 +135,10 @@ def is_on_device(spec: SampleSpec) -> bool:
     has_penalties = bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
     ends_forbidden = len(spec.history) - spec.prompt_tokens < p.min_tokens
     return not (
-        has_penalties or ends_forbidden or p.logprobs is not None or p.grammar or p.logit_bias
+        has_penalties
+        or ends_forbidden
+        or p.logprobs is not None
+        or p.grammar
+        or p.logit_bias
+        or p.bad_words
     )

@@ -10,7 +10,7 @@ again.
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,6 +142,7 @@ def _is_plain(spec: SampleSpec) -> bool:
         and p.logprobs is None
         and not p.grammar
         and not p.logit_bias
+        and not p.bad_words
         and not _has_penalties(p)
         and p.min_tokens <= len(spec.history) - spec.prompt_tokens
     )
@@ -192,6 +193,8 @@ def _bias(scores: Floats, spec: SampleSpec, eos_token_ids: Sequence[int]) -> Non
     forbidden: set[int] = set()
     if len(spec.history) - spec.prompt_tokens < p.min_tokens:
         forbidden.update(p.stop_token_ids if p.ignore_eos else (*p.stop_token_ids, *eos_token_ids))
+    if p.bad_words:
+        forbidden.update(_ends_of_bad_words(p.bad_words, spec.history[spec.prompt_tokens :]))
     if p.ignore_eos and p.grammar:
         forbidden.update(eos_token_ids)
     inside = [token for token in forbidden if 0 <= token < len(scores)]
@@ -200,6 +203,14 @@ def _bias(scores: Floats, spec: SampleSpec, eos_token_ids: Sequence[int]) -> Non
         scores[inside] = -math.inf
         if p.grammar and scores.max() == -math.inf:
             scores[inside] = before  # nothing else may follow: the grammar has the last word
+
+
+def _ends_of_bad_words(words: Sequence[Sequence[int]], answer: Sequence[int]) -> Iterator[int]:
+    """Tokens that would complete a word of which all others are there."""
+    for word in words:
+        begin = len(word) - 1
+        if not begin or tuple(answer[-begin:]) == tuple(word[:-1]):
+            yield word[-1]
 
 
 def _penalise(scores: Floats, spec: SampleSpec) -> None:

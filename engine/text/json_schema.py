@@ -31,7 +31,7 @@ _FORMATS = frozenset(
         "unknown",
     ]
 )
-_UNKNOWN_TO_GRAMMARS = frozenset(
+UNFOLLOWED_KEYWORDS = frozenset(
     [
         "not",
         "if",
@@ -98,7 +98,7 @@ def ready(schema: Any) -> Any:
     if unfollowed is not None and strict:
         raise GrammarError(
             f"the keyword {unfollowed.keyword} at {unfollowed.place} cannot be enforced while an "
-            "answer is written; leave it out, or say strict: false to have it left aside"
+            "answer is written; leave it out, or say strict: false to have it checked afterwards"
         )
     _Closer(found).close()
     found["x-guidance"] = {**_OPTIONS, **(options if isinstance(options, dict) else {})}
@@ -114,10 +114,17 @@ def lenient(schema: Schema) -> Schema:
     }
 
 
+def checked_afterwards(schema: Schema) -> bool:
+    """Whether there is anything in a schema that no grammar can follow."""
+    found: Schema = copy.deepcopy(schema)
+    _rewrite(found)
+    return next(unfollowed_in(found), None) is not None
+
+
 def unfollowed_in(schema: Any) -> Iterator[Unfollowed]:
     """The keywords of a schema that no grammar can follow."""
     for place, part in _parts(schema, "#"):
-        for keyword in part.keys() & _UNKNOWN_TO_GRAMMARS:
+        for keyword in part.keys() & UNFOLLOWED_KEYWORDS:
             if not _asks_for_nothing(keyword, part):
                 yield Unfollowed(keyword, f"{place}/{keyword}")
 
@@ -153,9 +160,7 @@ def _rewrite(schema: Schema) -> None:
             del part["format"]  # an annotation, says the standard, where nobody knows it
         if part.get("unevaluatedProperties") is False:
             del part["unevaluatedProperties"]  # which is how objects are anyway
-        for keyword in [
-            k for k in part.keys() & _UNKNOWN_TO_GRAMMARS if _asks_for_nothing(k, part)
-        ]:
+        for keyword in [k for k in part.keys() & UNFOLLOWED_KEYWORDS if _asks_for_nothing(k, part)]:
             del part[keyword]
         if "if" not in part:
             part.pop("then", None)

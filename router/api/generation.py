@@ -23,6 +23,7 @@ from router.api.formats.answer_format import ChunkFormat, DataEvents
 from router.api.formats.openai import ChatFormat, CompletionFormat
 from router.api.messages.body import CountTokensBody, MessagesBody
 from router.api.parts import Endpoints, RouterParts, read_body
+from router.api.pooling.bodies import PoolingBody, RerankBody, ScoreBody
 from router.api.prepare import Caller, off_loop, read_headers
 from router.api.responses.body import InputTokensBody, ResponsesBody
 from router.api.structured_output import requested_grammar
@@ -38,6 +39,9 @@ _Body = TypeVar(
     CountTokensBody,
     ResponsesBody,
     InputTokensBody,
+    ScoreBody,
+    RerankBody,
+    PoolingBody,
 )
 
 

@@ -17,6 +17,7 @@ from router.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
 from router.api.bodies.generation import GenerationBody
 from router.api.bodies.rendering import rendering_of
 from router.api.call_headers import client_id_of
+from router.api.structured_output import checked_schema
 from router.api.tools import messages_of, offered
 from router.memory import LargeWork
 from router.request import GenerationRequest, Mode, Shown, part_id
@@ -287,6 +288,7 @@ class Preparer:
             min_tokens=body.min_tokens or 0,
             logprobs=logprobs,
             logit_bias=tuple((int(name), bias) for name, bias in (body.logit_bias or {}).items()),
+            bad_words=self._model.spellings(body.bad_words or ()),
             presence_penalty=float(body.presence_penalty or 0.0),
             frequency_penalty=float(body.frequency_penalty or 0.0),
             repetition_penalty=float(
@@ -349,6 +351,7 @@ class Preparer:
             request_id=request_id,
             prompt=tuple(prompt),
             sampling=sampling,
+            checked_schema=checked_schema(body) if isinstance(body, GenerationBody) else "",
             shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
             tenant=caller.tenant,
             cache_scope=self._scope(caller, salt),

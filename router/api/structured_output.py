@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import GrammarError, InvalidRequestError
 from engine.text.grammar import ANY_OBJECT, Framed, GrammarKind
-from engine.text.json_schema import lenient
+from engine.text.json_schema import checked_afterwards, lenient
 from router.api.bodies.chat import ChatBody
 from router.api.bodies.generation import GenerationBody
 from router.api.bodies.rendering import rendering_of
@@ -85,6 +85,17 @@ def _response_format(body: GenerationBody) -> list[RequestedGrammar]:
     if given.json_schema.strict is False and isinstance(schema, dict):
         schema = lenient(schema)
     return [RequestedGrammar("response_format", "json", json.dumps(schema))]
+
+
+def checked_schema(body: GenerationBody) -> str:
+    """The schema that a complete answer is compared with: not all of it can be followed."""
+    given = body.response_format
+    if given is None or given.type != "json_schema" or given.json_schema is None:
+        return ""
+    schema = given.json_schema.schema_
+    if given.json_schema.strict is not False or not isinstance(schema, dict):
+        return ""
+    return json.dumps(schema) if checked_afterwards(schema) else ""
 
 
 def _guided(body: GenerationBody) -> list[RequestedGrammar]:

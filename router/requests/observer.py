@@ -159,6 +159,8 @@ class Observer:
         for choice in record.choices:
             reason = choice.finish_reason or (record.error.code if record.error else "unknown")
             inc("baton_finished_choices", reason=reason, tenant=tenant)
+            for keyword in choice.violations:
+                inc("baton_schema_violations", keyword=keyword)
             # Only the model's end token says that a grammar was satisfied.
             sampling = active.request.sampling
             own_stop = (*active.request.shown.stops, *sampling.stop_token_ids)

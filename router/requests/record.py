@@ -20,6 +20,7 @@ from engine.core.errors import BatonError, InternalError
 from engine.core.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
 from engine.text.detokenizer import Detokenizer
 from engine.text.reasoning import ReasoningParser
+from engine.text.schema_check import violations
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta, ToolCallParser
 from router.request import GenerationRequest
@@ -81,6 +82,9 @@ class ChoiceRecord:
         self._hides_thinking = thinking is not None and not thinking.shown
         self._tools = ToolCallParser() if request.reads_calls else None
         self._silent = request.prompt_logprobs_only  # its one token is not shown
+        self._checked_schema = request.checked_schema
+        self._content: list[str] = []  # where it is looked at when it is complete
+        self.violations: tuple[str, ...] = ()  # keywords of the schema that it does not keep
         self._tells_ids = shown.token_ids
         self._stop_token_ids = request.sampling.stop_token_ids
         self.reasoning_tokens = 0
@@ -139,6 +143,8 @@ class ChoiceRecord:
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
+        if self._checked_schema and reason == "stop":
+            self.violations = violations(self._checked_schema, "".join(self._content))
         # An end token of the model's own is no reason: the answer was complete.
         asked = stop_token if stop_token in self._stop_token_ids else None
         self.stop_reason = self._pending.stop_reason = asked if stop_string is None else stop_string
@@ -157,13 +163,19 @@ class ChoiceRecord:
     def _show_content(self, text: str) -> None:
         if self._tools is None:
             self._pending.text += text
+            self._keep(text)
         else:
             self._add(*self._tools.push(text))
+
+    def _keep(self, text: str) -> None:
+        if self._checked_schema:
+            self._content.append(text)
 
     def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
         """One delta for each call, however many pieces of it came: clients look at one only."""
         pending = self._pending
         pending.text += text
+        self._keep(text)
         for call in calls:
             if pending.calls and pending.calls[-1].index == call.index:
                 last = pending.calls[-1]
@@ -187,7 +199,7 @@ class ChoiceRecord:
 
     def release_payload(self) -> None:
         """Drop what only a running request needs."""
-        self.token_ids, self._pending = [], Delta(self.index)
+        self.token_ids, self._pending, self._content = [], Delta(self.index), []
 
 
 class RequestRecord:

@@ -138,6 +138,7 @@ def test_tokens_are_ordinary_ones_and_answers_end_by_themselves() -> None:
         ({"grammar": "x"}, None, "", "an emulated engine takes no grammars"),
         ({"logprobs": 0}, None, "", "logprobs are not served by an emulated engine"),
         ({"logit_bias": ((5, 1.0),)}, None, "", "logit_bias is not served by an emulated engine"),
+        ({"bad_words": ((5,),)}, None, "", "bad_words are not served by an emulated engine"),
         ({"prompt_logprobs": 1}, None, "", "prompt_logprobs and embeddings are not served"),
         ({}, None, "last", "prompt_logprobs and embeddings are not served"),
         ({}, AdapterRef("a", "00", "/a"), "", "LoRA adapters are not served by an emulated"),

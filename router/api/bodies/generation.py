@@ -8,6 +8,7 @@ from router.api.bodies import parameters
 from router.api.bodies.common import INT32, Body, Choices, NonEmpty, TokenId, Truncation
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _FLOAT32 = 3.4e38  # what a temperature may be on the wire
 
 
@@ -66,6 +67,7 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=64)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

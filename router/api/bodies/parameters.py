@@ -25,6 +25,7 @@ GENERATION = Fields(
         "stop_token_ids": "up to 64",
         "include_stop_str_in_output": "the text ends with what ended it",
         "skip_special_tokens": "false shows them",
+        "bad_words": "up to 64; never written, be it at the start of a word or within one",
         "n": "up to what one worker runs at once",
         "logit_bias": "-100 to 100 by token id",
         "presence_penalty": "-2 to 2",

@@ -158,6 +158,7 @@ def test_layers_are_announced_when_their_kv_is_in_the_pool_that_others_see() -> 
         ({"grammar": "x"}, False),
         ({"logprobs": 0}, False),
         ({"logit_bias": ((1, 2.0),)}, False),
+        ({"bad_words": ((1, 2),)}, False),
         ({"presence_penalty": 0.5}, False),
         ({"min_tokens": 1}, False),
     ],

@@ -110,6 +110,19 @@ def test_logit_bias_moves_and_bans() -> None:
     assert draw([1.0, 2.0], logit_bias=((1, -100.0),)).token == 0
 
 
+def test_a_bad_word_is_never_completed() -> None:
+    logits = [1.0, 2.0, 3.0]
+    assert draw(logits, bad_words=((2,),)).token == 1
+    assert draw(logits, bad_words=((2,), (1,))).token == 0
+    after_one: dict[str, object] = {"history": (2, 0, 1), "prompt_tokens": 1}
+    assert draw(logits, bad_words=((1, 2),), **after_one).token == 1  # type: ignore[arg-type]
+    assert draw(logits, bad_words=((0, 2),), **after_one).token == 2  # type: ignore[arg-type]
+    assert draw(logits, bad_words=((0, 1, 2),), **after_one).token == 1  # type: ignore[arg-type]
+    # The prompt does not count, and a grammar has the last word.
+    assert draw(logits, bad_words=((1, 2),), history=(0, 1), prompt_tokens=2).token == 2
+    assert masked(logits, {2}, bad_words=((2,),)).token == 2
+
+
 def test_presence_and_frequency_look_at_the_answer_only() -> None:
     history, prompt = (0, 0, 0, 1), 3
     assert (

@@ -7,6 +7,7 @@ import pytest
 
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
+from wire.tokens import unpack_tokens
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -237,6 +238,7 @@ async def test_every_resolved_parameter_reaches_the_worker(fleet, model):
         n=2,
         logprobs=3,
         logit_bias={"7": -5},
+        bad_words=["storm"],
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         repetition_penalty=1.5,
@@ -255,6 +257,8 @@ async def test_every_resolved_parameter_reaches_the_worker(fleet, model):
     assert list(sampling.stop_token_ids) == [5, 6]
     assert (sampling.n, sampling.logprobs) == (2, 3)
     assert [(bias.token_id, bias.bias) for bias in sampling.logit_bias] == [(7, -5.0)]
+    words = {model.tokenizer.decode(unpack_tokens(word)) for word in sampling.bad_words}
+    assert words == {"storm", " storm"}
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling.repetition_penalty == 1.5
     assert (sampling.ignore_eos, sampling.min_tokens, sampling.max_tokens) == (True, 2, 9)

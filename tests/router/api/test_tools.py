@@ -4,7 +4,7 @@ import pytest
 
 from engine.text.grammar import GrammarCompiler
 from router.served_model import ServedModel
-from tests.router.conftest import events_of
+from tests.router.conftest import events_of, until
 from tests.router.emulated_worker import Script
 
 USER = {"role": "user", "content": "hi"}
@@ -211,3 +211,16 @@ async def test_strict_false_leaves_aside_what_no_grammar_can_follow(make_fleet):
     assert (await fleet.chat(response_format=asked)).status_code == 200
     loose = UNIQUE["function"] | {"strict": False}
     assert (await fleet.chat(tools=[UNIQUE | {"function": loose}])).status_code == 200
+
+
+async def test_what_no_grammar_follows_is_counted_where_it_was_not_kept(make_fleet, model):
+    ids = model.tokenizer.encode("[1, 1]")
+    fleet = await make_fleet({"decode-0": Script(answer=ids, stop_token=2)})
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    asked = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
+    answer = await fleet.chat(response_format=asked, max_tokens=20)
+    assert answer.json()["choices"][0]["message"]["content"] == "[1, 1]"
+    count = fleet.router.metrics.value
+    await until(lambda: count("baton_schema_violations", keyword="uniqueItems") == 1)
+    await fleet.chat(response_format={"type": "json_object"}, max_tokens=20)
+    assert count("baton_schema_violations", keyword="uniqueItems") == 1
