@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from router.openapi import answers
+from router.openapi import answers, item_answers
 
-_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+_QUESTION = "What is the capital of France?"
+_MESSAGES = [{"role": "user", "content": _QUESTION}]
 
 
 class Call(NamedTuple):
@@ -17,6 +18,7 @@ class Call(NamedTuple):
         kind: Its media type.
         event: The data of a stream's events, where the call can stream.
         example: A body to send; ``MODEL`` stands for the served name.
+        error: The body of every other status.
         open: Needs no key where the fleet has keys.
     """
 
@@ -24,6 +26,7 @@ class Call(NamedTuple):
     kind: str = "application/json"
     event: type[BaseModel] | None = None
     example: dict[str, Any] | None = None
+    error: type[BaseModel] = answers.Error
     open: bool = False
 
 
@@ -47,6 +50,29 @@ CALLS: dict[tuple[str, str], Call] = {
         answers.ChatCompletion,
         event=answers.ChatCompletionChunk,
         example={"model": "MODEL", "messages": _MESSAGES, "max_tokens": 32},
+    ),
+    ("post", "/v1/responses"): Call(
+        item_answers.Response,
+        event=item_answers.ResponseEvent,
+        example={"model": "MODEL", "input": _QUESTION, "max_output_tokens": 32, "store": False},
+    ),
+    ("post", "/v1/responses/input_tokens"): Call(
+        item_answers.InputTokens, example={"model": "MODEL", "input": _QUESTION}
+    ),
+    ("get", "/v1/responses/{response_id}"): Call(item_answers.Response),
+    ("delete", "/v1/responses/{response_id}"): Call(item_answers.DeletedResponse),
+    ("post", "/v1/responses/{response_id}/cancel"): Call(item_answers.Response),
+    ("get", "/v1/responses/{response_id}/input_items"): Call(item_answers.ItemList),
+    ("post", "/v1/messages"): Call(
+        item_answers.AnsweredMessage,
+        event=item_answers.MessageEvent,
+        example={"model": "MODEL", "messages": _MESSAGES, "max_tokens": 32},
+        error=item_answers.MessageError,
+    ),
+    ("post", "/v1/messages/count_tokens"): Call(
+        item_answers.CountedTokens,
+        example={"model": "MODEL", "messages": _MESSAGES},
+        error=item_answers.MessageError,
     ),
     ("post", "/v1/completions"): Call(
         answers.TextCompletion,

@@ -12,7 +12,7 @@ from router.api.bodies.common import (
     FIRST_FAULT,
     INT32,
     Body,
-    NonEmpty,
+    ModelBody,
     Prompts,
     each,
 )
@@ -23,10 +23,9 @@ _Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), 
 _Limit = Annotated[int, Field(ge=-1, lt=INT32)]
 
 
-class PooledBody(Body):
+class PooledBody(ModelBody):
     """What the three have in common; ``pooling`` is Baton's own."""
 
-    model: NonEmpty
     pooling: Literal["mean", "last"] = "mean"
     truncate_prompt_tokens: _Limit | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
