@@ -174,7 +174,7 @@ async def test_records_are_bounded(make_fleet):
 async def test_metrics_count_each_request_once_and_phases_add_up(fleet):
     for index in range(6):
         await fleet.chat(stream=index % 2 == 0)
-    await fleet.chat(temperature=9)
+    await fleet.chat(temperature=-1)
     await until(lambda: fleet.router.gateway.in_flight == 0)
     values = samples((await fleet.http.get("/metrics")).text)
     tenant = ("tenant", "default")
