@@ -92,7 +92,11 @@ CLIENTS = (
             "llama-index-embeddings-openai-like==0.4.0",
         ),
     ),
-    Client(title="LiteLLM SDK", file="litellm_sdk.py", packages=("litellm>=1.100,<1.110",)),
+    Client(
+        title="LiteLLM SDK",
+        file="litellm_sdk.py",
+        packages=("litellm>=1.100,<1.110", "mcp"),
+    ),
     Client(
         title="LiteLLM proxy", file="litellm_proxy.py", packages=("litellm[proxy]>=1.100,<1.110",)
     ),

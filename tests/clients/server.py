@@ -14,6 +14,9 @@ import uvicorn
 from config.clients import ApiKeyConfig, ClientLimitsConfig
 from config.fleet_file import DEFAULT_MODEL
 from engine.artifacts.artifact import resolve_model
+from fleet.local.redis_server import EmbeddedRedis
+from registry.redis_store import Registry
+from registry.stored_responses import StoredResponses, StoreLimits
 from router.app import Router
 from router.http_server import server_config
 from router.served_model import ServedModel
@@ -28,7 +31,7 @@ KEY = "sk-of-the-clients"
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[str]:
-    """The address of a router, for as long as the context lasts."""
+    """The address of a router, for as long as the context lasts; Redis keeps responses."""
     model = ServedModel(resolve_model(DEFAULT_MODEL), (MODEL, "gpt-4o-mini", "claude-sonnet-4-5"))
     with tempfile.TemporaryDirectory() as folder:
         settings = RouterSettings(
@@ -40,7 +43,12 @@ async def serving() -> AsyncIterator[str]:
             state_dir=folder,
         )
         directory = StaticDirectory()
-        router = Router(settings, model, directory)
+        redis = EmbeddedRedis()
+        await asyncio.to_thread(redis.start)
+        registry = Registry(redis.url, "clients")
+        limits = StoreLimits(keep_s=600, tenant_bytes=2**20, total_bytes=2**20)
+        stored = StoredResponses(registry, limits)
+        router = Router(settings, model, directory, stored_responses=stored)
         server = uvicorn.Server(
             server_config(
                 router.app(),
@@ -64,6 +72,8 @@ async def serving() -> AsyncIterator[str]:
             server.should_exit = True
             await task
             await worker.stop()
+            await registry.close()
+            await asyncio.to_thread(redis.stop)
 
 
 async def abilities(url: str) -> set[str]:
