@@ -50,7 +50,12 @@ _Limit = Annotated[int, Query(ge=1, le=10_000)]
 _Record = TypeVar("_Record", FileRecord, BatchRecord)
 
 Endpoint = Literal[
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank"
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
 ]
 
 

@@ -116,6 +116,19 @@ async def test_other_calls_make_batches_too(start):
         assert len(answers["b"]["response"]["body"]["data"]) == 2
 
 
+async def test_responses_make_batches_too(start):
+    fleet = await start()
+    url = "/v1/responses"
+    content = line("a", url, input="hi", max_output_tokens=2) + b"\n" + line("b", url, input=[])
+    async with client_of(fleet) as client:
+        done = await ended(client, await begin(client, content, url))
+        (answer,) = await read(client, done.output_file_id)
+        (refused,) = await read(client, done.error_file_id)
+    assert answer["response"]["body"]["status"] == "incomplete"
+    assert refused["custom_id"] == "b"
+    assert fleet.workers["decode-0"].submissions[0].priority == LOWEST_PRIORITY
+
+
 async def test_a_line_of_garbage_is_an_error_of_that_line(start):
     fleet = await start()
     content = b"\n".join(
