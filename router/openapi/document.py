@@ -57,7 +57,8 @@ def _add(schemas: dict[str, Any], kind: type[BaseModel]) -> dict[str, str]:
 def _complete(
     operation: dict[str, Any], call: Call | None, schemas: dict[str, Any], model_name: str
 ) -> None:
-    error = {"description": "What went wrong", "content": _content(_add(schemas, Error))}
+    kind = Error if call is None else call.error
+    error = {"description": "What went wrong", "content": _content(_add(schemas, kind))}
     operation["responses"].setdefault("default", error)
     if call is None:
         return
