@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from router.openapi import answers, item_answers
+from router.openapi import answers, batch_answers, newer_answers
 
-_QUESTION = "What is the capital of France?"
-_MESSAGES = [{"role": "user", "content": _QUESTION}]
+_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Call(NamedTuple):
@@ -18,16 +17,16 @@ class Call(NamedTuple):
         kind: Its media type.
         event: The data of a stream's events, where the call can stream.
         example: A body to send; ``MODEL`` stands for the served name.
-        error: The body of every other status.
         open: Needs no key where the fleet has keys.
+        error: The body of an error.
     """
 
     answer: type[BaseModel] | None = None
     kind: str = "application/json"
     event: type[BaseModel] | None = None
     example: dict[str, Any] | None = None
-    error: type[BaseModel] = answers.Error
     open: bool = False
+    error: type[BaseModel] = answers.Error
 
 
 def _rerank(**example: Any) -> Call:
@@ -51,29 +50,6 @@ CALLS: dict[tuple[str, str], Call] = {
         event=answers.ChatCompletionChunk,
         example={"model": "MODEL", "messages": _MESSAGES, "max_tokens": 32},
     ),
-    ("post", "/v1/responses"): Call(
-        item_answers.Response,
-        event=item_answers.ResponseEvent,
-        example={"model": "MODEL", "input": _QUESTION, "max_output_tokens": 32, "store": False},
-    ),
-    ("post", "/v1/responses/input_tokens"): Call(
-        item_answers.InputTokens, example={"model": "MODEL", "input": _QUESTION}
-    ),
-    ("get", "/v1/responses/{response_id}"): Call(item_answers.Response),
-    ("delete", "/v1/responses/{response_id}"): Call(item_answers.DeletedResponse),
-    ("post", "/v1/responses/{response_id}/cancel"): Call(item_answers.Response),
-    ("get", "/v1/responses/{response_id}/input_items"): Call(item_answers.ItemList),
-    ("post", "/v1/messages"): Call(
-        item_answers.AnsweredMessage,
-        event=item_answers.MessageEvent,
-        example={"model": "MODEL", "messages": _MESSAGES, "max_tokens": 32},
-        error=item_answers.MessageError,
-    ),
-    ("post", "/v1/messages/count_tokens"): Call(
-        item_answers.CountedTokens,
-        example={"model": "MODEL", "messages": _MESSAGES},
-        error=item_answers.MessageError,
-    ),
     ("post", "/v1/completions"): Call(
         answers.TextCompletion,
         event=answers.TextCompletion,
@@ -81,6 +57,30 @@ CALLS: dict[tuple[str, str], Call] = {
     ),
     ("post", "/v1/embeddings"): Call(
         answers.EmbeddingList, example={"model": "MODEL", "input": ["a cat", "a kitten"]}
+    ),
+    ("post", "/v1/responses"): Call(
+        newer_answers.ResponseObject,
+        event=newer_answers.NamedEvent,
+        example={"model": "MODEL", "input": "What is the capital of France?"},
+    ),
+    ("post", "/v1/responses/input_tokens"): Call(
+        newer_answers.InputTokens,
+        example={"model": "MODEL", "input": "What is the capital of France?"},
+    ),
+    ("get", "/v1/responses/{response_id}"): Call(newer_answers.ResponseObject),
+    ("delete", "/v1/responses/{response_id}"): Call(newer_answers.DeletedResponse),
+    ("post", "/v1/responses/{response_id}/cancel"): Call(newer_answers.ResponseObject),
+    ("get", "/v1/responses/{response_id}/input_items"): Call(newer_answers.InputItems),
+    ("post", "/v1/messages"): Call(
+        newer_answers.MessagesAnswer,
+        event=newer_answers.NamedEvent,
+        example={"model": "MODEL", "max_tokens": 32, "messages": _MESSAGES},
+        error=newer_answers.MessagesError,
+    ),
+    ("post", "/v1/messages/count_tokens"): Call(
+        newer_answers.InputTokens,
+        example={"model": "MODEL", "messages": _MESSAGES},
+        error=newer_answers.MessagesError,
     ),
     ("post", "/v1/score"): _SCORE,
     ("post", "/score"): _SCORE,
@@ -102,18 +102,18 @@ CALLS: dict[tuple[str, str], Call] = {
     ("post", "/v1/unload_lora_adapter"): Call(
         None, kind="text/plain", example={"lora_name": "pirate"}
     ),
-    ("post", "/v1/files"): Call(answers.FileObject),
-    ("get", "/v1/files"): Call(answers.FileList),
-    ("get", "/v1/files/{file_id}"): Call(answers.FileObject),
-    ("delete", "/v1/files/{file_id}"): Call(answers.DeletedFile),
+    ("post", "/v1/files"): Call(batch_answers.FileObject),
+    ("get", "/v1/files"): Call(batch_answers.FileList),
+    ("get", "/v1/files/{file_id}"): Call(batch_answers.FileObject),
+    ("delete", "/v1/files/{file_id}"): Call(batch_answers.DeletedFile),
     ("get", "/v1/files/{file_id}/content"): Call(None, kind="application/octet-stream"),
     ("post", "/v1/batches"): Call(
-        answers.Batch,
+        batch_answers.Batch,
         example={"input_file_id": "file-0", "endpoint": "/v1/chat/completions"},
     ),
-    ("get", "/v1/batches"): Call(answers.BatchList),
-    ("get", "/v1/batches/{batch_id}"): Call(answers.Batch),
-    ("post", "/v1/batches/{batch_id}/cancel"): Call(answers.Batch),
+    ("get", "/v1/batches"): Call(batch_answers.BatchList),
+    ("get", "/v1/batches/{batch_id}"): Call(batch_answers.Batch),
+    ("post", "/v1/batches/{batch_id}/cancel"): Call(batch_answers.Batch),
     ("get", "/health"): _HEALTH,
     ("get", "/ping"): _HEALTH,
     ("post", "/ping"): _HEALTH,

@@ -57,7 +57,7 @@ def _add(schemas: dict[str, Any], kind: type[BaseModel]) -> dict[str, str]:
 def _complete(
     operation: dict[str, Any], call: Call | None, schemas: dict[str, Any], model_name: str
 ) -> None:
-    kind = call.error if call is not None else Error
+    kind = Error if call is None else call.error
     error = {"description": "What went wrong", "content": _content(_add(schemas, kind))}
     operation["responses"].setdefault("default", error)
     if call is None:

@@ -100,6 +100,8 @@ CLIENTS = (
     Client(
         title="LiteLLM proxy", file="litellm_proxy.py", packages=("litellm[proxy]>=1.100,<1.110",)
     ),
+    Client(title="guidellm", file="guidellm_.py", packages=("guidellm==0.8.1",)),  # brings torch
+    Client(title="aiperf", file="aiperf_.py", packages=("aiperf==0.13.0",)),
     Client(title="openai (Node)", file="openai_node.mjs", packages=("openai@7.57.0", "zod@4.6.7")),
     Client(
         title="Vercel AI SDK",
