@@ -27,10 +27,10 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all check bench bench-gpu proto stop clean
+.PHONY: help serve test test-all test-clients check bench bench-gpu proto stop clean
 
 help: ## list these targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
@@ -59,6 +59,9 @@ test: $(VENV)/.dev ## the tests, warnings as errors
 
 test-all: $(VENV)/.dev ## the slow tests too
 	$(PYTEST) -n 2 --dist loadscope
+
+test-clients: $(VENV)/.dev ## the clients that people bring, each in an environment of its own
+	$(PYTEST) -q tests/clients
 
 check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 	$(BIN)/ruff format --check .

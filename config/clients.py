@@ -2,8 +2,22 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from config.batch import BatchConfig
+
+ANY_ORIGIN = "*"
+
+Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*?#]+)$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -48,9 +62,14 @@ class StoredResponsesConfig(BaseModel):
 
 
 class ClientLimitsConfig(BaseModel):
-    """What the router bears: for how long a slow client, how many clients, how odd their bodies.
+    """What the router bears: slow clients, many of them, from where, and how odd their bodies.
 
     Attributes:
+        cors_origins: Pages of these origins may call the router (``https://chat.example.com``);
+            ``*`` is any page. Empty: browsers keep their pages away.
+        cors_any_origin_with_keys: Says that ``*`` is meant, in a fleet that has API keys: any
+            page that comes by a key can then use it.
+        batch: Files and batches that clients leave.
         strict: A field that nobody knows is refused; otherwise it is left aside, and the header
             ``x-baton-ignored`` names it.
     """
@@ -61,5 +80,30 @@ class ClientLimitsConfig(BaseModel):
     body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
+    cors_origins: tuple[Origin, ...] = ()
+    cors_any_origin_with_keys: bool = False
+    batch: BatchConfig = BatchConfig()
     strict: bool = False
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _a_list_is_a_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+
+def _any_origin_is_meant(clients: ClientLimitsConfig, info: ValidationInfo) -> ClientLimitsConfig:
+    """Refuse ``*`` beside API keys: a page that should not know a key must not be able to use it.
+
+    Reads ``api_keys`` of the fleet file, where that stands above.
+    """
+    meant = clients.cors_any_origin_with_keys
+    if ANY_ORIGIN in clients.cors_origins and info.data.get("api_keys") and not meant:
+        raise ValueError(
+            "cors_origins has '*' and the fleet has api_keys: any web page could use a key that it "
+            "got hold of. Name the origins, or say `cors_any_origin_with_keys: true`"
+        )
+    return clients
+
+
+Clients = Annotated[ClientLimitsConfig, AfterValidator(_any_origin_is_meant)]

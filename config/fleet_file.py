@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from config.clients import ApiKeyConfig, ClientLimitsConfig
+from config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
 from config.engine import EngineConfig
 from config.logs import LogsConfig
 
@@ -161,7 +161,7 @@ class FleetConfig(BaseModel):
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     api_keys: Mapping[str, ApiKeyConfig] | None = None  # key -> tenant, or what it may do
-    clients: ClientLimitsConfig = ClientLimitsConfig()
+    clients: Clients = ClientLimitsConfig()
     share_cache_between_tenants: bool = False
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     default_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0

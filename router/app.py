@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
 
 from registry.stored_responses import StoredResponses
 from router.adapter_table import AdapterSharedTable
@@ -17,7 +18,13 @@ from router.api.call_headers import CallHeaders
 from router.api.messages import endpoints as messages
 from router.api.messages.errors import MESSAGES_ERRORS
 from router.api.parts import RouterParts
+from router.api.pooling import calls as pooling
 from router.api.responses import endpoints as responses
+from router.batch import calls as batch
+from router.batch.runner import BatchRunner
+from router.http.cors import allow_origins
+from router.http.methods import HeadAndOptions
+from router.openapi.document import describe
 from router.placement.index_feed import EventSource, IndexFeeder
 from router.requests.tickets import TicketFeed, TicketSource
 from router.served_model import ServedModel
@@ -32,9 +39,11 @@ _ENDPOINTS = (
     generation.routes,
     responses.routes,
     messages.routes,
+    pooling.routes,
     models.routes,
     operations.routes,
     page.routes,
+    batch.routes,
 )
 
 
@@ -70,8 +79,8 @@ class Router:
         self._feeder = IndexFeeder(self.parts.prefix_index, events, self.parts.metrics)
 
     @contextlib.asynccontextmanager
-    async def running(self, _: object = None) -> AsyncIterator[None]:
-        """Connected to the workers, for as long as the context lasts."""
+    async def running(self, app: ASGIApp | None = None) -> AsyncIterator[None]:
+        """Connected to the workers, for as long as the context lasts; ``app`` runs batches."""
         parts = self.parts
         state_dir = parts.settings.state_dir
         file = Path(state_dir) / "adapters.json" if state_dir else None
@@ -82,6 +91,9 @@ class Router:
         self._ticket_feed.start()
         await self._know_workers()
         parts.tasks.keep(self._sample, "live series")
+        store = batch.store_of(parts.settings)
+        if app is not None and store is not None:
+            BatchRunner(store, parts.settings, parts.metrics, parts.tasks).start(app)
         # The first long text should not have to wait for what is the same for all of them.
         parts.tasks.spawn(asyncio.to_thread(parts.model.know_lengths), "lengths of tokens")
         try:
@@ -126,31 +138,21 @@ class Router:
             title="Baton router",
             summary="OpenAI's API over a disaggregated fleet",
             lifespan=self.running,
+            docs_url=None,  # theirs load scripts of another host; ours is `router/api/page.py`
             redoc_url=None,
         )
         errors.install(app, {"/v1/messages": MESSAGES_ERRORS})
         strict = self.parts.settings.clients.strict
         app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
+        served: list[BaseRoute] = []
         for routes in _ENDPOINTS:
             endpoints = routes(self.parts)
             app.include_router(endpoints)
             bodies += endpoints.bodies
-        _describe_bodies(app, bodies)
+            served += endpoints.routes
+        app.add_middleware(HeadAndOptions, routes=[*app.routes, *served])
+        allow_origins(app, self.parts.settings.clients)
+        has_keys = self.parts.settings.api_keys is not None
+        describe(app, bodies, self.parts.model.names[0], has_keys=has_keys)
         return app
-
-
-def _describe_bodies(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
-    """Add the schemas of the bodies to what FastAPI knows of the endpoints."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in bodies:
-            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas.update(schema.pop("$defs", {}))
-            schemas[kind.__name__] = schema
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

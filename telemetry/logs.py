@@ -5,8 +5,8 @@
         _LOG.warning("a frame was refused")            # has request_id and trace_id
 
 As text, the ids stand in brackets behind the message. As JSON, each line is one object: ``time``,
-``level``, ``logger``, ``message``, ``request_id``, ``trace_id``, ``exc_info``, and whatever the
-caller gave as ``extra``.
+``level``, ``logger``, ``message``, ``request_id``, ``trace_id``, ``client_request_id``,
+``exc_info``, and whatever the caller gave as ``extra``.
 """
 
 import logging
@@ -27,6 +27,7 @@ _ZERO_TRACE = "0" * 32
 class _Ids(NamedTuple):
     request_id: str = ""
     trace_id: str = ""
+    client_request_id: str = ""
 
 
 _ids: ContextVar[_Ids] = ContextVar("baton_log_ids", default=_Ids())  # noqa: B039 - immutable
@@ -57,7 +58,18 @@ def request_context(request_id: str, traceparent: str) -> Iterator[None]:
         request_id: Of the request; ``""`` where there is none yet.
         traceparent: W3C; ``""`` or nonsense is no trace.
     """
-    token = _ids.set(_Ids(request_id, trace_id_of(traceparent)))
+    client_id = _ids.get().client_request_id
+    token = _ids.set(_Ids(request_id, trace_id_of(traceparent), client_id))
+    try:
+        yield
+    finally:
+        _ids.reset(token)
+
+
+@contextmanager
+def client_context(client_request_id: str) -> Iterator[None]:
+    """Lines that are written inside belong to the call that a client names so."""
+    token = _ids.set(_ids.get()._replace(client_request_id=client_request_id))
     try:
         yield
     finally:
@@ -74,8 +86,7 @@ def trace_id_of(traceparent: str) -> str:
 
 def add_ids(record: logging.LogRecord) -> bool:
     """A filter of a handler: put the ids of the present request on the record."""
-    ids = _ids.get()
-    for name, value in (("request_id", ids.request_id), ("trace_id", ids.trace_id)):
+    for name, value in _ids.get()._asdict().items():
         if value and not hasattr(record, name):
             setattr(record, name, value)
     return True
@@ -89,7 +100,11 @@ class _TextLines(logging.Formatter):
         line = super().formatMessage(record)
         ids = [
             f"{name}={getattr(record, field)}"
-            for name, field in (("request", "request_id"), ("trace", "trace_id"))
+            for name, field in (
+                ("request", "request_id"),
+                ("trace", "trace_id"),
+                ("client", "client_request_id"),
+            )
             if getattr(record, field, "")
         ]
         return f"{line} [{' '.join(ids)}]" if ids else line

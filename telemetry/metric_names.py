@@ -210,6 +210,21 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "mode",
     ),
     "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_batch_lines": _count(
+        "Lines of batches that ended: completed, failed.",
+        "outcome",
+        from_start=("completed", "failed"),
+    ),
+    "baton_fleet_running_requests": _gauge(
+        "Requests in the batches of all workers, as they last reported.",
+        vllm="num_requests_running",
+    ),
+    "baton_fleet_waiting_requests": _gauge(
+        "Requests that wait, at this router and at all workers.", vllm="num_requests_waiting"
+    ),
+    "baton_fleet_kv_usage_ratio": _gauge(
+        "Leased blocks / total, of all workers.", vllm="kv_cache_usage_perc"
+    ),
     "baton_client_timeouts": _count(
         "Clients that were too slow and were dropped: header, body, write.",
         "kind",

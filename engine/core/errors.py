@@ -9,9 +9,11 @@
     │   ├── ModelNotFoundError     404
     │   ├── ResponseNotFoundError  404  no such stored response, for this tenant
     │   ├── PreviousResponseError  400  nor one to go on from
+    │   ├── ThreadsError           400  conversations of /v1/messages are not kept here
     │   ├── AdapterExistsError     409  a LoRA adapter of that name is loaded
     │   ├── SlowRequestError       408  the request did not come in time
-    │   └── PayloadTooLargeError   413
+    │   ├── PayloadTooLargeError   413
+    │   └── UnsupportedMediaError  415  a content-encoding that nothing here unfolds
     ├── QueueFullError             429  with an honest Retry-After
     ├── CancelledError_            499  the client went away (never sent)
     │   └── ClientClosedError      499  while it still sent its body
@@ -109,6 +111,12 @@ class PreviousResponseError(InvalidRequestError):
     code = "previous_response_not_found"
 
 
+class ThreadsError(InvalidRequestError):
+    """A conversation of ``/v1/messages`` is to be kept; clients then send all of it each time."""
+
+    code = "thread_unsupported_request"  # Anthropic's own, which its clients know
+
+
 class AdapterExistsError(InvalidRequestError):
     """The name is taken."""
 
@@ -128,6 +136,13 @@ class PayloadTooLargeError(InvalidRequestError):
 
     code = "payload_too_large"
     status = 413
+
+
+class UnsupportedMediaError(InvalidRequestError):
+    """The body comes in an encoding, or of a type, that is not read here."""
+
+    code = "unsupported_media_type"
+    status = 415
 
 
 class QueueFullError(BatonError):

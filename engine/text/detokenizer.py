@@ -80,7 +80,8 @@ class Detokenizer:
         special_ids: frozenset[int] | None = frozenset(),
     ) -> None:
         self._stop_text = stop_text
-        self._special_ids = tokenizer.special_ids if special_ids is None else special_ids
+        self._shown_ids = tokenizer.special_ids if special_ids is None else special_ids
+        self._bytes = self._chosen_bytes if self._shown_ids else tokenizer.shown_bytes
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)
@@ -105,8 +106,8 @@ class Detokenizer:
         shown, self.stopped_by = self._matcher.push(text)
         return shown + self.stopped_by if self._stop_text and self.stopped_by else shown
 
-    def _bytes(self, token_id: int) -> bytes:
-        if token_id in self._special_ids:
+    def _chosen_bytes(self, token_id: int) -> bytes:
+        if token_id in self._shown_ids:
             return self._tokenizer.token_bytes(token_id)
         return self._tokenizer.shown_bytes(token_id)
 

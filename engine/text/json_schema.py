@@ -6,7 +6,6 @@ schemas are joined (``allOf``, or ``properties`` beside ``anyOf`` or ``$ref``) t
 not its parts, which would forbid each other's keys.
 """
 
-import copy
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,57 +15,27 @@ from engine.core.errors import GrammarError
 # Between the parts of a JSON text stands what printers of JSON write: nothing, one space, or a new
 # line with its indent. Without a bound a weak model writes white space until max_tokens.
 _OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
-_FORMATS = frozenset(
-    [
-        "date-time",
-        "time",
-        "date",
-        "duration",
-        "email",
-        "hostname",
-        "ipv4",
-        "ipv6",
-        "uuid",
-        "uri",
-        "unknown",
-    ]
+_FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
+    "uri",
 )
 UNFOLLOWED_KEYWORDS = frozenset(
-    [
-        "not",
-        "if",
-        "contains",
-        "minContains",
-        "maxContains",
-        "uniqueItems",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "propertyNames",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "$dynamicRef",
-        "$recursiveRef",
-    ]
+    (
+        *("not", "if", "contains", "minContains", "maxContains", "uniqueItems"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
+        *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+    )
 )
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = [
-    "items",
-    "additionalProperties",
-    "additionalItems",
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "propertyNames",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-]
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # items: in older drafts
+_SINGLE = (
+    *("items", "additionalItems", "additionalProperties", "propertyNames", "contains"),
+    *("not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems"),
+)
 _JOINTS = ("allOf", "anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
 _MAX_COPIES = 32  # of schemas that others refer to
+_MAX_COPIED_PARTS = 4096  # in all of them
 
 Schema = dict[str, Any]
 
@@ -90,7 +59,7 @@ def ready(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    found: Schema = copy.deepcopy(schema)
+    found: Schema = _copied(schema)
     options = found.get("x-guidance")
     strict = not (isinstance(options, dict) and options.get("lenient") is True)
     _rewrite(found)
@@ -116,7 +85,7 @@ def lenient(schema: Schema) -> Schema:
 
 def checked_afterwards(schema: Schema) -> bool:
     """Whether there is anything in a schema that no grammar can follow."""
-    found: Schema = copy.deepcopy(schema)
+    found: Schema = _copied(schema)
     _rewrite(found)
     return next(unfollowed_in(found), None) is not None
 
@@ -140,16 +109,22 @@ def _parts(schema: Any, place: str) -> Iterator[tuple[str, Schema]]:
     if not isinstance(schema, dict):
         return
     yield place, schema
-    for keyword in _MAPS:
-        inner = schema.get(keyword)
-        for name, part in inner.items() if isinstance(inner, dict) else ():
-            yield from _parts(part, f"{place}/{keyword}/{name}")
-    for keyword in (*_LISTS, "items"):
-        inner = schema.get(keyword)
-        for index, part in enumerate(inner) if isinstance(inner, list) else ():
-            yield from _parts(part, f"{place}/{keyword}/{index}")
-    for keyword in _SINGLE:
-        yield from _parts(schema.get(keyword), f"{place}/{keyword}")
+    for keyword, inner in schema.items():
+        if keyword in _MAPS:
+            for name, part in inner.items() if isinstance(inner, dict) else ():
+                yield from _parts(part, f"{place}/{keyword}/{name}")
+        elif keyword in _LISTS and isinstance(inner, list):
+            for index, part in enumerate(inner):
+                yield from _parts(part, f"{place}/{keyword}/{index}")
+        elif keyword in _SINGLE:
+            yield from _parts(inner, f"{place}/{keyword}")
+
+
+def _copied(value: Any) -> Any:
+    """A copy of JSON, in a fraction of the time of ``copy.deepcopy``."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _rewrite(schema: Schema) -> None:
@@ -193,10 +168,10 @@ class _Closer:
     """
 
     def __init__(self, root: Schema) -> None:
-        self._untouched = copy.deepcopy(root)
+        self._untouched = _copied(root)
         self._joined: set[int] = set()  # parts that the whole around them closes, or leaves open
         self._todo = deque(part for _, part in _parts(root, "#"))  # a whole before its parts
-        self._copies = 0
+        self._copies = self._copied_parts = 0
 
     def close(self) -> None:
         """Close all."""
@@ -238,11 +213,15 @@ class _Closer:
         if not isinstance(target, dict):
             return item
         self._copies += 1
-        if self._copies > _MAX_COPIES:
-            raise GrammarError(f"more than {_MAX_COPIES} references are joined to other schemas")
-        found: Schema = copy.deepcopy({k: v for k, v in target.items() if k not in _DEFINITIONS})
+        if self._copies > _MAX_COPIES or self._copied_parts > _MAX_COPIED_PARTS:
+            raise GrammarError(
+                f"more than {_MAX_COPIES} references are joined to other schemas, or to large ones"
+            )
+        found: Schema = _copied({k: v for k, v in target.items() if k not in _DEFINITIONS})
         found |= {key: value for key, value in item.items() if key != "$ref"}
+        before = len(self._todo)
         self._todo.extend(part for _, part in _parts(found, "#"))
+        self._copied_parts += len(self._todo) - before
         return found
 
     def _target(self, reference: Any) -> Any:

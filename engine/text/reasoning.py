@@ -11,15 +11,14 @@ the text is cut into pieces, the same thinking and the same content come out.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from engine.core.errors import InvalidRequestError
 from engine.text.detokenizer import StopMatcher
 from engine.text.tokenizer import TextTokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningTags:
+class ReasoningTags(NamedTuple):
     """What stands around the thinking."""
 
     begin: str
@@ -52,12 +51,17 @@ class ReasoningSyntax:
 
     @classmethod
     def of(cls, template: str | None, tokenizer: TextTokenizer) -> Self | None:
-        """The syntax of a model that thinks, by its chat template; None for one that does not."""
-        source = template or ""
-        tags = next((tags for tags in _KNOWN if tags.end in source), None)
+        """The syntax of a model that thinks; None for one that does not.
+
+        Its chat template speaks of the tags, or its vocabulary has them as tokens of their own.
+        """
+        ids = {tag: tokenizer.backend.token_to_id(tag) for tags in _KNOWN for tag in tags}
+        told = [tags for tags in _KNOWN if tags.end in (template or "")]
+        known = [tags for tags in _KNOWN if all(ids[tag] is not None for tag in tags)]
+        tags = next(iter([*told, *known]), None)
         if tags is None:
             return None
-        begin_id, end_id = map(tokenizer.backend.token_to_id, (tags.begin, tags.end))
+        begin_id, end_id = ids[tags.begin], ids[tags.end]
         special = tokenizer.special_ids & {begin_id, end_id}
         return cls(tags=tags, begin_id=begin_id, end_id=end_id, special_ids=special)
 
@@ -82,9 +86,8 @@ class ReasoningSyntax:
         """
         if self.end_id is not None:
             other = ",".join(map(str, sorted({self.end_id, *end_ids})))
-            count = "*" if budget is None else f"{{0,{budget}}}"
-            thought = f"<[^{other}]>{count} <[{self.end_id}]>"
-            rules = [f"thought: {thought}"]
+            inner = f"<[^{other}]>{'*' if budget is None else f'{{0,{budget}}}'} "
+            rules = [f"thought: {'' if budget == 0 else inner}<[{self.end_id}]>"]
         elif budget is not None:
             raise InvalidRequestError(
                 f"thinking_token_budget: this model writes {self.tags.end} in several tokens, so "

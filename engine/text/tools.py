@@ -16,6 +16,8 @@ from typing import Any, Literal, cast
 
 from pydantic_core import from_json
 
+from engine.core.errors import GrammarError
+from engine.text.grammar import MAX_SOURCE_CHARACTERS
 from engine.text.json_schema import lenient, ready
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
@@ -211,6 +213,8 @@ def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> s
 def _schema(tool: Tool) -> dict[str, Any]:
     """The schema of the arguments."""
     given = {"type": "object", **(tool.parameters or {})}
+    if len(json.dumps(given)) > MAX_SOURCE_CHARACTERS:
+        raise GrammarError(f"{tool.name}: over {MAX_SOURCE_CHARACTERS} characters of parameters")
     if given.keys().isdisjoint(_SAYING_MORE):
         given["properties"] = {}  # no arguments: it does not mean any argument
     if tool.lenient:

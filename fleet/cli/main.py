@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from fleet.cli.batch import batch
 from fleet.cli.capacity import capacity
 from fleet.cli.chat import chat
 from fleet.cli.explain import explain
@@ -27,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    *(capacity, up, down, status, top, explain, doctor, chat, logs, drain, restart),
+    *(capacity, up, down, status, top, explain, doctor, chat, batch, logs, drain, restart),
     *(lab, simulate),
 ):
     app.command()(command)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.bodies.fields import HEADER, Ignored
+from telemetry.logs import client_context
 from telemetry.metrics import Metrics
 
 # It stands in logs, in traces and in a header: no white space, no quotes, nothing to escape.
@@ -62,7 +63,8 @@ class CallHeaders:
                     self._count(ignored)
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        with client_context(client_id):
+            await self._app(scope, receive, send_with_headers)
 
     def _count(self, ignored: Ignored) -> None:
         for place in ignored:

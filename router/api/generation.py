@@ -12,6 +12,7 @@ from opentelemetry.trace import Span
 from engine.core.errors import BatonError, DeadlineError, InternalError
 from router.api.answer import Answer, AnswerContext
 from router.api.bodies.chat import ChatBody
+from router.api.bodies.common import ModelBody
 from router.api.bodies.completion import CompletionBody
 from router.api.bodies.embedding import EmbeddingBody
 from router.api.bodies.generation import GenerationBody
@@ -21,24 +22,13 @@ from router.api.embeddings import EmbeddingAnswer
 from router.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
 from router.api.formats.answer_format import ChunkFormat, DataEvents
 from router.api.formats.openai import ChatFormat, CompletionFormat
-from router.api.messages.body import CountTokensBody, MessagesBody
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import Caller, off_loop, read_headers
-from router.api.responses.body import InputTokensBody, ResponsesBody
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.request import GenerationRequest
 
-_Body = TypeVar(
-    "_Body",
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-    MessagesBody,
-    CountTokensBody,
-    ResponsesBody,
-    InputTokensBody,
-)
+_Body = TypeVar("_Body", bound=ModelBody)
 
 
 def routes(router: RouterParts) -> Endpoints:

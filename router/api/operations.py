@@ -1,14 +1,18 @@
 """For operators: health, metrics, the workers, and why a request went where it went.
 
-Where the fleet has API keys, health is open to all; metrics and workers are for operators; what is
-told of a request is for its tenant and for operators.
+Where the fleet has API keys, health and version are open to all; metrics, load and workers are for
+operators; what is told of a request is for its tenant and for operators.
+
+``/health``, ``/ping``, ``/version`` and ``/load`` are what vLLM has, for tools that look for them.
 """
 
+import importlib.metadata
 from collections import Counter
 from typing import Annotated, Any
 
 from fastapi import HTTPException, Query, Request, Response
 
+from engine.core.errors import UnavailableError
 from router.access import access_of, check_operator, is_operator
 from router.api.parts import Endpoints, RouterParts
 from router.watch.rates import rates
@@ -19,8 +23,31 @@ _WORKER_STATES = ("starting", "ready", "draining", "dead")
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """``/health/*``, ``/metrics`` and ``/fleet*``."""
+    """``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
+    version = importlib.metadata.version("baton-serve")
+
+    @api.get("/health")
+    async def health() -> Response:
+        """A worker is there to answer. Costs nothing; ``/health/ready`` tries it."""
+        return _healthy(router)
+
+    @api.get("/ping")
+    @api.post("/ping")
+    async def ping() -> Response:
+        """The same, as SageMaker asks."""
+        return _healthy(router)
+
+    @api.get("/version")
+    async def version_() -> dict[str, str]:
+        """Baton's version."""
+        return {"version": version}
+
+    @api.get("/load")
+    async def load(request: Request) -> dict[str, int]:
+        """Requests of this router that are not over, those that wait included."""
+        check_operator(request.headers, router.settings)
+        return {"server_load": router.gateway.in_flight}
 
     @api.get("/health/live")
     async def live() -> dict[str, str]:
@@ -91,6 +118,12 @@ def routes(router: RouterParts) -> Endpoints:
     return api
 
 
+def _healthy(router: RouterParts) -> Response:
+    if not router.gateway.workers.usable:
+        raise UnavailableError("no worker is ready")
+    return Response()
+
+
 def _owner(explanation: dict[str, Any]) -> object:
     """The tenant of a request, or of the call whose parts are listed."""
     return explanation["parts"][0]["tenant"] if "parts" in explanation else explanation["tenant"]
@@ -102,6 +135,17 @@ def _set_gauges(router: RouterParts) -> None:
     for role in _ROLES:
         for state in _WORKER_STATES:
             router.metrics.set("baton_workers", counts[role, state], role=role, state=state)
+    running, waiting = 0, router.gateway.admission.waiting
+    total_blocks = leased_blocks = 0
+    for slot in router.gateway.workers.usable:
+        if slot.link is not None and slot.link.status is not None:
+            status = slot.link.status
+            running, waiting = running + status.running, waiting + status.waiting
+            total_blocks += status.kv_blocks.total
+            leased_blocks += status.kv_blocks.leased
+    router.metrics.set("baton_fleet_running_requests", running)
+    router.metrics.set("baton_fleet_waiting_requests", waiting)
+    router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
     router.metrics.set("baton_mirror_names", router.prefix_index.total_hashes)
     router.metrics.set("baton_adapters_served", len(router.model.adapters.served()))
 

@@ -1,9 +1,10 @@
-"""The live page at ``/``: static files that come with the package, from this host alone.
+"""The live page at ``/`` and the API's at ``/docs``: static files of the package, from this host.
 
 The page itself holds nothing of the fleet and needs no key; its calls do, where the fleet has keys.
 """
 
 import hashlib
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from router.api.parts import Endpoints, RouterParts
 _FILES = {
     "page.css": ("page.css", "text/css"),
     "page.js": ("page.js", "text/javascript"),
+    "docs.js": ("docs.js", "text/javascript"),
+    "swagger.css": ("vendor/swagger-ui.css", "text/css"),
+    "swagger.js": ("vendor/swagger-ui-bundle.js", "text/javascript"),
     "uplot.css": ("vendor/uPlot.min.css", "text/css"),
     "uplot.js": ("vendor/uPlot.iife.min.js", "text/javascript"),
 }
@@ -25,6 +29,13 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+# Swagger UI sets styles of its elements.
+_DOCS_HEADERS = {
+    **_HEADERS,
+    "content-security-policy": _HEADERS["content-security-policy"].replace(
+        "style-src 'self'", "style-src 'self' 'unsafe-inline'"
+    ),
+}
 
 
 class _File(NamedTuple):
@@ -34,15 +45,20 @@ class _File(NamedTuple):
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """``/`` and ``/page/*``."""
+    """``/``, ``/docs`` and ``/page/*``."""
     api = Endpoints()
-    index = _read("index.html", "text/html")
+    index, docs = _read("index.html", "text/html"), _read("docs.html", "text/html")
     loaded = {name: _read(path, kind) for name, (path, kind) in _FILES.items()}
 
     @api.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         """The page."""
         return _answer(request, index)
+
+    @api.get("/docs", include_in_schema=False)
+    async def api_page(request: Request) -> Response:
+        """Swagger UI over ``/openapi.json``."""
+        return _answer(request, docs, _DOCS_HEADERS)
 
     @api.get("/page/{name}", include_in_schema=False)
     async def part(request: Request, name: str) -> Response:
@@ -59,8 +75,8 @@ def _read(path: str, media_type: str) -> _File:
     return _File(body, f"{media_type}; charset=utf-8", f'"{hashlib.sha256(body).hexdigest()[:16]}"')
 
 
-def _answer(request: Request, file: _File) -> Response:
-    headers = {**_HEADERS, "etag": file.etag}
+def _answer(request: Request, file: _File, policy: Mapping[str, str] = _HEADERS) -> Response:
+    headers = {**policy, "etag": file.etag}
     if request.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)
     return Response(file.body, media_type=file.media_type, headers=headers)

@@ -22,6 +22,7 @@ from engine.core.errors import (
 )
 from registry.stored_responses import StoredResponses
 from router.api.prepare import Preparer
+from router.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_load import fitted_rates
 from router.requests.gateway import Gateway
@@ -119,6 +120,8 @@ class Endpoints(APIRouter):
 async def read_body(request: Request, router: RouterParts, *, deadline_s: float = 0.0) -> bytes:
     """The request's body, read no further than the limit and no longer than its time.
 
+    A body that comes packed is unfolded, and the limit holds for what it unfolds to.
+
     Args:
         request: Whose body it is.
         router: Has the limits.
@@ -126,6 +129,8 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
 
     Raises:
         PayloadTooLargeError: It is longer.
+        UnsupportedMediaError: It is packed in a way that is not known here.
+        InvalidRequestError: It is damaged, or not UTF-8.
         SlowRequestError: It takes longer than ``clients.body_timeout_s``.
         DeadlineError: It takes longer than the request may.
         ClientClosedError: The client left before it had sent all.
@@ -135,13 +140,17 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
-    body = bytearray()
+    unfolder = unfolder_of(request.headers.get("content-encoding", ""))
+    body, received_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(min(own_s, deadline_s) if deadline_s else own_s):
             async for piece in request.stream():
-                body += piece
-                if len(body) > limit_bytes:
+                received_bytes += len(piece)
+                if received_bytes > limit_bytes:
                     raise _too_large(limit_bytes)
+                body += piece if unfolder is None else unfolder.feed(piece, limit_bytes - len(body))
+    except BodyTooLargeError:
+        raise _too_large(limit_bytes) from None
     except ClientDisconnect as gone:
         raise ClientClosedError("the client left while it sent its request") from gone
     except TimeoutError as late:
@@ -151,7 +160,9 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
             message = f"the request's body did not come within {deadline_s:g} s"
             raise DeadlineError(message, param="x-baton-timeout-ms") from late
         raise SlowRequestError(f"the request's body did not come within {own_s:g} s") from late
-    return bytes(body)
+    if unfolder is not None:
+        unfolder.end()
+    return utf8_of(bytes(body))
 
 
 def _too_large(limit_bytes: int) -> PayloadTooLargeError:

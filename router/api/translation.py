@@ -112,7 +112,7 @@ class Translation:
         except InvalidRequestError as error:
             if error.param is not None:
                 param = self._renamed(error.param)
-                error.message = error.message.replace(error.param, param)
+                error.message = error.message.replace(error.param, param, 1)
                 error.param = param
             raise
 

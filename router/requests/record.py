@@ -123,9 +123,12 @@ class ChoiceRecord:
         self.token_ids.append(token_id)
         self.next_index += 1
         self.completion_tokens += 1
-        thought = self._thinking is not None and self._thinking.thinking
-        self._show(self._detokenizer.push(token_id))
-        if self._thinking is not None:
+        text = self._detokenizer.push(token_id)
+        if self._thinking is None:
+            self._show_content(text)
+        else:
+            thought = self._thinking.thinking
+            self._show_parts(*self._thinking.push(text))
             self.reasoning_tokens += thought or self._thinking.thinking
         if self._tells_ids:
             self._pending.token_ids.append(token_id)
@@ -163,19 +166,17 @@ class ChoiceRecord:
     def _show_content(self, text: str) -> None:
         if self._tools is None:
             self._pending.text += text
-            self._keep(text)
+            if self._checked_schema:
+                self._content.append(text)
         else:
             self._add(*self._tools.push(text))
-
-    def _keep(self, text: str) -> None:
-        if self._checked_schema:
-            self._content.append(text)
 
     def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
         """One delta for each call, however many pieces of it came: clients look at one only."""
         pending = self._pending
         pending.text += text
-        self._keep(text)
+        if self._checked_schema:
+            self._content.append(text)
         for call in calls:
             if pending.calls and pending.calls[-1].index == call.index:
                 last = pending.calls[-1]
@@ -187,8 +188,14 @@ class ChoiceRecord:
     def has_news(self) -> bool:
         """Whether there is anything to take."""
         pending = self._pending
-        shown = pending.text or pending.reasoning or pending.calls
-        return bool(shown or pending.logprobs or pending.token_ids or pending.finish_reason)
+        return bool(
+            pending.text
+            or pending.finish_reason
+            or pending.reasoning
+            or pending.calls
+            or pending.logprobs
+            or pending.token_ids
+        )
 
     def take(self) -> Delta | None:
         """What the client has not got yet, or None. Tokens of several steps come out as one."""

@@ -109,7 +109,6 @@ def _figures(active: ActiveRequest, endpoint: str, status: int) -> dict[str, Any
         "endpoint": endpoint,
         "status": status,
         "tenant": request.tenant,
-        "client_request_id": request.client_id or None,
         "end": error or (",".join(map(str, reasons)) if record.finished else "client left"),
         "error": error,
         "prompt_tokens": record.prompt_tokens,

@@ -8,7 +8,8 @@ from engine.core.errors import GrammarError, InvalidRequestError, PromptTooLongE
 from engine.core.params import SamplingParams
 from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.llm import LLM
-from engine.text.grammar import translate
+from engine.text.grammar import Framed, translate
+from engine.text.reasoning import ReasoningSyntax, ReasoningTags
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,18 @@ def test_a_complete_answer_stops(llm: LLM) -> None:
     for fields in ({}, {"ignore_eos": True}, {"min_tokens": 20}):
         answer = llm.generate(["Yes or no?"], grammar=translate("choice", '["yes"]'), **fields)[0]
         assert (answer.text, answer.finish_reason) == ("yes", "stop")
+
+
+def test_a_budget_closes_the_thinking(llm: LLM) -> None:
+    begin_id, end_id = map(llm.tokenizer.backend.token_to_id, ("<repo_name>", "<file_sep>"))
+    tags = ReasoningTags("<repo_name>", "<file_sep>")  # for tags that are one token each
+    syntax = ReasoningSyntax(tags=tags, begin_id=begin_id, end_id=end_id)
+    thought = syntax.grammar(begun=True, end_ids=llm.artifact.config.eos_token_ids, budget=5)
+    grammar = translate("framed", Framed("choice", '["yes"]', before=thought).encoded())
+    answer = llm.generate(["The sea is blue and"], grammar=grammar, max_tokens=20)[0]
+    assert answer.token_ids.index(end_id) == 5
+    assert answer.text.endswith("yes")
+    assert answer.finish_reason == "stop"
 
 
 def test_a_grammar_that_fails_ends_only_its_request(llm: LLM) -> None:

@@ -32,6 +32,12 @@ class Body(BaseModel):
     others: ClassVar[Fields] = Fields()
 
 
+class ModelBody(Body):
+    """A body that says which model answers."""
+
+    model: NonEmpty
+
+
 def each(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """Prompts one by one, each as text or as token ids."""
     if isinstance(given, str):

@@ -5,15 +5,14 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from router.api.bodies import parameters
-from router.api.bodies.common import INT32, Body, NonEmpty, Prompts, Truncation, each
+from router.api.bodies.common import INT32, ModelBody, Prompts, Truncation, each
 
 MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(ModelBody):
     """``POST /v1/embeddings``. ``pooling`` and ``normalize`` are Baton's own."""
 
-    model: NonEmpty
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=INT32)] | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from router.api.bodies import parameters
-from router.api.bodies.common import INT32, Body, Choices, NonEmpty, TokenId, Truncation
+from router.api.bodies.common import INT32, Body, Choices, ModelBody, NonEmpty, TokenId, Truncation
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -53,10 +53,9 @@ class StructuredOutputs(Body):
     others = parameters.STRUCTURED_OUTPUTS
 
 
-class GenerationBody(Body):
+class GenerationBody(ModelBody):
     """What chat and completions have in common."""
 
-    model: NonEmpty
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     temperature: Annotated[float, Field(ge=0, le=_FLOAT32)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.bodies.common import FIRST_FAULT, INT32, Body, NonEmpty
+from router.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
 from router.api.messages import parameters
 
 
@@ -91,10 +91,9 @@ class MessagesThinking(Body):
     others = parameters.THINKING
 
 
-class CountTokensBody(Body):
+class CountTokensBody(ModelBody):
     """``POST /v1/messages/count_tokens``: a message without what its answer is to be."""
 
-    model: NonEmpty
     messages: Annotated[list[MessagesTurn], Field(min_length=1), FIRST_FAULT]
     system: str | Annotated[list[MessagesBlock], FIRST_FAULT] | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
@@ -115,6 +114,7 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = None
     top_k: int | None = None
     metadata: MessagesMetadata | None = None
+    thread: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
 

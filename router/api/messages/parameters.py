@@ -4,6 +4,7 @@ from router.api.bodies.fields import Fields, Refused
 
 _CACHED = "prefixes are found without a mark"
 _HINT = "a hint about speed or place; every request is served alike"
+_NO_TEXT = "of images and documents, which are refused where they stand"
 _THEIRS = "offer tools of your own, with input_schema"
 
 COUNT_TOKENS = Fields(
@@ -23,6 +24,9 @@ COUNT_TOKENS = Fields(
         "service_tier": _HINT,
         "speed": _HINT,
         "inference_geo": _HINT,
+        "billing_policy": _HINT,
+        "fallbacks": "nothing is declined",
+        "fallback_credit_token": "nothing is declined",
         "diagnostics": "GET /fleet/requests/{id} tells more",
         "user_profile_id": "nothing is kept under it",
         "workspace_id": "nothing is kept under it",
@@ -30,6 +34,7 @@ COUNT_TOKENS = Fields(
     refused={
         "container": Refused((None,), _THEIRS),
         "mcp_servers": Refused((None, []), _THEIRS),
+        "compaction": Refused((None,), "ask for a summary in a message"),
         "context_management": Refused(
             (None, {}, {"edits": []}), "send the messages that are to be read"
         ),
@@ -46,6 +51,7 @@ MESSAGES = COUNT_TOKENS | Fields(
         "top_p": "over 0, at most 1",
         "top_k": "0 is off",
         "metadata": "see below",
+        "thread": "400 `thread_unsupported_request`: clients then send the whole conversation",
         "priority": "Baton's own: lower goes first",
         "cache_salt": "Baton's own: shares a cached prefix only with the same salt",
     },
@@ -82,6 +88,10 @@ BLOCK = Fields(
         "citations": "no part of the text",
         "signature": "no part of the text",
         "data": "of redacted thinking",
+        "source": _NO_TEXT,
+        "title": _NO_TEXT,
+        "context": _NO_TEXT,
+        "file_id": _NO_TEXT,
         "caller": "no part of the call",
         "toolset_name": "no part of the call",
     },

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, ThreadsError
 from router.api.messages.body import CountTokensBody, MessagesBlock, MessagesBody, MessagesTool
 from router.api.translation import Conversation, Translation
 
@@ -28,6 +28,10 @@ def chat_of(body: CountTokensBody) -> Translation:
     Raises:
         InvalidRequestError: It has what cannot be honoured; names the field.
     """
+    if isinstance(body, MessagesBody) and body.thread is not None:
+        raise ThreadsError(
+            "thread: conversations are not kept here; send all messages each time", param="thread"
+        )
     conversation = Conversation(joins=("system", "user", "assistant"))
     if body.system is not None:
         conversation.say("system", _text_of(body.system, "system"), "system")

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.bodies.common import FIRST_FAULT, INT32, Body, NonEmpty
+from router.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
 from router.api.responses import parameters as table
 
 
@@ -95,10 +95,9 @@ class ResponsesReasoning(Body):
     others = table.REASONING
 
 
-class InputTokensBody(Body):
+class InputTokensBody(ModelBody):
     """``POST /v1/responses/input_tokens``: a response without what its answer is to be."""
 
-    model: NonEmpty
     input: str | Annotated[list[ResponsesItem], FIRST_FAULT] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

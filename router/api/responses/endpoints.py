@@ -62,7 +62,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def response_input_items(request: Request, response_id: str) -> dict[str, Any]:
         """What was given for a response that is kept."""
         kept = await calls.store.get(tenant_of(request.headers, router.settings), response_id)
-        return _page(kept["input"], request.query_params)
+        return _page(kept.input, request.query_params)
 
     return api
 
@@ -80,13 +80,13 @@ class _ResponsesCalls(Calls):
     async def responses(
         self, body: ResponsesBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        told, given = await self._told(body, size, caller)
+        told, given, size = await self._told(body, size, caller)
         prepared, span = await self._prepared(body, told, size, caller, now_ns)
         answer_id = f"resp_{secrets.token_hex(16)}"
         request = as_answer(prepared, answer_id=answer_id, most_tokens=body.max_output_tokens)
         if body.max_output_tokens is not None:
             span.set_attribute("gen_ai.request.max_tokens", body.max_output_tokens)
-        kept = kept_input(answer_id, given)
+        kept = await off_loop(size, lambda: kept_input(answer_id, given)) if body.keeps else []
 
         async def keep(response: dict[str, Any]) -> str:
             return await self.store.keep(caller.tenant, response, kept)
@@ -102,7 +102,7 @@ class _ResponsesCalls(Calls):
     async def input_tokens(
         self, body: InputTokensBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        told, _ = await self._told(body, size, caller)
+        told, _, size = await self._told(body, size, caller)
         chat = await off_loop(size, told.chat)
         with told.named():
             count = await self.prompt_tokens("input_tokens", chat, size, caller, now_ns)
@@ -118,8 +118,7 @@ class _ResponsesCalls(Calls):
         running = self._running(tenant, response_id)
         if running is not None:
             return running.snapshot("in_progress")
-        response: dict[str, Any] = (await self.store.get(tenant, response_id))["response"]
-        return response
+        return (await self.store.get(tenant, response_id)).response
 
     async def cancel(self, request: Request, response_id: str) -> dict[str, Any]:
         """End a response that runs here."""
@@ -131,7 +130,7 @@ class _ResponsesCalls(Calls):
             return running.snapshot("cancelled")
         kept = await self.store.get(tenant, response_id)
         raise InvalidRequestError(
-            f"response_id: the response has ended ({kept['response']['status']}); one that runs "
+            f"response_id: the response has ended ({kept.response.get('status')}); one that runs "
             "is cancelled on its own router",
             param="response_id",
         )
@@ -144,12 +143,13 @@ class _ResponsesCalls(Calls):
 
     async def _told(
         self, body: InputTokensBody, size: int, caller: Caller
-    ) -> tuple[Translation, list[ResponsesItem]]:
-        """The chat of a body and of the responses before it, and the body's own items."""
+    ) -> tuple[Translation, list[ResponsesItem], int]:
+        """The chat of a body and of the responses before it, the body's items, bytes of all."""
         kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
         earlier = await kept.conversation(body.previous_response_id)
         given = await kept.resolve(input_items(body))
-        return await off_loop(size, lambda: chat_of(body, earlier, given)), given
+        size += kept.bytes_read
+        return await off_loop(size, lambda: chat_of(body, earlier, given)), given, size
 
     async def _prepared(
         self, body: ResponsesBody, told: Translation, size: int, caller: Caller, now_ns: int

@@ -3,6 +3,7 @@
 from router.api.bodies.fields import Fields, Refused
 
 _HINT = "a hint about speed or price; every request is served alike"
+_NO_TEXT = "of images and files, which are refused where they stand"
 _ECHO = "repeated in the response"
 
 INPUT_TOKENS = Fields(
@@ -101,6 +102,13 @@ PART = Fields(
         "logprobs": "no part of the text",
         "parsed": "the text, parsed by the client",
         "prompt_cache_breakpoint": "prefixes are found without a mark",
+        "image_url": _NO_TEXT,
+        "detail": _NO_TEXT,
+        "file_id": _NO_TEXT,
+        "file_url": _NO_TEXT,
+        "file_data": _NO_TEXT,
+        "filename": _NO_TEXT,
+        "input_audio": _NO_TEXT,
     },
 )
 

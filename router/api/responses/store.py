@@ -7,8 +7,10 @@ in ``not_stored``. What needs an earlier one is refused with 503: it cannot be a
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 
 from engine.core.errors import (
@@ -53,7 +55,7 @@ class ResponseStore:
     async def _kept(
         self, tenant: str, response: dict[str, Any], given: list[dict[str, Any]]
     ) -> tuple[str, str]:
-        value = orjson.dumps({"response": response, "input": given})
+        value = orjson.dumps({"response": response, "input": given})  # as `Kept`
         if len(value) > self._max_bytes:
             return "too_large", f"it has {len(value)} bytes, more than {self._max_bytes}"
         loop = asyncio.get_running_loop()
@@ -79,18 +81,18 @@ class ResponseStore:
             async with asyncio.timeout(_CALL_LIMIT_S):
                 return await self._stored.get(tenant, name)
 
-    async def get(self, tenant: str, name: str) -> dict[str, Any]:
-        """As `find`.
+    async def get(self, tenant: str, name: str) -> "Kept":
+        """As `find`, decoded.
 
         Raises:
             ResponseNotFoundError: It is not there, or is another tenant's.
             UnavailableError: Redis does not answer.
         """
-        kept = await self.find(tenant, name)
+        value = await self.find(tenant, name)
+        kept = None if value is None else _read(value)
         if kept is None:
             raise _not_found(name)
-        found: dict[str, Any] = orjson.loads(kept)
-        return found
+        return kept
 
     async def delete(self, tenant: str, name: str) -> None:
         """Take a response away.
@@ -108,8 +110,50 @@ class ResponseStore:
             raise _not_found(name)
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """A response and what was given for it."""
+
+    response: dict[str, Any]
+    input: list[dict[str, Any]]
+
+
+def _read(value: bytes) -> Kept | None:
+    """What was kept; None if another version kept it, and this one cannot read it."""
+    try:
+        return msgspec.json.decode(value, type=Kept)
+    except msgspec.DecodeError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A response as later ones see it: what it was given, its output, and the one before it."""
+
+    given: list[ResponsesItem]
+    output: list[ResponsesItem]
+    previous: str | None
+
+    @classmethod
+    def of(cls, value: bytes) -> "_Turn | None":
+        """Of what is kept; None if this version cannot read it."""
+        kept = _read(value)
+        if kept is None:
+            return None
+        try:
+            return cls(
+                [ResponsesItem.model_validate(item) for item in kept.input],
+                [ResponsesItem.model_validate(item) for item in kept.response["output"]],
+                kept.response["previous_response_id"],
+            )
+        except (ValueError, LookupError, TypeError):
+            return None
+
+
 class EarlierResponses:
     """What one call reads of earlier responses; together no more than a body may have.
+
+    Attributes:
+        bytes_read: So far.
 
     Args:
         store: Where they are.
@@ -121,8 +165,8 @@ class EarlierResponses:
         self._store = store
         self._tenant = tenant
         self._max_bytes = max_bytes
-        self._bytes = 0
-        self._found: dict[str, dict[str, Any] | None] = {}
+        self.bytes_read = 0
+        self._found: dict[str, _Turn | None] = {}
 
     async def conversation(self, name: str | None) -> list[ResponsesItem]:
         """All items of a response and of those before it, the oldest first.
@@ -135,18 +179,17 @@ class EarlierResponses:
             InvalidRequestError: They are too many, or too large.
             UnavailableError: Redis does not answer.
         """
-        turns: list[list[ResponsesItem]] = []
+        turns: list[_Turn] = []
         param, at = "previous_response_id", name
         while at is not None:
-            kept = await self._find(at, param)
-            if kept is None:
+            turn = await self._find(at, param)
+            if turn is None:
                 raise PreviousResponseError(
                     f"{param}: the response {at[:80]!r} is not stored here (any more)", param=param
                 )
-            items = [*kept["input"], *kept["response"]["output"]]
-            turns.append([ResponsesItem.model_validate(item) for item in items])
-            at = kept["response"][param]
-        return [item for turn in reversed(turns) for item in turn]
+            turns.append(turn)
+            at = turn.previous
+        return [item for turn in reversed(turns) for item in (*turn.given, *turn.output)]
 
     async def resolve(self, items: list[ResponsesItem]) -> list[ResponsesItem]:
         """The items, with those in the place of references that these name.
@@ -165,27 +208,27 @@ class EarlierResponses:
 
     async def _referenced(self, name: str, param: str) -> ResponsesItem:
         place = place_of(name)
-        kept = await self._find(place.response_id, param) if place is not None else None
-        if place is not None and kept is not None:
-            items = kept["input"] if place.given else kept["response"]["output"]
-            if place.position < len(items) and items[place.position]["id"] == name:
-                return ResponsesItem.model_validate(items[place.position])
+        turn = await self._find(place.response_id, param) if place is not None else None
+        if place is not None and turn is not None:
+            items = turn.given if place.given else turn.output
+            if place.position < len(items) and items[place.position].id == name:
+                return items[place.position]
         raise InvalidRequestError(
             f"{param}: the item {name[:80]!r} is not stored here (any more); send the item itself",
             param=param,
         )
 
-    async def _find(self, name: str, param: str) -> dict[str, Any] | None:
+    async def _find(self, name: str, param: str) -> _Turn | None:
         if name not in self._found:
             value = await self._store.find(self._tenant, name)
-            self._bytes += len(value or b"")
-            if self._bytes > self._max_bytes or len(self._found) >= MAX_RESPONSES:
+            self.bytes_read += len(value or b"")
+            if self.bytes_read > self._max_bytes or len(self._found) >= MAX_RESPONSES:
                 raise InvalidRequestError(
                     f"{param}: the earlier responses have more than {self._max_bytes} bytes, or "
                     f"are more than {MAX_RESPONSES}; begin anew with the items that matter",
                     param=param,
                 )
-            self._found[name] = None if value is None else orjson.loads(value)
+            self._found[name] = None if value is None else _Turn.of(value)
         return self._found[name]
 
 

@@ -5,10 +5,12 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 
 from engine.core.errors import InvalidRequestError
 from engine.text.grammar import Framed, GrammarCompiler, translate, vocabulary_of
 from engine.text.reasoning import ReasoningParser, ReasoningSyntax, ReasoningTags, Thinking
+from engine.text.tokenizer import TextTokenizer
 
 TAGS = ReasoningTags("<think>", "</think>")
 SYNTAX = ReasoningSyntax(tags=TAGS)
@@ -82,6 +84,16 @@ def test_a_model_that_thinks_is_known_by_its_template(smollm):
     assert found.closed_by("<think>\n\n</think>\n\n")
 
 
+def test_a_model_that_thinks_is_known_by_its_vocabulary_too(smollm):
+    """Its template may be one of the operator's that does not speak of thinking."""
+    backend = Tokenizer.from_str(smollm.backend.to_str())
+    backend.add_tokens([AddedToken(tag, special=tag == TAGS.end) for tag in TAGS])
+    found = ReasoningSyntax.of("{{ messages }}", TextTokenizer(backend))
+    assert found.tags == TAGS
+    assert (found.begin_id, found.end_id) == (smollm.vocab_size, smollm.vocab_size + 1)
+    assert found.special_ids == {found.end_id}  # text would not show it otherwise
+
+
 @pytest.fixture(scope="module")
 def compiler(smollm):
     return GrammarCompiler(vocabulary_of(smollm, smollm.vocab_size, (2,)))
@@ -131,6 +143,9 @@ def test_a_budget_cuts_the_thinking_after_so_many_tokens(compiler, smollm, begun
     for count, good in ((0, True), (3, True), (4, False)):
         text = f"{begin}{smollm.decode(thoughts[:count])}{ONE_TOKEN.end}\n\n{YES}"
         assert fits(compiler, smollm, before, text) is good, count
+    none = one_token(smollm).grammar(begun=begun, end_ids=(2,), budget=0)
+    assert fits(compiler, smollm, none, f"{begin}{ONE_TOKEN.end}{YES}")
+    assert not fits(compiler, smollm, none, f"{begin} a{ONE_TOKEN.end}{YES}")
     no_budget = one_token(smollm).grammar(begun=begun, end_ids=(2,), budget=None)
     assert fits(compiler, smollm, no_budget, f"{begin}{' a' * 50}{ONE_TOKEN.end}{YES}")
     assert not fits(compiler, smollm, no_budget, f"{begin}<|im_end|>{ONE_TOKEN.end}{YES}")

@@ -5,7 +5,9 @@ from pathlib import Path
 from router.api.bodies.fields import Fields
 from router.api.bodies.parameters import TABLE
 from router.api.messages.parameters import TABLE as MESSAGES_TABLE
+from router.api.pooling.parameters import TABLE as POOLING_TABLE
 from router.api.responses.parameters import TABLE as RESPONSES_TABLE
+from router.batch.parameters import TABLE as BATCH_TABLE
 
 PAGE = Path(__file__).parents[3] / "docs" / "parameters.md"
 
@@ -35,7 +37,8 @@ the request by it. Any other value is left aside, and the answer carries our own
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *map(_section, TABLE + RESPONSES_TABLE + MESSAGES_TABLE)])
+    tables = TABLE + RESPONSES_TABLE + MESSAGES_TABLE + POOLING_TABLE + BATCH_TABLE
+    return "\n".join([HEAD, *map(_section, tables)])
 
 
 def _section(fields: Fields) -> str:

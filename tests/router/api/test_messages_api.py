@@ -147,6 +147,26 @@ async def test_tools_go_round(make_fleet, model):
     assert as_message.prompt_tokens == as_chat.prompt_tokens
 
 
+async def test_the_clients_tool_runner_goes_on_without_threads(make_fleet, model):
+    """It asks for a conversation that the server keeps, and knows the refusal."""
+    fleet = await answering(make_fleet, model, CALL)
+    worker, given = fleet.workers["decode-0"], []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Of a city."""
+        given.append(city)
+        worker.script.answer = model.tokenizer.encode("18 degrees")
+        return "18 C"
+
+    async with client_of(fleet) as client:
+        runner = client.beta.messages.tool_runner(
+            model=MODEL, max_tokens=60, messages=HI, tools=[weather]
+        )
+        last = await runner.until_done()
+    assert (given, last.content[0].text) == (["Paris"], "18 degrees")
+
+
 async def test_tool_choices_reach_the_grammar(make_fleet, model):
     fleet = await answering(make_fleet, model, "x")
     worker = fleet.workers["decode-0"]

@@ -19,8 +19,12 @@ from router.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.api.bodies.tools import FunctionOffered, ToolOffered
 from router.api.messages import body as messages
 from router.api.messages.parameters import TABLE as MESSAGES_TABLE
+from router.api.pooling import bodies as pooling
+from router.api.pooling.parameters import TABLE as POOLING_TABLE
 from router.api.responses import body as responses
 from router.api.responses.parameters import TABLE as RESPONSES_TABLE
+from router.batch.calls import BatchBody
+from router.batch.parameters import TABLE as BATCH_TABLE
 from tests.router.api.parameters_page import PAGE, page
 
 KINDS = (
@@ -43,6 +47,7 @@ KINDS = (
     ),
     *(messages.MessagesTool, messages.MessagesToolChoice, messages.MessagesMetadata),
     *(messages.MessagesOutputConfig, messages.MessagesOutputFormat, messages.MessagesThinking),
+    *(pooling.ScoreBody, pooling.RerankBody, pooling.Document, pooling.PoolingBody, BatchBody),
 )
 
 
@@ -58,7 +63,9 @@ def test_no_two_bodies_have_the_same_name():
 
 
 def test_every_table_has_its_class():
-    assert [kind.others for kind in KINDS] == [*TABLE, *RESPONSES_TABLE, *MESSAGES_TABLE]
+    assert [kind.others for kind in KINDS] == [
+        *(*TABLE, *RESPONSES_TABLE, *MESSAGES_TABLE, *POOLING_TABLE, *BATCH_TABLE)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

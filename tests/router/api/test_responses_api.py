@@ -663,6 +663,19 @@ async def test_earlier_responses_may_have_no_more_bytes_than_a_body(answering):
         assert counted.input_tokens > 0
 
 
+async def test_what_another_version_kept_is_as_good_as_gone(answering, stored):
+    fleet = await answering("x")
+    for number, value in enumerate((b"garbage", b"[]", b"{}", b'{"input": 5, "response": {}}')):
+        name = f"resp_{number:032x}"
+        await stored.put("default", name, value)
+        body = {"model": MODEL, "input": "hi", "previous_response_id": name}
+        answer = await fleet.http.post("/v1/responses", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "previous_response_not_found"
+        for url in (f"/v1/responses/{name}", f"/v1/responses/{name}/input_items"):
+            assert (await fleet.http.get(url)).status_code == 404
+
+
 async def test_garbage_is_refused(answering):
     fleet = await answering("x")
     for raw in (b"", b"{", b"[]", b'"x"', b'{"model": "smollm2", "input": "\\ud800"}', b"\xff"):

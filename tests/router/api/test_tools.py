@@ -16,6 +16,10 @@ UNIQUE = {
     "type": "function",
     "function": {"name": "f", "parameters": {"properties": {"a": {"uniqueItems": True}}}},
 }
+LONG = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"enum": ["x" * 70_000]}}}},
+}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "5"}
 
 WRITES_ARGUMENTS = """
@@ -44,6 +48,7 @@ REFUSED = [
         "tool_choice.allowed_tools.tools[0]",
     ),
     ({"tools": [UNIQUE]}, "tools"),
+    ({"tools": [LONG]}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"messages": [USER, RESULT]}, "messages[1].tool_call_id"),
     ({"messages": [USER, CALLED, RESULT | {"tool_call_id": "c2"}]}, "messages[2].tool_call_id"),

@@ -7,6 +7,7 @@ import pytest
 
 from config.clients import ApiKeyConfig
 from config.logs import LogsConfig
+from telemetry.logs import add_ids
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 
@@ -40,6 +41,18 @@ async def test_a_request_has_one_line_with_its_ids_and_figures(fleet, lines, cap
     assert 0 < line["first_token_s"] <= line["elapsed_s"]
     assert line["decode"] == "decode-0"
     assert capture_ids() == [(answer.headers["x-request-id"], TRACE)]
+
+
+async def test_lines_of_a_call_have_the_id_that_its_client_gave_it(fleet, caplog):
+    caplog.handler.addFilter(add_ids)
+    caplog.set_level(logging.INFO, logger="baton.requests")
+    named = {**SILENT, "x-request-id": "order-66"}
+    await fleet.chat(headers=named)
+    await fleet.chat(headers=named, n=0)
+    await fleet.chat(headers=SILENT)
+    told = [vars(record) for record in caplog.records if record.name == "baton.requests"]
+    ids = [line.get("client_request_id") for line in told]
+    assert ids == ["order-66", "order-66", None]
 
 
 async def test_texts_are_only_of_those_who_asked_and_redacted(fleet, lines):

@@ -1,0 +1,132 @@
+"""`baton batch`: a file of requests, answered when there is room, over the router's own API."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from fleet.cli.common import FleetOption, fail, running_fleet
+
+_ENDED = ("completed", "failed", "expired", "cancelled")
+_POLL_S = 1.0
+
+
+def batch(
+    file: Annotated[
+        str, typer.Argument(help="A file of requests, or the id of a batch to wait for.")
+    ],
+    fleet: FleetOption = None,
+    url: Annotated[
+        str | None, typer.Option(help="A router elsewhere, e.g. http://host:8000.")
+    ] = None,
+    window: Annotated[str, typer.Option(help="What is not done by then is given up.")] = "24h",
+    wait: Annotated[bool, typer.Option(help="Wait for the answers and fetch them.")] = True,
+) -> None:
+    """Run the requests of a file, one a line as for OpenAI's batches, behind all others.
+
+    The answers lie beside it: FILE.output.jsonl, and FILE.errors.jsonl if any line failed, which is
+    exit code 1. An API key is taken from OPENAI_API_KEY. Ctrl-C stops the waiting, not the batch.
+    """
+    base = url or running_fleet(fleet).url
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        with httpx.Client(base_url=base, headers=headers, timeout=600.0, trust_env=False) as client:
+            _run(client, file, window, wait=wait)
+    except httpx.HTTPError as error:
+        fail(f"{base}: {error}")
+
+
+def _run(client: httpx.Client, file: str, window: str, *, wait: bool) -> None:
+    path = Path(file)
+    if file.startswith("batch_") and not path.exists():
+        record = _json(client.get(f"/v1/batches/{file}"))
+    else:
+        record = _begin(client, path, window)
+        typer.secho(f"{record['id']} has begun", err=True)
+    if not wait:
+        typer.echo(record["id"])
+        return
+    try:
+        record = _ended(client, record)
+    except KeyboardInterrupt:
+        typer.secho(f"\nit goes on; `baton batch {record['id']}` waits for it", err=True)
+        raise typer.Exit(130) from None
+    _fetch(client, record, path)
+    for fault in (record["errors"] or {}).get("data", []):
+        typer.secho(fault["message"], fg="red", err=True)
+    if record["status"] != "completed" or record["request_counts"]["failed"]:
+        raise typer.Exit(1)
+
+
+def _begin(client: httpx.Client, path: Path, window: str) -> dict[str, Any]:
+    """Send the file and make a batch of it, for the call that its first line names."""
+    try:
+        with path.open("rb") as lines:
+            first = json.loads(lines.readline().removeprefix(b"\xef\xbb\xbf"))
+            lines.seek(0)
+            sent = _json(
+                client.post("/v1/files", files={"file": (path.name, lines)}, data=_FOR_BATCHES)
+            )
+    except OSError as error:
+        fail(f"{path}: cannot be read: {error.strerror}")
+    except ValueError as error:
+        fail(f"{path}: its first line is not JSON: {error}")
+    body = {
+        "input_file_id": sent["id"],
+        "endpoint": first.get("url") if isinstance(first, dict) else None,
+        "completion_window": window,
+    }
+    return _json(client.post("/v1/batches", json=body))
+
+
+_FOR_BATCHES = {"purpose": "batch"}
+
+
+def _ended(client: httpx.Client, record: dict[str, Any]) -> dict[str, Any]:
+    """The record once it has ended; until then a line says how far it is."""
+    while record["status"] not in _ENDED:
+        time.sleep(_POLL_S)
+        record = _json(client.get(f"/v1/batches/{record['id']}"))
+        typer.secho(f"\r{_progress(record)}", nl=False, err=True)
+    typer.secho(f"\r{_progress(record)}", err=True)
+    return record
+
+
+def _progress(record: dict[str, Any]) -> str:
+    counts = record["request_counts"]
+    done = f"{counts['completed']} of {counts['total']} answered, {counts['failed']} failed"
+    return f"{record['status']}: {done}    "
+
+
+def _fetch(client: httpx.Client, record: dict[str, Any], path: Path) -> None:
+    for kind, file_id in (
+        ("output", record["output_file_id"]),
+        ("errors", record["error_file_id"]),
+    ):
+        if file_id is None:
+            continue
+        target = path.with_name(f"{path.name}.{kind}.jsonl")
+        with (
+            client.stream("GET", f"/v1/files/{file_id}/content") as answer,
+            target.open("wb") as to,
+        ):
+            answer.raise_for_status()
+            for piece in answer.iter_bytes():
+                to.write(piece)
+        typer.echo(str(target))
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    """The answer's object; the command fails with the router's message where there is none."""
+    try:
+        found = answer.json()
+        if answer.is_success and isinstance(found, dict):
+            return found
+        fail(f"{answer.status_code}: {found['error']['message']}")
+    except (ValueError, KeyError, TypeError):
+        fail(f"{answer.status_code}: {answer.text[:200]}")

@@ -1,0 +1,81 @@
+"""The two files that a running batch fills: answers, and the lines that failed.
+
+They are the only memory of what is done. After a crash a torn last line is cut off, and the lines
+that are not in either file run again.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from router.batch.lines import number_of
+
+
+class AnswerFiles:
+    """Both files, open for writing at their ends.
+
+    Args:
+        output: Where answers go.
+        errors: Where errors go.
+        room_bytes: How much may still be written.
+    """
+
+    def __init__(self, output: Path, errors: Path, room_bytes: int) -> None:
+        self.done: set[int] = set()
+        self.completed = self._resume(output)
+        self.failed = self._resume(errors)
+        self._room_bytes = room_bytes
+        self._output = output.open("ab")
+        self._errors = errors.open("ab")
+
+    def _resume(self, path: Path) -> int:
+        """Note what is in a file, and cut off what is torn; how many lines it has."""
+        if not path.exists():
+            return 0
+        whole = lines = 0
+        with path.open("rb+") as file:
+            for line in file:
+                number = number_of(line)
+                if number is None:
+                    break
+                self.done.add(number)
+                whole, lines = whole + len(line), lines + 1
+            file.truncate(whole)
+        return lines
+
+    def write(self, number: int, line: bytes, *, ok: bool) -> bool:
+        """Add the answer to line ``number``; False where there is no room for it."""
+        if len(line) > self._room_bytes:
+            return False
+        self._room_bytes -= len(line)
+        file: IO[bytes] = self._output if ok else self._errors
+        file.write(line)
+        file.flush()
+        self.done.add(number)
+        if ok:
+            self.completed += 1
+        else:
+            self.failed += 1
+        return True
+
+    def close(self) -> None:
+        """No more comes."""
+        self._output.close()
+        self._errors.close()
+
+
+def lines_of(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not empty, with their numbers from 1, without their ends.
+
+    Of a line that is longer than ``max_bytes`` only one byte more is given, and no more is held.
+    """
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(max_bytes + 2):
+            number += 1
+            end = line
+            while not end.endswith(b"\n") and (end := file.readline(64 * 1024)):
+                pass
+            line = line.rstrip(b"\r\n")[: max_bytes + 1]
+            if line.strip():
+                yield number, line

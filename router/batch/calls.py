@@ -1,0 +1,237 @@
+"""``/v1/files`` and ``/v1/batches``, in OpenAI's shapes. A tenant sees only its own."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import HTTPException, Query, Request
+from fastapi.responses import FileResponse
+from pydantic import Field, StringConstraints
+
+from engine.core.errors import InvalidRequestError, UnavailableError
+from router.access import tenant_of
+from router.api.bodies.common import Body, NonEmpty
+from router.api.bodies.parse import parse
+from router.api.call_headers import ignored_of
+from router.api.parts import Endpoints, RouterParts, read_body
+from router.batch import parameters
+from router.batch.record import BatchRecord
+from router.batch.store import MAX_FILES, BatchStore, FileRecord
+from router.batch.uploads import read_upload
+from router.settings import RouterSettings
+
+_LONG_S = 10**9  # the store has a limit of its own
+_HOUR_S = 3600
+_UPLOADS_AT_ONCE = 4
+
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                    },
+                }
+            }
+        },
+    }
+}
+
+_Label = Annotated[str, StringConstraints(max_length=512)]
+_Limit = Annotated[int, Query(ge=1, le=10_000)]
+_Record = TypeVar("_Record", FileRecord, BatchRecord)
+
+Endpoint = Literal[
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+]
+
+
+class BatchBody(Body):
+    """``POST /v1/batches``. Each line of the file is a request to ``endpoint``."""
+
+    input_file_id: NonEmpty
+    endpoint: Endpoint
+    completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,2}h$")] = "24h"
+    metadata: Annotated[dict[str, _Label], Field(max_length=16)] | None = None
+
+    others = parameters.BATCH
+
+    @property
+    def window_s(self) -> int:
+        """In which it is to be done; what is not done then is given up."""
+        return int(self.completion_window.removesuffix("h")) * _HOUR_S
+
+
+def store_of(settings: RouterSettings) -> BatchStore | None:
+    """Where this router keeps files; None where it has no folder."""
+    if not settings.state_dir:
+        return None
+    return BatchStore(Path(settings.state_dir) / "batch", settings.clients.batch)
+
+
+def routes(router: RouterParts) -> Endpoints:
+    """Files and batches."""
+    api, settings = Endpoints(), router.settings
+    found, gate = store_of(settings), asyncio.Semaphore(_UPLOADS_AT_ONCE)
+
+    def of(request: Request) -> tuple[BatchStore, str]:
+        tenant = tenant_of(request.headers, settings)
+        if found is None:
+            raise UnavailableError("this router has no state folder to keep files in")
+        return found, tenant
+
+    @api.post("/v1/files", openapi_extra=_FORM)
+    async def upload(request: Request) -> dict[str, Any]:
+        """Leave a file here: a form with ``file``, and ``purpose``, which is ``batch``."""
+        store, tenant = of(request)
+        # Before it is read: who has no room need not send it all.
+        await asyncio.to_thread(store.check_room, tenant, 1)
+        sent = await read_upload(request, settings.clients, gate)
+        try:
+            keep_s = _LONG_S if sent.keep_s is None else sent.keep_s
+            record = await asyncio.to_thread(
+                store.add_file,
+                tenant,
+                sent.file.file,
+                sent.filename,
+                sent.purpose,
+                time.time(),
+                keep_s,
+            )
+        finally:
+            await sent.form.close()
+        return record.shown()
+
+    @api.get("/v1/files")
+    async def files(
+        request: Request,
+        limit: _Limit = MAX_FILES,
+        after: str = "",
+        purpose: str = "",
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        """The files that are here, the newest first."""
+        store, tenant = of(request)
+        records = await asyncio.to_thread(store.files, tenant)
+        if purpose:
+            records = [record for record in records if record.purpose == purpose]
+        return _page(records if order == "desc" else records[::-1], limit, after)
+
+    @api.get("/v1/files/{file_id}")
+    async def file(request: Request, file_id: str) -> dict[str, Any]:
+        """What is known of a file."""
+        store, tenant = of(request)
+        return _known(await asyncio.to_thread(store.file, tenant, file_id), file_id).shown()
+
+    @api.get("/v1/files/{file_id}/content")
+    async def content(request: Request, file_id: str) -> FileResponse:
+        """A file's bytes."""
+        store, tenant = of(request)
+        _known(await asyncio.to_thread(store.file, tenant, file_id), file_id)
+        path = store.data_path(tenant, file_id)
+        return FileResponse(path, media_type="application/octet-stream")
+
+    @api.delete("/v1/files/{file_id}")
+    async def delete(request: Request, file_id: str) -> dict[str, Any]:
+        """Remove a file."""
+        store, tenant = of(request)
+        if not await asyncio.to_thread(store.delete_file, tenant, file_id):
+            raise _unknown(file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    @api.post_body("/v1/batches", BatchBody)
+    async def create(request: Request) -> dict[str, Any]:
+        """Run each line of a file as a request, behind all others."""
+        store, tenant = of(request)
+        body = parse(BatchBody, await read_body(request, router), ignored_of(request))
+        if await asyncio.to_thread(store.file, tenant, body.input_file_id) is None:
+            raise InvalidRequestError(
+                f"input_file_id: there is no file {body.input_file_id[:80]!r}",
+                param="input_file_id",
+            )
+        if len(await asyncio.to_thread(store.batches, tenant)) >= MAX_FILES:
+            raise InvalidRequestError(
+                f"this tenant has {MAX_FILES} batches, the limit; old ones go after "
+                f"{store.limits.keep_days} days"
+            )
+        now_s = int(time.time())
+        record = BatchRecord(
+            id=f"batch_{secrets.token_hex(16)}",
+            tenant=tenant,
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_s=now_s,
+            expires_s=now_s + body.window_s,
+            metadata=body.metadata,
+        )
+        await asyncio.to_thread(store.save, record)
+        return record.shown()
+
+    @api.get("/v1/batches")
+    async def batches(request: Request, limit: _Limit = 20, after: str = "") -> dict[str, Any]:
+        """The batches of this tenant, the newest first."""
+        store, tenant = of(request)
+        return _page(await asyncio.to_thread(store.batches, tenant), limit, after)
+
+    @api.get("/v1/batches/{batch_id}")
+    async def batch(request: Request, batch_id: str) -> dict[str, Any]:
+        """How far a batch is."""
+        store, tenant = of(request)
+        return _known(await asyncio.to_thread(store.batch, tenant, batch_id), batch_id).shown()
+
+    @api.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
+        """Give the rest of a batch up; what is answered stays."""
+        store, tenant = of(request)
+        record = _known(await asyncio.to_thread(store.batch, tenant, batch_id), batch_id)
+        if record.ended:
+            raise InvalidRequestError(
+                f"batch_id: it has ended already, it is {record.state}", param="batch_id"
+            )
+        await asyncio.to_thread(store.ask_to_cancel, record)
+        record.cancel(time.time())  # the router that runs it will write the same
+        return record.shown()
+
+    return api
+
+
+def _known(record: _Record | None, record_id: str) -> _Record:
+    if record is None:
+        raise _unknown(record_id)
+    return record
+
+
+def _unknown(record_id: str) -> HTTPException:
+    return HTTPException(404, f"there is no {record_id[:80]!r} here")
+
+
+def _page(
+    records: Sequence[FileRecord] | Sequence[BatchRecord], limit: int, after: str
+) -> dict[str, Any]:
+    """A part of a list, behind the entry ``after``, in OpenAI's shape."""
+    names = [record.id for record in records]
+    if after and after not in names:
+        raise InvalidRequestError(f"after: there is no {after[:80]!r} here", param="after")
+    begin = names.index(after) + 1 if after else 0
+    shown = [record.shown() for record in records[begin : begin + limit]]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": begin + limit < len(records),
+    }

@@ -1,0 +1,287 @@
+"""Runs batches: each line is a call of this router's own application, as its tenant.
+
+So a line is checked, admitted, placed and counted as every other request; it only waits behind all
+of them. Of all batches together ``at_once`` lines are under way, a tenant's batches one after the
+other. What is refused for want of room (429, 503, 504) is tried again until the batch expires.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+from starlette.types import ASGIApp
+
+from config.clients import ApiKeyConfig
+from router.batch.answers import AnswerFiles, lines_of
+from router.batch.lines import (
+    LineFault,
+    LineRequest,
+    answer_line,
+    fault_line,
+    read_line,
+)
+from router.batch.record import BatchRecord
+from router.batch.store import BatchStore
+from router.settings import RouterSettings
+from telemetry.metrics import Metrics
+from telemetry.tasks import BackgroundTasks
+
+_LOG = logging.getLogger(__name__)
+
+MAX_LINES = 50_000
+_POLL_S = 0.5
+_SAVE_S = 1.0
+_SWEEP_S = 3600.0
+_READ_AHEAD_LINES = 32
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_MAX_TIMEOUT_MS = 24 * 3600 * 1000
+_TRY_AGAIN = (429, 503, 504)
+
+
+class BatchRunner:
+    """The batches of a fleet, in whichever router holds the lock.
+
+    Args:
+        store: Where they are.
+        settings: Of the router.
+        metrics: Of the router.
+        tasks: Owner of the tasks.
+    """
+
+    def __init__(
+        self, store: BatchStore, settings: RouterSettings, metrics: Metrics, tasks: BackgroundTasks
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._metrics = metrics
+        self._tasks = tasks
+        self._places = asyncio.Semaphore(store.limits.at_once)
+        self._running: dict[str, _Run] = {}  # by tenant
+
+    def start(self, app: ASGIApp) -> None:
+        """Begin to look for batches, and to run their lines with ``app``."""
+        self._tasks.keep(lambda: self._look(app), "batches")
+
+    async def _look(self, app: ASGIApp) -> None:
+        """Get the lock, then begin every batch that is there."""
+        with ExitStack() as held:
+            while not await asyncio.to_thread(held.enter_context, self._store.lock()):
+                held.close()
+                await asyncio.sleep(_POLL_S)
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            # A line has until its batch expires, and the router keeps to that itself.
+            client = httpx.AsyncClient(
+                transport=transport, base_url="http://batch", timeout=_MAX_TIMEOUT_MS / 1000
+            )
+            sweep_at_s = 0.0
+            async with client:
+                while True:
+                    if time.monotonic() >= sweep_at_s:
+                        await asyncio.to_thread(self._store.sweep, time.time())
+                        sweep_at_s = time.monotonic() + _SWEEP_S
+                    for batch in await asyncio.to_thread(self._store.open_batches):
+                        await self._attend(batch, client)
+                    await asyncio.sleep(_POLL_S)
+
+    async def _attend(self, batch: BatchRecord, client: httpx.AsyncClient) -> None:
+        """Begin a batch if its tenant has none under way; tell the one that is of a cancel."""
+        run = self._running.get(batch.tenant)
+        if run is None:
+            # It may have ended since the list was made.
+            found = await asyncio.to_thread(self._store.batch, batch.tenant, batch.id)
+            if found is None or found.ended:
+                return
+            batch = found
+            run = self._running[batch.tenant] = _Run(
+                batch, self._store, client, self._places, self._settings, self._metrics
+            )
+            self._tasks.spawn(self._finish(run), "batch")
+        elif run.batch.id != batch.id:
+            return
+        if await asyncio.to_thread(self._store.is_cancelled, batch):
+            run.cancel()
+
+    async def _finish(self, run: "_Run") -> None:
+        try:
+            await run.all_lines()
+        finally:
+            self._running.pop(run.batch.tenant, None)
+
+
+class _Run:
+    """One batch under way."""
+
+    def __init__(
+        self,
+        batch: BatchRecord,
+        store: BatchStore,
+        client: httpx.AsyncClient,
+        places: asyncio.Semaphore,
+        settings: RouterSettings,
+        metrics: Metrics,
+    ) -> None:
+        self.batch = batch
+        self._store = store
+        self._client = client
+        self._places = places
+        self._max_line_bytes = settings.max_body_bytes
+        self._headers = _headers_of(batch.tenant, settings.api_keys)
+        self._metrics = metrics
+        self._enough = asyncio.Event()  # cancelled, expired, or no room
+        self._saved_s = 0.0
+
+    def cancel(self) -> None:
+        """No further line begins, and those under way end."""
+        self.batch.cancel(time.time())
+        self._enough.set()
+
+    async def all_lines(self) -> None:
+        """Run what is not done yet, then make files of the answers."""
+        batch, store = self.batch, self._store
+        path = store.data_path(batch.tenant, batch.input_file_id)
+        try:
+            total = await asyncio.to_thread(self._count, path)
+        except FileNotFoundError:
+            await self._fail("input_file_gone", f"{batch.input_file_id} is not there any more")
+            return
+        if not 1 <= total <= MAX_LINES:
+            code = "too_many_lines" if total else "empty_file"
+            await self._fail(code, f"the file has {total} lines; a batch has 1 to {MAX_LINES}")
+            return
+        batch.begin(total, time.time())
+        files = await asyncio.to_thread(self._open)
+        try:
+            await self._save(files)
+            await self._run_lines(files, path)
+        finally:
+            files.close()
+            batch.completed, batch.failed = files.completed, files.failed
+        await asyncio.to_thread(self._end)
+
+    def _count(self, path: Path) -> int:
+        lines = lines_of(path, self._max_line_bytes)
+        return sum(1 for _ in itertools.islice(lines, MAX_LINES + 1))
+
+    def _open(self) -> AnswerFiles:
+        room = self._store.room_bytes(self.batch.tenant)
+        output, errors = (self._store.path_of(self.batch, kind) for kind in ("output", "errors"))
+        return AnswerFiles(output, errors, room)
+
+    async def _run_lines(self, files: AnswerFiles, path: Path) -> None:
+        seen: set[bytes] = set()
+        lines = lines_of(path, self._max_line_bytes)
+        left_s = self.batch.expires_s - time.time()
+        try:
+            async with asyncio.timeout(max(left_s, 0)), asyncio.TaskGroup() as group:
+                stop = group.create_task(self._stop_when_enough())
+                while piece := await asyncio.to_thread(self._read, lines, seen):
+                    for number, line in piece:
+                        if number in files.done:
+                            continue
+                        await self._places.acquire()
+                        task = group.create_task(self._one(files, number, line))
+                        task.add_done_callback(lambda _: self._places.release())
+                stop.cancel()
+        except* (_EnoughError, TimeoutError):
+            pass
+
+    def _read(
+        self, lines: Iterator[tuple[int, bytes]], seen: set[bytes]
+    ) -> list[tuple[int, LineRequest | LineFault]]:
+        endpoint, most = self.batch.endpoint, self._max_line_bytes
+        return [
+            (number, read_line(raw, number, endpoint, seen, most))
+            for number, raw in itertools.islice(lines, _READ_AHEAD_LINES)
+        ]
+
+    async def _stop_when_enough(self) -> None:
+        await self._enough.wait()
+        raise _EnoughError  # ends the others of the group
+
+    async def _one(self, files: AnswerFiles, number: int, line: LineRequest | LineFault) -> None:
+        if isinstance(line, LineFault):
+            written, ok = fault_line(self.batch.id, number, line), False
+        else:
+            answer = await self._ask(line)
+            ok = answer.status_code == httpx.codes.OK
+            written = answer_line(
+                self.batch.id,
+                number,
+                line.custom_id,
+                status=answer.status_code,
+                request_id=answer.headers.get("x-request-id", ""),
+                body=answer.content,
+            )
+        # Not in a thread: a cancel must not leave half a line behind.
+        if not files.write(number, written, ok=ok):
+            self._no_room()
+            return
+        self._metrics.inc("baton_batch_lines", outcome="completed" if ok else "failed")
+        if time.monotonic() > self._saved_s + _SAVE_S:
+            await self._save(files)
+
+    async def _ask(self, line: LineRequest) -> httpx.Response:
+        """The answer to a line, once there is room for it."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            left_ms = int((self.batch.expires_s - time.time()) * 1000)
+            timeout_ms = str(min(max(left_ms, 1), _MAX_TIMEOUT_MS))
+            headers = {**self._headers, "x-baton-timeout-ms": timeout_ms}
+            answer = await self._client.post(
+                self.batch.endpoint, content=line.body, headers=headers
+            )
+            if answer.status_code not in _TRY_AGAIN:
+                return answer
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _no_room(self) -> None:
+        limits = self._store.limits
+        self.batch.fail(
+            "storage_full",
+            f"the answers would be over the limit of {limits.max_bytes_per_tenant} bytes of one "
+            f"tenant, or {limits.max_bytes} of all",
+            time.time(),
+        )
+        self._enough.set()
+
+    async def _save(self, files: AnswerFiles) -> None:
+        self._saved_s = time.monotonic()
+        self.batch.completed, self.batch.failed = files.completed, files.failed
+        await asyncio.to_thread(self._store.save, self.batch)
+
+    async def _fail(self, code: str, message: str) -> None:
+        self.batch.fail(code, message, time.time())
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        """Make files of what was answered, and say how the batch ended."""
+        batch, store, now_s = self.batch, self._store, time.time()
+        kept = [
+            store.adopt(batch.tenant, store.path_of(batch, kind), f"{batch.id}_{kind}.jsonl", now_s)
+            for kind in ("output", "errors")
+        ]
+        batch.output_file_id, batch.error_file_id = (
+            record.id if record is not None else None for record in kept
+        )
+        batch.finish(now_s)
+        store.save(batch)
+        store.path_of(batch, "cancel").unlink(missing_ok=True)
+        _LOG.info("%s of %s: %s", batch.id, batch.tenant, batch.state)
+
+
+class _EnoughError(Exception):
+    """No further line is wanted."""
+
+
+def _headers_of(tenant: str, keys: Mapping[str, ApiKeyConfig] | None) -> dict[str, str]:
+    """What makes a call this tenant's. One that has no key any more is refused line by line."""
+    if keys is None:
+        return {"x-baton-tenant": tenant}
+    own = next((key for key, access in keys.items() if access.tenant == tenant), "")
+    return {"authorization": f"Bearer {own}"}

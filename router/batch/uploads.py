@@ -1,0 +1,119 @@
+"""Files as they are sent: a form of several parts, read to the disk piece by piece."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import NamedTuple
+
+from fastapi import Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from config.clients import ClientLimitsConfig
+from engine.core.errors import (
+    ClientClosedError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    SlowRequestError,
+    UnsupportedMediaError,
+)
+
+_FORM_BYTES = 64 * 1024  # for what is in the form besides the file
+_MAX_FIELDS = 16
+_MAX_NAME_CHARS = 256
+
+
+class Upload(NamedTuple):
+    """A file that has arrived.
+
+    Attributes:
+        keep_s: How long it is to be kept, where the form says so.
+    """
+
+    form: FormData
+    file: UploadFile
+    filename: str
+    purpose: str
+    keep_s: int | None
+
+
+async def read_upload(
+    request: Request, limits: ClientLimitsConfig, gate: asyncio.Semaphore
+) -> Upload:
+    """The form's file and fields; the caller closes ``form``.
+
+    Args:
+        request: With the form.
+        limits: Of size and time.
+        gate: Lets a few in at a time: they lie in the system's folder for temporary files.
+
+    Raises:
+        UnsupportedMediaError: It is no such form.
+        PayloadTooLargeError: It is longer than ``clients.batch.max_file_bytes``.
+        SlowRequestError: It takes longer than ``clients.body_timeout_s``.
+        InvalidRequestError: The form is broken, or a field is missing.
+        ClientClosedError: The client left.
+    """
+    kind = request.headers.get("content-type", "")
+    if not kind.lower().startswith("multipart/form-data"):
+        raise UnsupportedMediaError(
+            "content-type: a file is sent as multipart/form-data", param="content-type"
+        )
+    limit_bytes = limits.batch.max_file_bytes
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit_bytes + _FORM_BYTES:
+        raise _too_large(limit_bytes)
+    stream = _bounded(request, limit_bytes)
+    parser = MultiPartParser(request.headers, stream, max_files=1, max_fields=_MAX_FIELDS)
+    try:
+        async with asyncio.timeout(limits.body_timeout_s), gate:
+            form = await parser.parse()
+    except MultiPartException as error:
+        raise InvalidRequestError(f"the form cannot be read: {error.message}") from error
+    except KeyError as error:
+        raise InvalidRequestError(f"the form cannot be read: it has no {error}") from error
+    except ClientDisconnect as gone:
+        raise ClientClosedError("the client left while it sent its file") from gone
+    except TimeoutError as late:
+        message = f"the file did not come within {limits.body_timeout_s:g} s"
+        raise SlowRequestError(message) from late
+    try:
+        return _checked(form, limit_bytes)
+    except BaseException:
+        await form.close()
+        raise
+
+
+async def _bounded(request: Request, limit_bytes: int) -> AsyncGenerator[bytes, None]:
+    received_bytes = 0
+    async for piece in request.stream():
+        received_bytes += len(piece)
+        if received_bytes > limit_bytes + _FORM_BYTES:
+            raise _too_large(limit_bytes)
+        yield piece
+
+
+def _checked(form: FormData, limit_bytes: int) -> Upload:
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise InvalidRequestError("file: is required", param="file")
+    if purpose != "batch":
+        raise InvalidRequestError(
+            f"purpose: must be batch, the only use of files here (got {str(purpose)[:40]!r})",
+            param="purpose",
+        )
+    if (file.size or 0) > limit_bytes:
+        raise _too_large(limit_bytes)
+    keep = form.get("expires_after[seconds]")
+    if keep is not None and not (isinstance(keep, str) and keep.isdigit() and len(keep) < 10):
+        raise InvalidRequestError(
+            "expires_after[seconds]: must be a whole number", param="expires_after[seconds]"
+        )
+    name = (file.filename or "file.jsonl")[:_MAX_NAME_CHARS]
+    return Upload(form, file, name, purpose, int(keep) if isinstance(keep, str) else None)
+
+
+def _too_large(limit_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"the file is larger than {limit_bytes} bytes (clients.batch.max_file_bytes)", param="file"
+    )

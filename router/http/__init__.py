@@ -1,0 +1,1 @@
+"""What HTTP brings beside bodies and answers: methods, origins, encodings."""
