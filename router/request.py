@@ -1,5 +1,6 @@
 """A request as the router carries it: validated, tokenized, every parameter resolved."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +42,7 @@ class GenerationRequest:
     Attributes:
         prompt: Token ids.
         checked_schema: JSON text; whether an answer fits it is looked at when it is complete.
+        checked_tools: By the name of a tool the same, of the arguments of its calls.
         thinking: The answer may begin with thinking, which is not part of its text.
         shown: What of its tokens the answer shows.
         reads_calls: The answer may hold calls of tools, which are not part of its text.
@@ -62,6 +64,7 @@ class GenerationRequest:
     shown: Shown = Shown()
     reads_calls: bool = False
     checked_schema: str = field(default="", repr=False)
+    checked_tools: Mapping[str, str] = field(default_factory=dict, repr=False)
     thinking: Thinking | None = None
     tenant: str = "default"
     cache_scope: str = ""

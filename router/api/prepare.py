@@ -17,7 +17,7 @@ from router.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
 from router.api.bodies.generation import GenerationBody
 from router.api.bodies.rendering import rendering_of
 from router.api.call_headers import client_id_of
-from router.api.structured_output import checked_schema
+from router.api.structured_output import checked_schema, checked_tools
 from router.api.tools import messages_of, offered
 from router.memory import LargeWork
 from router.request import GenerationRequest, Mode, Shown, part_id
@@ -146,7 +146,8 @@ class Preparer:
         )
         _check_prompt_logprobs(body, [request])
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
-        return replace(request, reads_calls=bool(tools), thinking=thinking)
+        checked = checked_tools(body) if tools else {}
+        return replace(request, reads_calls=bool(tools), thinking=thinking, checked_tools=checked)
 
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""

@@ -98,6 +98,16 @@ def checked_schema(body: GenerationBody) -> str:
     return json.dumps(schema) if checked_afterwards(schema) else ""
 
 
+def checked_tools(body: ChatBody) -> dict[str, str]:
+    """By name, the tools whose arguments are compared with their schema when they are complete."""
+    functions = [tool.function for tool in body.tools or () if tool.function.strict is False]
+    return {
+        function.name: json.dumps(function.parameters)
+        for function in functions
+        if function.parameters is not None and checked_afterwards(function.parameters)
+    }
+
+
 def _guided(body: GenerationBody) -> list[RequestedGrammar]:
     return _of(
         "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar

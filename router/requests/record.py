@@ -82,7 +82,8 @@ class ChoiceRecord:
         self._hides_thinking = thinking is not None and not thinking.shown
         self._tools = ToolCallParser() if request.reads_calls else None
         self._silent = request.prompt_logprobs_only  # its one token is not shown
-        self._checked_schema = request.checked_schema
+        self._checked_schema, self._checked_tools = request.checked_schema, request.checked_tools
+        self._arguments: dict[int, tuple[str, str]] = {}  # of calls, with the name of the tool
         self._content: list[str] = []  # where it is looked at when it is complete
         self.violations: tuple[str, ...] = ()  # keywords of the schema that it does not keep
         self._tells_ids = shown.token_ids
@@ -146,8 +147,7 @@ class ChoiceRecord:
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
-        if self._checked_schema and reason == "stop":
-            self.violations = violations(self._checked_schema, "".join(self._content))
+        self.violations = self._check(reason)
         # An end token of the model's own is no reason: the answer was complete.
         asked = stop_token if stop_token in self._stop_token_ids else None
         self.stop_reason = self._pending.stop_reason = asked if stop_string is None else stop_string
@@ -171,6 +171,20 @@ class ChoiceRecord:
         else:
             self._add(*self._tools.push(text))
 
+    def _check(self, reason: str) -> tuple[str, ...]:
+        """The keywords that a complete answer does not keep, of those that no grammar follows."""
+        if reason == "stop" and self._checked_schema:
+            return violations(self._checked_schema, "".join(self._content))
+        if reason != "tool_calls" or not self._checked_tools:
+            return ()
+        called = self._arguments.values()
+        known = [
+            (self._checked_tools[name], said)
+            for name, said in called
+            if name in self._checked_tools
+        ]
+        return tuple(sorted({keyword for pair in known for keyword in violations(*pair)}))
+
     def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
         """One delta for each call, however many pieces of it came: clients look at one only."""
         pending = self._pending
@@ -178,6 +192,9 @@ class ChoiceRecord:
         if self._checked_schema:
             self._content.append(text)
         for call in calls:
+            if self._checked_tools:
+                name, said = self._arguments.get(call.index, (call.name or "", ""))
+                self._arguments[call.index] = (name, said + call.arguments)
             if pending.calls and pending.calls[-1].index == call.index:
                 last = pending.calls[-1]
                 pending.calls[-1] = replace(last, arguments=last.arguments + call.arguments)
@@ -206,7 +223,9 @@ class ChoiceRecord:
 
     def release_payload(self) -> None:
         """Drop what only a running request needs."""
-        self.token_ids, self._pending, self._content = [], Delta(self.index), []
+        self.token_ids, self._pending = [], Delta(self.index)
+        self._content, self._arguments = [], {}
+        self._checked_schema, self._checked_tools = "", {}
 
 
 class RequestRecord:
@@ -353,7 +372,9 @@ class RequestRecord:
         sampling = self.request.sampling
         grammar = sampling.grammar[:1]  # whether there was one
         sampling = msgspec.structs.replace(sampling, grammar=grammar, logit_bias=())
-        self.request = replace(self.request, prompt=(), sampling=sampling)
+        self.request = replace(
+            self.request, prompt=(), sampling=sampling, checked_schema="", checked_tools={}
+        )
         self.prompt_logprobs, self._logprobs_intake, self.embedding = (
             None,
             PromptLogprobsIntake(0),

@@ -229,3 +229,16 @@ async def test_what_no_grammar_follows_is_counted_where_it_was_not_kept(make_fle
     await until(lambda: count("baton_schema_violations", keyword="uniqueItems") == 1)
     await fleet.chat(response_format={"type": "json_object"}, max_tokens=20)
     assert count("baton_schema_violations", keyword="uniqueItems") == 1
+
+
+async def test_arguments_are_compared_too(make_fleet, model):
+    text = '<tool_call>{"name": "f", "arguments": {"a": [1, 1]}}</tool_call>'
+    ids = model.tokenizer.encode(text)
+    fleet = await make_fleet({"decode-0": Script(answer=ids, stop_token=2)})
+    loose = UNIQUE | {"function": UNIQUE["function"] | {"strict": False}}
+    answer = await fleet.chat(tools=[loose], max_tokens=100)
+    assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
+    count = fleet.router.metrics.value
+    await until(lambda: count("baton_schema_violations", keyword="uniqueItems") == 1)
+    await fleet.chat(tools=[TOOL], max_tokens=100)
+    assert count("baton_schema_violations", keyword="uniqueItems") == 1

@@ -299,3 +299,15 @@ def test_calls_are_apart_from_text_and_the_end_tells_of_whole_ones(model, text, 
     written = "".join(call.arguments for call in calls)
     assert bool(written) is bool(calls)
     assert '{"a": [1, 2]}'.startswith(written)
+
+
+def test_a_record_that_is_kept_holds_no_schema(model):
+    asked = replace(request(), checked_schema='{"uniqueItems": true}', checked_tools={"f": "{}"})
+    record = RequestRecord(asked, model.tokenizer)
+    record.next_attempt()
+    ids = model.tokenizer.encode("[1, 1]")
+    record.on_run(run(0, ids, reason="stop"), 5)
+    assert record.choices[0].violations == ("uniqueItems",)
+    record.release_payload()
+    assert (record.request.checked_schema, record.request.checked_tools) == ("", {})
+    assert "uniqueItems" not in repr(vars(record.choices[0])).replace("('uniqueItems',)", "")
