@@ -218,7 +218,7 @@ class Worker:
         """Returns when nothing of the worker is left in this process."""
         await self._closed.wait()
 
-    async def drain(self, timeout_s: float, hurried: asyncio.Event | None = None) -> bool:
+    async def drain(self, timeout_s: float = DRAIN_S, hurried: asyncio.Event | None = None) -> bool:
         """Take nothing new, and wait until others have gone on with what is there.
 
         Args:

@@ -32,7 +32,7 @@ async def test_the_rest_is_what_the_first_worker_would_have_said(mode):
 
 
 async def test_a_stream_that_breaks_after_the_move_is_resumed():
-    async with workers("decode-0", "decode-1", emulated_token_s=0.02) as (first, second):
+    async with workers("decode-0", "decode-1", emulated_token_s=0.004) as (first, second):
         async with routed(first) as router:
             await router.submit("whole", PROMPT, sampling=SAMPLING)
             await router.ended("whole")
