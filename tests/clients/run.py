@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-from collections.abc import Collection
 from typing import NamedTuple
 
 from tests.clients.environments import HERE, Client, command
@@ -13,20 +12,19 @@ _LIMIT_S = 240
 
 
 class Result(NamedTuple):
-    """What became of one scenario: ``works``, ``fails`` or ``not there yet``, and why."""
+    """What became of one scenario: ``works`` or ``fails``, and why."""
 
     scenario: str
     result: str
     why: str
 
 
-async def run(client: Client, url: str, has: Collection[str]) -> list[Result]:
+async def run(client: Client, url: str) -> list[Result]:
     """Every scenario of a client.
 
     Args:
         client: Whose environment is made if it is not there.
         url: Of the router.
-        has: What the router can do of what some scenarios need.
 
     Raises:
         NoEnvironmentError: The client cannot be installed.
@@ -36,7 +34,7 @@ async def run(client: Client, url: str, has: Collection[str]) -> list[Result]:
     process = await asyncio.create_subprocess_exec(
         *arguments,
         cwd=folder,
-        env=_environment(url, has),
+        env=_environment(url),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -54,7 +52,7 @@ async def run(client: Client, url: str, has: Collection[str]) -> list[Result]:
     return results
 
 
-def _environment(url: str, has: Collection[str]) -> dict[str, str]:
+def _environment(url: str) -> dict[str, str]:
     """The client's: without ours, and without a proxy on the way to the router."""
     kept = {
         name: value
@@ -67,7 +65,6 @@ def _environment(url: str, has: Collection[str]) -> dict[str, str]:
         "BATON_URL": url,
         "BATON_KEY": KEY,
         "BATON_MODEL": MODEL,
-        "BATON_HAS": ",".join(sorted(has)),
         "OPENAI_API_KEY": KEY,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "NO_PROXY": "*",

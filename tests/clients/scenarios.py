@@ -1,11 +1,9 @@
 """What a client's file runs with, in its own interpreter: nothing but the standard library.
 
-    @scenario("chat")
-    def chat(): ...
+@scenario("chat")
+def chat(): ...
 
-    run()   # prints one JSON line for each scenario
-
-A scenario that needs what this router does not have yet is left out, and said to be.
+run()   # prints one JSON line for each scenario
 """
 
 import asyncio
@@ -23,15 +21,14 @@ MODEL = os.environ.get("BATON_MODEL", "default")
 SENTENCE = "Paris is the capital of France."
 QUESTION = "What is the capital of France?"
 
-_HAS = set(os.environ.get("BATON_HAS", "").split(","))
-_SCENARIOS: list[tuple[str, str, Callable]] = []
+_SCENARIOS: list[tuple[str, Callable]] = []
 
 
-def scenario(name: str, needs: str = "") -> Callable:
-    """Register a scenario; ``needs`` names what the router must have."""
+def scenario(name: str) -> Callable:
+    """Register a scenario."""
 
     def register(function: Callable) -> Callable:
-        _SCENARIOS.append((name, needs, function))
+        _SCENARIOS.append((name, function))
         return function
 
     return register
@@ -39,10 +36,7 @@ def scenario(name: str, needs: str = "") -> Callable:
 
 def run() -> None:
     """Run all of them, each by itself, and tell of each."""
-    for name, needs, function in _SCENARIOS:
-        if needs and needs not in _HAS:
-            _tell(name, "not there yet", needs)
-            continue
+    for name, function in _SCENARIOS:
         try:
             if inspect.iscoroutinefunction(function):
                 asyncio.run(function())

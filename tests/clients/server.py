@@ -8,7 +8,6 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator
 
-import httpx
 import uvicorn
 
 from config.clients import ApiKeyConfig, ClientLimitsConfig
@@ -23,7 +22,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import StaticDirectory
 from tests.clients.shaped_worker import ShapedWorker
-from tests.router.conftest import events_of, record_of, until
+from tests.router.conftest import record_of, until
 
 MODEL = "default"
 KEY = "sk-of-the-clients"
@@ -76,33 +75,9 @@ async def serving() -> AsyncIterator[str]:
             await asyncio.to_thread(redis.stop)
 
 
-async def abilities(url: str) -> set[str]:
-    """What this router has of what is still being built: scenarios that need more are left out."""
-    async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {KEY}"}) as http:
-        found = set()
-        for path in ("responses", "messages"):
-            if (await http.post(f"/v1/{path}", json={})).status_code != 404:
-                found.add(path)
-        user = {"role": "user", "content": "hi"}
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-        for name, more in {
-            "replay": {"messages": [user | {"name": "x", "annotations": []}]},
-            "tools with a schema": {"tools": [tool], "response_format": {"type": "json_object"}},
-        }.items():
-            body = {"model": MODEL, "messages": [user], "max_tokens": 4, **more}
-            if (await http.post("/v1/chat/completions", json=body)).status_code == 200:
-                found.add(name)
-        body = {"model": MODEL, "messages": [user], "tools": [tool], "stream": True}
-        streamed = await http.post("/v1/chat/completions", json=body)
-        deltas = [c["delta"] for e in events_of(streamed.text)[:-1] for c in e["choices"]]
-        if all(len(delta.get("tool_calls", ())) <= 1 for delta in deltas):
-            found.add("one call a chunk")
-        return found
-
-
 async def _main() -> None:
     async with serving() as url:
-        print(url, KEY, sorted(await abilities(url)), flush=True)
+        print(url, KEY, flush=True)
         await asyncio.Event().wait()
 
 

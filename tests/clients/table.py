@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.clients.environments import CLIENTS, Client, NoEnvironmentError, version
 from tests.clients.run import Result, run
-from tests.clients.server import abilities, serving
+from tests.clients.server import serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 BEGIN, END = "<!-- table: python -m tests.clients.table -->", "<!-- end of the table -->"
@@ -19,10 +19,10 @@ async def measured() -> str:
     for client in CLIENTS:
         async with serving() as url:
             try:
-                found = await run(client, url, await abilities(url))
+                found = await run(client, url)
                 row = _row(client, found)
             except (NoEnvironmentError, RuntimeError) as error:
-                row = f"| {client.title} | | | | not run: {str(error).splitlines()[0]} |"
+                row = f"| {client.title} | | | not run: {str(error).splitlines()[0]} |"
         sys.stderr.write(f"{row}\n")
         rows.append(row)
     return table(rows, datetime.now(UTC).date().isoformat())
@@ -30,7 +30,7 @@ async def measured() -> str:
 
 def table(rows: list[str], date: str) -> str:
     """The rows under their head, with the date."""
-    head = "| client | version | works | not there yet | fails |\n|---|---|---|---|---|"
+    head = "| client | version | works | fails |\n|---|---|---|---|"
     return f"Run on {date}.\n\n{head}\n" + "\n".join(rows)
 
 
@@ -38,10 +38,7 @@ def _row(client: Client, found: list[Result]) -> str:
     def of(kind: str) -> str:
         return ", ".join(result.scenario for result in found if result.result == kind)
 
-    return (
-        f"| {client.title} | {version(client)} | {of('works')} | {of('not there yet')} | "
-        f"{of('fails')} |"
-    )
+    return f"| {client.title} | {version(client)} | {of('works')} | {of('fails')} |"
 
 
 def written(page: str, text: str) -> str:

@@ -61,33 +61,25 @@ scenario("schema", async () => {
   }
 });
 
-scenario(
-  "tools and schema",
-  async () => {
-    const told = await generateText({
-      model: compatible(MODEL),
-      ...common,
-      tools: { weather },
-      stopWhen: stepCountIs(3),
-      output: Output.object({ schema: Place }),
-    });
-    check(Place.parse(told.output), "a place");
-  },
-  "tools with a schema",
-);
+scenario("tools and schema", async () => {
+  const told = await generateText({
+    model: compatible(MODEL),
+    ...common,
+    tools: { weather },
+    stopWhen: stepCountIs(3),
+    output: Output.object({ schema: Place }),
+  });
+  check(Place.parse(told.output), "a place");
+});
 
 scenario("embeddings", async () => {
   const told = await embedMany({ model: compatible.embeddingModel(MODEL), values: ["a cat", "a kitten"] });
   check(told.embeddings.length === 2, "two vectors");
 });
 
-scenario(
-  "responses",
-  async () => {
-    const told = await generateText({ model: openai(MODEL), ...common });
-    check(told.text === SENTENCE, told.text);
-  },
-  "responses",
-);
+scenario("responses", async () => {
+  const told = await generateText({ model: openai(MODEL), ...common });
+  check(told.text === SENTENCE, told.text);
+});
 
 await run();

@@ -65,13 +65,9 @@ scenario("embeddings", async () => {
   check(answer.data.length === 2 && answer.data[0].embedding.length > 0, "two vectors");
 });
 
-scenario(
-  "responses",
-  async () => {
-    const answer = await client.responses.create({ model: MODEL, input: QUESTION });
-    check(answer.output_text === SENTENCE, answer.output_text);
-  },
-  "responses",
-);
+scenario("responses", async () => {
+  const answer = await client.responses.create({ model: MODEL, input: QUESTION });
+  check(answer.output_text === SENTENCE, answer.output_text);
+});
 
 await run();

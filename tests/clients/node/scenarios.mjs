@@ -6,11 +6,10 @@ export const MODEL = process.env.BATON_MODEL ?? "default";
 export const SENTENCE = "Paris is the capital of France.";
 export const QUESTION = "What is the capital of France?";
 
-const has = new Set((process.env.BATON_HAS ?? "").split(","));
 const scenarios = [];
 
-export function scenario(name, run, needs = "") {
-  scenarios.push({ name, run, needs });
+export function scenario(name, run) {
+  scenarios.push({ name, run });
 }
 
 export function check(value, what = "") {
@@ -18,11 +17,7 @@ export function check(value, what = "") {
 }
 
 export async function run() {
-  for (const { name, run, needs } of scenarios) {
-    if (needs && !has.has(needs)) {
-      tell(name, "not there yet", needs);
-      continue;
-    }
+  for (const { name, run } of scenarios) {
     try {
       await run();
       tell(name, "works", "");

@@ -15,7 +15,7 @@ WEATHER = {
 }
 
 
-@scenario("chat", needs="messages")
+@scenario("chat")
 def chat():
     answer = client.messages.create(model=MODEL, max_tokens=64, messages=[USER])
     assert answer.content[0].text == SENTENCE
@@ -23,13 +23,13 @@ def chat():
     assert answer.usage.output_tokens > 0
 
 
-@scenario("stream", needs="messages")
+@scenario("stream")
 def stream():
     with client.messages.stream(model=MODEL, max_tokens=64, messages=[USER]) as events:
         assert "".join(events.text_stream) == SENTENCE
 
 
-@scenario("second turn", needs="messages")
+@scenario("second turn")
 def second_turn():
     first = client.messages.create(model=MODEL, max_tokens=64, messages=[USER])
     turns = [USER, {"role": "assistant", "content": first.content}, USER]
@@ -37,7 +37,7 @@ def second_turn():
     assert again.content[0].text == SENTENCE
 
 
-@scenario("tools", needs="messages")
+@scenario("tools")
 def tools():
     first = client.messages.create(model=MODEL, max_tokens=64, messages=[USER], tools=[WEATHER])
     call = next(block for block in first.content if block.type == "tool_use")
@@ -50,7 +50,7 @@ def tools():
     assert told.content[0].text == SENTENCE
 
 
-@scenario("errors", needs="messages")
+@scenario("errors")
 def errors():
     for more, kind in (
         ({"model": "no"}, anthropic.NotFoundError),
@@ -65,7 +65,7 @@ def errors():
             raise AssertionError(f"no {kind.__name__}")
 
 
-@scenario("count tokens", needs="messages")
+@scenario("count tokens")
 def count_tokens():
     assert client.messages.count_tokens(model=MODEL, messages=[USER]).input_tokens > 5
 

@@ -37,7 +37,7 @@ def schema():
     assert isinstance(found, Place)
 
 
-@scenario("stream", needs="one call a chunk")
+@scenario("stream")
 def stream():
     parts = list(
         client(instructor.Mode.TOOLS).chat.completions.create_partial(

@@ -36,7 +36,7 @@ def stream():
     assert "".join(chunk.text for chunk in model.stream(QUESTION)) == SENTENCE
 
 
-@scenario("second turn", needs="replay")
+@scenario("second turn")
 def second_turn():
     first = model.invoke(QUESTION)
     turns = [HumanMessage(QUESTION, name="Ada"), first, AIMessage("More."), HumanMessage("And?")]
@@ -56,7 +56,7 @@ def schema():
     assert isinstance(model.with_structured_output(Place).invoke(QUESTION), Place)
 
 
-@scenario("tools and schema", needs="tools with a schema")
+@scenario("tools and schema")
 def tools_and_schema():
     agent = create_agent(model, [weather], response_format=ProviderStrategy(Place))
     told = agent.invoke({"messages": [HumanMessage(QUESTION)]})
@@ -71,7 +71,7 @@ def embeddings():
     assert len(vectors.embed_documents(["a cat", "a kitten"])) == 2
 
 
-@scenario("responses", needs="responses")
+@scenario("responses")
 def responses():
     answers = ChatOpenAI(base_url=BASE, api_key=KEY, model=MODEL, use_responses_api=True)
     assert answers.invoke(QUESTION).text == SENTENCE

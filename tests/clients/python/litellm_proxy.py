@@ -65,7 +65,7 @@ def stream():
     assert text == SENTENCE
 
 
-@scenario("second turn", needs="replay")
+@scenario("second turn")
 def second_turn():
     first = client.chat.completions.create(model=MODEL, messages=[USER]).choices[0].message
     for message in (first, first.model_dump()):

@@ -44,7 +44,7 @@ def stream():
         assert "".join(c.choices[0].delta.content or "" for c in chunks) == SENTENCE
 
 
-@scenario("second turn", needs="replay")
+@scenario("second turn")
 def second_turn():
     for provider in PROVIDERS:
         first = ask(provider, [USER]).choices[0].message
@@ -53,7 +53,7 @@ def second_turn():
         assert plain.choices[0].message.content == SENTENCE
 
 
-@scenario("tools", needs="replay")
+@scenario("tools")
 def tools():
     for provider in PROVIDERS:
         first = ask(provider, [USER], tools=[WEATHER]).choices[0].message

@@ -48,7 +48,7 @@ def second_turn():
     assert model.chat([user, first, user]).message.content == SENTENCE
 
 
-@scenario("tools", needs="one call a chunk")
+@scenario("tools")
 async def tools():
     agent = FunctionAgent(tools=[weather], llm=model, streaming=True)
     assert SENTENCE in str(await agent.run(QUESTION))

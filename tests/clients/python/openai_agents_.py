@@ -58,7 +58,7 @@ async def schema():
     assert isinstance((await Runner.run(agent, QUESTION)).final_output, Place)
 
 
-@scenario("tools and schema", needs="tools with a schema")
+@scenario("tools and schema")
 async def tools_and_schema():
     agent = Agent(name="a", model=chats(), tools=[weather], output_type=Place)
     assert isinstance((await Runner.run(agent, QUESTION)).final_output, Place)
@@ -72,7 +72,7 @@ async def hand_off():
     assert (found.last_agent.name, found.final_output) == ("second", SENTENCE)
 
 
-@scenario("responses", needs="responses")
+@scenario("responses")
 async def responses():
     client = AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=30)
     agent = Agent(name="a", model=OpenAIResponsesModel(MODEL, client), tools=[weather])

@@ -80,7 +80,7 @@ def schema():
     assert isinstance(answer.choices[0].message.parsed, Place)
 
 
-@scenario("tools and schema", needs="tools with a schema")
+@scenario("tools and schema")
 def tools_and_schema():
     strict = openai.pydantic_function_tool(Place, name="place")
     answer = client.chat.completions.parse(
@@ -137,7 +137,7 @@ def batch():
     assert SENTENCE in client.files.content(begun.output_file_id).text
 
 
-@scenario("responses", needs="responses")
+@scenario("responses")
 def responses():
     answer = client.responses.create(model=MODEL, input=QUESTION)
     assert answer.output_text == SENTENCE

@@ -52,13 +52,13 @@ def schema():
         assert isinstance(Agent(model, output_type=wanted).run_sync(QUESTION).output, Place)
 
 
-@scenario("tools and schema", needs="tools with a schema")
+@scenario("tools and schema")
 def tools_and_schema():
     agent = Agent(model, tools=[weather], output_type=NativeOutput(Place))
     assert isinstance(agent.run_sync(QUESTION).output, Place)
 
 
-@scenario("responses", needs="responses")
+@scenario("responses")
 def responses():
     from pydantic_ai.models.openai import OpenAIResponsesModel
 
