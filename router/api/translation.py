@@ -34,7 +34,11 @@ class Conversation:
         last = self.messages[-1] if self.messages else {}
         joins = last.get("role") == role and role in self._joins
         if joins and "tool_calls" not in last and not self._thoughts:
-            last["content"] = f"{last['content']}\n{text}" if last["content"] else text
+            said = last["content"]
+            if isinstance(said, list):
+                said.append(text)
+            else:
+                last["content"] = [said, text] if said else text  # a chat joins them as lines
         else:
             self._append({"role": role, "content": text}, where)
 
