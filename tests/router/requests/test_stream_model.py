@@ -401,7 +401,8 @@ class StreamMachine(RuleBasedStateMachine):
                         made = held.emitted[0]
                         worker.say(held.router, tokens=held.runs([made], made + 1))
             quiet = not any(w.running() or any(w.down.values()) for w in self.workers)
-            if quiet and not any(self.links[at]._out for at in PLACES):
+            said = any(self.links[at]._out or self.links[at].unary for at in PLACES)
+            if quiet and not said:
                 return
 
     def _wanted(self, held: Held) -> bool:
