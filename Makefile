@@ -55,10 +55,10 @@ serve: $(VENV)/.runtime ## start a fleet and stay; BATON_PORT and BATON_CONFIG a
 	@exec $(BIN)/baton up "$(BATON_CONFIG)"
 
 test: $(VENV)/.dev ## the tests, warnings as errors
-	$(PYTEST) -n 3 --dist loadscope -m "not slow"
+	$(PYTEST) -n 2 --dist loadscope -m "not slow"
 
 test-all: $(VENV)/.dev ## the slow tests too
-	$(PYTEST) -n 3 --dist loadscope
+	$(PYTEST) -n 2 --dist loadscope
 
 test-clients: $(VENV)/.dev ## the clients that people bring, each in an environment of its own
 	$(PYTEST) -q tests/clients
