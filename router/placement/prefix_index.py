@@ -95,6 +95,13 @@ class _Expected:
         return self.tables
 
 
+    def rename(self, before: int, after: int) -> None:
+        """The worker ``before`` has another number now."""
+        for table in self.tables:
+            if hashes := table.hashes_of(before):
+                table.add(after, b"".join(hashes), len(hashes))
+
+
 class PrefixIndex:
     """The blocks of all incarnations.
 
@@ -158,6 +165,7 @@ class PrefixIndex:
             return Applied.DONE
         self.snapshots += 1
         fresh.sequence = snapshot.sequence
+        self._expected.rename(entry.number, fresh.number)
         self._retire(entry)
         self._held[snapshot.incarnation] = fresh
         self._count(snapshot.incarnation, fresh)
@@ -230,8 +238,10 @@ class PrefixIndex:
             self._keep(entry, batch)
             return Applied.SNAPSHOT_NEEDED
         if batch.cleared:
+            before = entry.number
             self._retire(entry)
             entry.number, entry.blocks, entry.checksum = self._numbers.take(), 0, 0
+            self._expected.rename(before, entry.number)
             self._count(batch.incarnation, entry)
         removed = self._table.remove(entry.number, b"".join(batch.removed))
         entry.blocks -= removed.blocks

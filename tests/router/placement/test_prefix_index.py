@@ -220,3 +220,14 @@ def test_numbers_are_used_again_only_when_nothing_is_left_of_them():
         prefix_index.apply(Forget(incarnation=incarnation))
     assert prefix_index._numbers._next < 300
     assert prefix_index._table.blocks < 5000
+
+
+def test_what_was_just_placed_outlives_a_snapshot():
+    """At a fleet's start the first request may come before the first word of its worker."""
+    prefix_index = PrefixIndex()
+    hashes = [name(1), name(2)]
+    prefix_index.expect(A, hashes, now_ns=0)
+    prefix_index.apply(snapshot(1, [7]))
+    assert prefix_index.prefixes(hashes, now_ns=1) == {A: 2}
+    prefix_index.apply(batch(2, stored=[8], cleared=True))
+    assert prefix_index.prefixes(hashes, now_ns=1) == {A: 2}
