@@ -94,7 +94,6 @@ class _Expected:
         self._step = max(step, self._step)
         return self.tables
 
-
     def rename(self, before: int, after: int) -> None:
         """The worker ``before`` has another number now."""
         for table in self.tables:

@@ -67,7 +67,7 @@ class Shortlist:
             What is expected of workers that have not measured themselves.
         """
         seen, marks, changed = self._seen, self._marks, []
-        count = -1
+        count, anew = -1, False
         for count, slot in enumerate(slots):
             link = slot.link
             status = (link, link.live, link.status) if link is not None else ()
@@ -83,8 +83,11 @@ class Shortlist:
         del seen[count + 1 :], marks[count + 1 :]
         if fewer or any(map(self._came_or_went, changed)):
             self._begin_anew()
-            changed = []
-        rates = self._reports.expected(self._usable, now_ns)
+            changed, anew = [], True
+        for place in changed:
+            if (index := self._index_of[place]) >= 0:
+                self._read(index)
+        rates = self._reports.expected(self._usable, now_ns, changed=bool(changed) or anew)
         if rates is not self._rates:
             self._rates = rates
             changed = list(range(len(seen)))
@@ -120,10 +123,12 @@ class Shortlist:
         for index in range(len(slots)):
             self._write(index)
 
-    def _write(self, index: int) -> None:
+    def _read(self, index: int) -> None:
         slot, _ = self._usable[index]
-        report = self._reports.of(slot)
-        self._usable[index] = slot, report
+        self._usable[index] = slot, self._reports.of(slot)
+
+    def _write(self, index: int) -> None:
+        slot, report = self._usable[index]
         self._queued_tokens[index] = report.queued_tokens
         self._streams[index] = report.streams
         answering = report.answering

@@ -26,6 +26,7 @@ from wire.compatibility import format_id
 _SAMPLED_EDGES = 8  # of a report, for what is expected of edges that were not measured
 _SAMPLE_PROMPT_TOKENS = 4096
 _RATES_STAND_NS = 1_000_000_000
+_SMALL_FLEET = 32  # workers
 _SAME_WITHIN = 0.1  # the fits of equal workers differ by a few percent
 
 
@@ -232,9 +233,15 @@ class Reports:
         self._rates = Rates()
         self._rates_until_ns = -1
 
-    def expected(self, connected: Sequence[tuple[Slot, Report]], now_ns: int) -> "Rates":
-        """What is expected of workers that have not measured: read anew once a second."""
-        if now_ns >= self._rates_until_ns:
+    def expected(
+        self, connected: Sequence[tuple[Slot, Report]], now_ns: int, *, changed: bool = False
+    ) -> "Rates":
+        """What is expected of workers that have not measured.
+
+        Read anew once a second, and in a small fleet whenever a report has ``changed``: with few
+        that have measured, an old mean would make those that have not look faster or slower.
+        """
+        if now_ns >= self._rates_until_ns or (changed and len(connected) <= _SMALL_FLEET):
             self._rates = Rates.expected([(slot.role, report) for slot, report in connected])
             self._rates_until_ns = now_ns + _RATES_STAND_NS
         return self._rates

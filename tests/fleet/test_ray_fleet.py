@@ -161,7 +161,9 @@ async def test_operators_drain_and_restart_through_redis(fleet: Fleet) -> None:
     assert "no such worker: prefill-9" in str(await registry.ask("drain", ["prefill-9"]))
     assert await registry.ask("drain", ["prefill-0"]) == ""
     wait_for(lambda: slot(fleet, "prefill-0")["phase"] == "parked")
-    assert (await registry.records())[0]["prefill-0"].state == "dead"
+    async with asyncio.timeout(10):
+        while (await registry.records())[0]["prefill-0"].state != "dead":
+            await asyncio.sleep(0.05)
 
     assert await registry.ask("restart", ["prefill-0"]) == ""
     wait_ready(fleet, "prefill-0", epoch + 1)

@@ -19,7 +19,7 @@ SLOW = json.dumps(
     {
         "allOf": [
             {"anyOf": [{"type": "object", "required": [f"{side}{i}"]} for side in "ab"]}
-            for i in range(11)
+            for i in range(13)
         ]
     }
 )
