@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from router.batch.record import State
+
 
 class FileObject(BaseModel):
     """A file that lies here."""
@@ -53,16 +55,7 @@ class Batch(BaseModel):
     errors: dict[str, Any] | None
     input_file_id: str
     completion_window: str
-    status: Literal[
-        "validating",
-        "in_progress",
-        "finalizing",
-        "completed",
-        "failed",
-        "expired",
-        "cancelling",
-        "cancelled",
-    ]
+    status: State
     output_file_id: str | None
     error_file_id: str | None
     created_at: int

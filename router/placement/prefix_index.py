@@ -300,11 +300,6 @@ class PrefixIndex:
         """Hashes over all incarnations."""
         return sum(entry.blocks for entry in self._held.values())
 
-    @property
-    def memory_bytes(self) -> int:
-        """Of the tables, roughly."""
-        return sum(table.memory_bytes for table in (self._table, *self._expected.tables))
-
 
 def _finished(steps: Generator[None, None, Applied]) -> Applied:
     while True:

@@ -278,16 +278,11 @@ STRUCTURED_OUTPUTS = Fields(
     },
 )
 
-EMBEDDING = Fields(
-    title="`POST /v1/embeddings`",
+# What the calls whose answer is made of vectors have in common.
+VECTORS = Fields(
     honoured={
         "model": "left out: the model that the fleet serves",
-        "input": "a text or token ids, or up to 2048 of them",
-        "encoding_format": "float or base64",
-        "dimensions": "cut the vector to so many",
         "pooling": "mean or last",
-        "normalize": "to length 1",
-        "truncate_prompt_tokens": "keep the last so many tokens; -1: the whole context",
         "user": "stands in traces and in the request's story",
         "priority": "lower goes first",
     },
@@ -296,6 +291,17 @@ EMBEDDING = Fields(
         "additional_data": _KEPT,
         "metadata": _KEPT,
         "mm_processor_kwargs": "of images, which are not taken",
+    },
+)
+
+EMBEDDING = VECTORS | Fields(
+    title="`POST /v1/embeddings`",
+    honoured={
+        "input": "a text or token ids, or up to 2048 of them",
+        "encoding_format": "float or base64",
+        "dimensions": "cut the vector to so many",
+        "normalize": "to length 1",
+        "truncate_prompt_tokens": "keep the last so many tokens; -1: the whole context",
     },
     refused={
         "messages": Refused((None,), "send input"),

@@ -1,22 +1,11 @@
 """The fields of scores, rankings and pooling, as ``docs/parameters.md`` shows them."""
 
 from router.api.bodies.fields import Fields, Refused
+from router.api.bodies.parameters import VECTORS
 
-_KEPT = "nothing is kept under it"
-
-_POOLED = Fields(
+_POOLED = VECTORS | Fields(
     honoured={
-        "model": "left out: the model that the fleet serves",
-        "pooling": "mean or last",
         "truncate_prompt_tokens": "keep the first so many tokens of each text; -1: what fits",
-        "user": "stands in traces and in the request's story",
-        "priority": "lower goes first",
-    },
-    accepted={
-        "request_id": "the header X-Request-Id names a call",
-        "additional_data": _KEPT,
-        "metadata": _KEPT,
-        "mm_processor_kwargs": "of images, which are not taken",
     },
     refused={
         name: Refused((None, True), "scores are cosines; there is no head to leave it out of")
