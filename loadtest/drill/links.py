@@ -29,7 +29,10 @@ def cut(port: int) -> str:
 
 
 def slow(port: int, bytes_per_s: int) -> str:
-    """Rules under which what comes from a port, above a rate, is lost."""
+    """Rules under which what comes from a port, above a rate, is lost.
+
+    The kernel's bucket holds one second's worth beside the burst: so much comes at once.
+    """
     burst_bytes = max(bytes_per_s // 4, 65_536)
     limit = f"limit rate over {bytes_per_s} bytes/second burst {burst_bytes} bytes"
     return f"tcp sport {port} {limit} drop"
