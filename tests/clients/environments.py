@@ -75,7 +75,6 @@ CLIENTS = (
         title="pydantic-ai",
         file="pydantic_ai_.py",
         packages=("pydantic-ai-slim[openai]==2.68.0",),
-        small=True,
     ),
     Client(title="instructor", file="instructor_.py", packages=("instructor==1.17.0",)),
     Client(title="openai-agents", file="openai_agents_.py", packages=("openai-agents==0.24.0",)),

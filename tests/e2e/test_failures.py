@@ -253,7 +253,9 @@ async def read(url: str, body: dict, begun: asyncio.Event | None = None) -> dict
     return shown
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 async def test_answers_outlive_their_decode_worker(tmp_path, how):
     """Five kinds of answer are under way when the worker goes; all clients see is a pause."""
     with fleet(tmp_path, "prefill-0", "decode-0", "decode-1") as running:
@@ -352,7 +354,7 @@ async def test_no_worker_is_503(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        "flip:2",
+        pytest.param("flip:2", marks=pytest.mark.slow),
         pytest.param("replay:3", marks=pytest.mark.slow),
         pytest.param("swap:3", marks=pytest.mark.slow),
         pytest.param("incarnation:2", marks=pytest.mark.slow),

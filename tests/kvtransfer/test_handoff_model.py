@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.engine.core.draft_tokens import oracle
 from tests.kvtransfer.duo import Duo, ReceiverState, golden
+from tests.soak import examples
 
 GOLDEN = {length: golden(list(range(length))) for length in (1, 15, 16, 17, 40, 64, 90)}
 
@@ -211,4 +212,4 @@ class Handovers(RuleBasedStateMachine):
 
 
 TestHandovers = Handovers.TestCase
-TestHandovers.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestHandovers.settings = settings(max_examples=examples(200), stateful_step_count=60, deadline=None)

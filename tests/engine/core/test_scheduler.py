@@ -12,6 +12,7 @@ from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.emulated import EmulatedRunner
+from tests.soak import examples
 
 SEED = b"s" * 16
 
@@ -401,7 +402,7 @@ def test_chunks_are_bounded_in_time(decodes, most):
     assert most // 2 < tokens <= most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 90), st.integers(1, 20), st.integers(1, 3), st.integers(0, 4)),

@@ -23,6 +23,7 @@ from engine.core.speculative.proposers import (
 from engine.emulated import EmulatedRunner
 from tests.engine.core.draft_tokens import FreeDraftTokens, Oracle, oracle
 from tests.engine.core.test_scheduler import SEED, answers, ends, golden, request, run
+from tests.soak import examples
 
 PROMPT = list(range(40))
 
@@ -168,7 +169,7 @@ def test_nan_behind_guesses_is_tried_again_without_them():
 # ---------------------------------------------------------------- any interleaving
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 70), st.integers(1, 24), st.integers(1, 3), st.integers(0, 3)),

@@ -18,6 +18,7 @@ from loadtest.simulator.policies import FLEET
 from loadtest.simulator.report import Slo, as_json, bound_share, figures
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.traces import TraceRequest, read_trace
+from tests.soak import examples
 
 SAMPLE = Path(__file__).parents[2] / "router" / "placement" / "conversation_sample.jsonl"
 SMALL = Setup(prefill_workers=2, decode_workers=2)
@@ -95,7 +96,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     requests,
     st.sampled_from(["disaggregated", "auto", "colocated"]),

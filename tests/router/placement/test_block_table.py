@@ -16,6 +16,7 @@ from router.placement.block_table import (
     block_table,
 )
 from router.placement.native.library import load
+from tests.soak import examples
 
 LIBRARY = load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no C++ compiler")
@@ -97,7 +98,9 @@ class SameAnswers(RuleBasedStateMachine):
                 assert sorted(native.hashes_of(worker)) == sorted(plain.hashes_of(worker))
 
 
-SameAnswers.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SameAnswers.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
 TestSameAnswers = SameAnswers.TestCase
 
 

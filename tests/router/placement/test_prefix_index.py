@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from engine.core.block_hashes import block_hashes, hash_seed
 from registry.types import EventBatch, Forget, Heartbeat, Snapshot, hashes_checksum
 from router.placement.prefix_index import Applied, PrefixIndex
+from tests.soak import examples
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -107,7 +108,7 @@ def test_the_prefix_counts_from_the_first_block_to_the_first_hole():
 NAMES = st.lists(st.integers(0, 15), max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     changes=st.lists(st.tuples(NAMES, NAMES, st.booleans()), max_size=25),
     fates=st.lists(st.sampled_from(["pass", "lose", "twice", "late"]), min_size=25, max_size=25),

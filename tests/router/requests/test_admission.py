@@ -12,6 +12,7 @@ from router.requests.admission import Admission
 from router.requests.fair_queue import FairQueue, Waiting
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
+from tests.soak import examples
 
 TENANTS = "abcd"
 
@@ -31,7 +32,7 @@ def popped(queue: Admission, window: int = 10**6) -> list[Waiting]:
     return popped
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(-3, 3), max_size=30), st.sets(st.integers(0, 29)))
 def test_order_is_priority_then_arrival_and_who_left_does_not_come(priorities, leavers):
     queue = Admission(100)
@@ -143,7 +144,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(STEPS, st.sampled_from(TENANTS), st.integers(1, 50))
 def test_a_newcomer_waits_for_one_request_of_each_other_tenant_at_most(steps, newcomer, cost):
     model = Model()
@@ -163,7 +164,7 @@ def test_a_newcomer_waits_for_one_request_of_each_other_tenant_at_most(steps, ne
     assert len(set(before)) == len(before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(STEPS, st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=20))
 def test_tenants_that_wait_all_the_time_get_equal_tokens(steps, costs):
     """Give or take one request each, whatever happened before and whoever else is there."""
@@ -182,7 +183,7 @@ def test_tenants_that_wait_all_the_time_get_equal_tokens(steps, costs):
         assert abs(model.served["a"] - model.served["b"]) <= 100
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(STEPS, st.data())
 def test_nobody_starves_and_no_place_is_idle(steps, data):
     """Work conserving: whoever waits is served while there is room, and each exactly once."""
@@ -232,7 +233,7 @@ def test_who_is_pushed_out_is_the_least_urgent_newest():
     assert offer(queue, place("b", "b"))[0].request_id == "a3"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.booleans()), max_size=60))
 def test_the_queue_is_never_longer_than_its_limit_and_shares_are_kept(steps):
     queue, held = Admission(8), Counter()

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from router.requests.active_request import ActiveRequest
 from tests.router.emulated_worker import answer_token
 from tests.router.requests.fake_links import FakeLink, end, fake_gateway, request, run
+from tests.soak import examples
 from wire.tokens import unpack_tokens
 
 LENGTH = 5
@@ -447,13 +448,12 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow  # real time passes in it: on a busy machine hypothesis finds its draws flaky
-@pytest.mark.parametrize("examples", [100])
-def test_whatever_happens_to_the_streams_each_request_has_one_right_end(model, examples):
+def test_whatever_happens_to_the_streams_each_request_has_one_right_end(model):
     """Defects 6 and 9 among others: no orphan, no 500, tokens equal to golden."""
     run_state_machine_as_test(
         lambda: StreamMachine(model),
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(100),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
