@@ -143,11 +143,22 @@ def _llama(folder: Path) -> Iterator[str]:
         yield url
 
 
-_SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
+SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
     "pair": lambda folder: _fleet(folder, pair=True),
     "one": lambda folder: _fleet(folder, pair=False),
     "llama": _llama,
 }
+"""Starts a server in a folder that is not there yet, and gives its URL while it is up."""
+
+
+def columns(console: Console) -> list[Layout]:
+    """The layouts, and llama-server where it is built; what is missing is said."""
+    try:
+        Peer(cache_folder())
+    except PeerError as missing:
+        console.print(f"llama-server: not run ({missing})")
+        return list(LAYOUTS)
+    return [*LAYOUTS, PEER]
 
 
 @contextlib.contextmanager
@@ -195,7 +206,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:
+def run_one(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:
+    """One load against one layout; its results are left in the folder."""
     with Server(url, "") as server:
         wanted = ServerOptions(
             url=server.url, model=server.first_model(), ignore_eos=True, headers=layout.headers
@@ -216,22 +228,17 @@ def measure(
     *, out: Path, seeds: int, requests: int, rate: float, console: Console
 ) -> dict[str, dict[str, list[Results]]]:
     """All runs: load to layout to the results of each seed. One server is up at a time."""
-    layouts = list(LAYOUTS)
-    try:
-        Peer(cache_folder())
-        layouts.append(PEER)
-    except PeerError as missing:
-        console.print(f"llama-server: not run ({missing})")
+    layouts = columns(console)
     found: dict[str, dict[str, list[Results]]] = {}
     for seed in range(seeds):
         needed = list(dict.fromkeys(layout.server for layout in layouts))
         for name in needed if seed % 2 == 0 else reversed(needed):
-            with TemporaryDirectory() as folder, _SERVERS[name](Path(folder) / name) as url:
+            with TemporaryDirectory() as folder, SERVERS[name](Path(folder) / name) as url:
                 mine = [layout for layout in layouts if layout.server == name]
                 for what, plan in loads(requests, rate, seed).items():
                     for layout in mine if seed % 2 == 0 else reversed(mine):
                         where = out / f"{what.replace(' ', '-')}-{layout.name}-{seed}"
-                        run = _run(plan, url, layout, where)
+                        run = run_one(plan, url, layout, where)
                         found.setdefault(what, {}).setdefault(layout.name, []).append(run)
                         console.print(f"{what}, seed {seed}, {layout.name}: {run.summary.ends}")
     return found
