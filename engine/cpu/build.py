@@ -14,7 +14,7 @@ from engine.cpu.attention import AttentionTiling
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.lora import CpuAdapters
-from engine.cpu.native.library import load
+from engine.cpu.native.library import choose_native, description, load
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.cpu.parallel.selftest import prepare_ranks
 from engine.cpu.parallel.shard import lead
@@ -54,9 +54,11 @@ def build_cpu_runner(
     """
     if ranks is not None and settings.weight_quantisation == "int4":
         raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
+    choose_native(settings.native)
     c, dtype, numerics = artifact.config, settings.dtype, numerics_of(settings.numerics)
     geometry = pool_geometry(settings, c, native=load() is not None)
     model, tiling = _load(settings, artifact, progress, ranks)
+    progress(f"kernels: {description()}")
     if numerics == "exact":
         progress("checking that numerics are exact on this machine")
         verify_exact(model, tiling, dtype, settings.kv_dtype)

@@ -19,7 +19,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from engine.artifacts.artifact import ModelConfig
 from engine.cpu.experts import Experts
 from engine.cpu.linear import Linear, PackFn, plain
-from engine.cpu.native.rows import finite_rows, native_rows
+from engine.cpu.native.layers import LayerParts, NativeLayers, native_layers
+from engine.cpu.native.rows import NativeRows, finite_rows, native_rows
 from engine.cpu.parallel.shard import Shard
 from engine.cpu.rows import TorchRows
 from engine.models.families import FAMILIES
@@ -153,6 +154,37 @@ class Decoder:
             rotations.append(torch.polar(torch.full_like(angles, magnitude), angles))
         return rotations
 
+    def layer_parts(self) -> list[LayerParts] | None:
+        """The layers for a native pass; ``None`` if they have experts, or belong to a rank."""
+        if self.shard is not None:
+            return None
+        parts = []
+        for layer in self._layers:
+            if isinstance(layer.mlp, Experts):
+                return None
+            linears = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
+            parts.append(LayerParts(linears, layer.vectors, layer.frequencies))
+        return parts
+
+    def native_layers(self, attention: object) -> NativeLayers | None:
+        """All layers in one call over that attention's pool, where every part of them is native."""
+        if not isinstance(self._rows, NativeRows):
+            return None
+        is_gelu = self._family.activation != "silu"
+        return native_layers(
+            self.layer_parts(), attention, self.config.rms_norm_eps, is_gelu=is_gelu
+        )
+
+    def begin(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """What comes before the layers: their sum ``[T, E]`` fp32, its norm, and the rotations."""
+        x_TE = self._embedding(tokens_T).float()
+        if self._embed_scale != 1.0:
+            x_TE *= self._embed_scale
+        h_TE = self._rows.add_norm(x_TE, None, None, self._layers[0].vectors.attn_norm)
+        return x_TE, h_TE, self.rotations(positions_T)
+
     def forward(
         self,
         tokens_T: torch.Tensor,
@@ -170,12 +202,8 @@ class Decoder:
             attention: Writes K and V, and attends.
             on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is written.
         """
-        x_TE = self._embedding(tokens_T).float()
-        if self._embed_scale != 1.0:
-            x_TE *= self._embed_scale
-        rotations = self.rotations(positions_T)
+        x_TE, h_TE, rotations = self.begin(tokens_T, positions_T)
         rows = self._rows
-        h_TE = rows.add_norm(x_TE, None, None, self._layers[0].vectors.attn_norm)
         following = [layer.vectors.attn_norm for layer in self._layers[1:]]
         for index, layer in enumerate(self._layers):
             q, kv = self._heads(layer, index, h_TE, rotations[layer.frequencies])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.cpu.native.products import NativeWeight, native_fits
+from engine.cpu.native.products import NativeInt8Weight, NativeWeight, native_fits
 from engine.numerics import NumericsSetupError, cancelling, same_bits
 
 TILE_ROWS = 16
@@ -167,6 +167,12 @@ class Linear:
             y_MN[part] = self._multiply(_padded(x_MK[part], padded))[:count]
             start += count
         return y_MN
+
+    @property
+    def native(self) -> NativeWeight | NativeInt8Weight | None:
+        """The packed weight if a native kernel takes it whole, whatever the number of rows."""
+        is_native = isinstance(self._packed, NativeWeight | NativeInt8Weight)
+        return self._packed if is_native and self.rows is ANY_ROWS else None
 
     def _pack(self, weight_NK: torch.Tensor) -> Any:
         """What ``_multiply`` needs of the weight."""

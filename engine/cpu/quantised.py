@@ -2,8 +2,9 @@
 
 **int8** multiplies integers: weights are rounded to 8 bits with a scale per output, activations
 with a scale per row. Integer sums are the same in any order, so a row's bits cannot depend on its
-neighbours, whatever the kernel does. Activations are written as two digits of 8 bits, high and low,
-which go through one product as twice the rows: with one digit every tenth token was another one.
+neighbours, whatever the kernel does. Activations are written as two digits of 8 bits, high and low:
+with one digit every tenth token was another one. The kernel is our own where the CPU has VNNI, else
+oneDNN's, through which both digits go as twice the rows.
 
 **int4** keeps 32 inputs of one output as 4-bit levels with a scale and an offset, and multiplies
 bf16 activations. GGUF's Q4_1 and Q4_0 have the same groups, so their levels are found again.
@@ -15,12 +16,14 @@ plain embedding anyway. What this loses, in figures: ``docs/quantisation.md``.
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from engine.artifacts.artifact import ModelError
 from engine.core.errors import InternalError
 from engine.cpu.linear import ANY_ROWS, Linear
+from engine.cpu.native.products import NativeInt8Weight, int8_fits
 from engine.loading.memory import INT4_GROUP_INPUTS
 
 _LEVELS = 127.0
@@ -49,7 +52,7 @@ class Int8Linear(Linear):
         self._digits = digits
         super().__init__(weight_NK, ANY_ROWS)
 
-    def _pack(self, weight_NK: torch.Tensor) -> torch.Tensor:
+    def _pack(self, weight_NK: torch.Tensor) -> Any:
         whole = torch.empty(weight_NK.shape, dtype=torch.int8)
         scale_N1 = torch.empty(len(weight_NK), 1)
         for rows in _slices(weight_NK):
@@ -58,11 +61,17 @@ class Int8Linear(Linear):
             whole[rows] = (values / scale).round_()
             scale_N1[rows] = scale
         self._scale_N = scale_N1.view(-1)
+        self._is_native = int8_fits(self.dtype)
+        if self._is_native:
+            return NativeInt8Weight(whole, self._scale_N, self._digits)
         self._zeros_N = torch.zeros(len(whole), dtype=torch.int32)
         packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(whole, None)
         return packed
 
     def _multiply(self, x_MK: torch.Tensor) -> torch.Tensor:
+        if self._is_native:
+            product: torch.Tensor = self._packed(x_MK)
+            return product
         rows = x_MK.shape[0]
         values = x_MK.float()
         scale = values.abs().amax(1, keepdim=True).mul_(1 / _LEVELS).clamp_(min=_TINY)

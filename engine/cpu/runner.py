@@ -27,7 +27,7 @@ from engine.cpu.attention import Attention, AttentionTiling, PagedAttention, Spa
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import kv_codec
 from engine.cpu.lora import CpuAdapters, StepDeltas
-from engine.cpu.native.attention import NativeAttention, native_library
+from engine.cpu.native.attention import NativeAttention, NativeCalls, native_library
 from engine.cpu.native.rows import finite_rows
 from engine.models.lora import rows_by_adapter
 from engine.numerics import DTYPES, not_finite_error
@@ -96,13 +96,14 @@ class CpuRunner:
             tiling = self._shard.open(geometry, tiling, shared=shared_pool)
             kv_heads = self._shard.split.kv_heads
         self._attention = self._make_attention(geometry, tiling, kv_heads)
+        self._layers = model.native_layers(self._attention)
 
     def _make_attention(
         self, geometry: KvGeometry, tiling: AttentionTiling, kv_heads: range | None
     ) -> Attention:
         """The native kernel where there is one for this pool, else torch's."""
         c = self._model.local
-        library = native_library(geometry, c.num_heads, c.num_kv_heads)
+        library = native_library(geometry, self._model.dtype, c.num_heads, c.num_kv_heads)
         if library is not None:
             return NativeAttention(
                 library, self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads
@@ -201,13 +202,17 @@ class CpuRunner:
         if shard is not None:
             shard.forward(batch.rows, isolated=isolated)
         calls = attention.plan(batch.decodes, batch.chunks, isolated=isolated)
+        self._model.deltas = batch.deltas
+        if self._layers is not None and isinstance(calls, NativeCalls) and batch.deltas is None:
+            x_TE, h_TE, rotations = self._model.begin(batch.tokens_T, batch.positions_T)
+            self._layers.run(calls, x_TE, h_TE, rotations, on_layers_done)
+            return x_TE
 
         def attend(layer: int, q_THD: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             attention.write(layer, calls, kv)
             out_TE = attention.run(layer, calls, q_THD)
             return out_TE if shard is None else shard.heads(out_TE)
 
-        self._model.deltas = batch.deltas
         return self._model.forward(batch.tokens_T, batch.positions_T, attend, on_layers_done)
 
     def _flatten(self, rows: Sequence[PlanRow]) -> _Batch:

@@ -17,6 +17,7 @@ from engine.core.plan import PlanRow, StepPlan
 from engine.cpu.attention import AttentionTiling, PagedAttention, Span
 from engine.cpu.decoder import Decoder
 from engine.cpu.native.attention import native_library
+from engine.cpu.native.library import sums_name
 from engine.cpu.runner import CpuRunner
 from engine.loading.memory import kv_geometry
 from engine.models.rope import ROPE_ORDER
@@ -58,15 +59,16 @@ def attention_tiling(
     group = c.num_heads // c.num_kv_heads
     if numerics == "fast":
         return fast_tiling(group)
-    if not split and _is_native(c, kv_dtype or dtype):
+    if not split and _is_native(c, dtype, kv_dtype):
         return candidate_tilings(group)[0]
     return choose_tiling(c.num_heads, c.num_kv_heads, c.head_dim, dtype, c.window)
 
 
-def _is_native(config: ModelConfig, kv_dtype: str) -> bool:
+def _is_native(config: ModelConfig, dtype: str, kv_dtype: str) -> bool:
     """Whether the native kernel attends over such a pool, all heads of the model at once."""
-    geometry = kv_geometry(config, kv_dtype, 1)
-    return native_library(geometry, config.num_heads, config.num_kv_heads) is not None
+    geometry = kv_geometry(config, kv_dtype or dtype, 1)
+    heads = (config.num_heads, config.num_kv_heads)
+    return native_library(geometry, DTYPES[dtype], *heads) is not None
 
 
 def fast_tiling(group: int) -> AttentionTiling:
@@ -273,8 +275,8 @@ def numerics_id(
         StepPlan((PlanRow(sequence_id=0, tokens=tokens, start=0, block_ids=blocks),))
     )[0]
     logits = model.logits(hidden[-1:]).raw_SV
-    is_uncut = _is_native(c, kv_dtype or dtype)
-    cut = "native" if is_uncut else f"u{tiling.unit}t{tiling.tile}"
+    is_uncut = _is_native(c, dtype, kv_dtype)
+    cut = sums_name() if is_uncut else f"u{tiling.unit}t{tiling.tile}"
     kinds = "/".join(part for part in (dtype, model.quantisation, kv_dtype) if part)
     return f"{numerics}/{kinds}/{ROPE_ORDER}/{cut}/{digest((hidden, logits))}"
 

@@ -66,10 +66,17 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
-def doctor(file: FileArgument = None) -> None:
-    """Check this machine: packages, model, Redis, port, memory, limits. Starts nothing."""
+def doctor(
+    file: FileArgument = None,
+    speed: Annotated[
+        bool, typer.Option(help="Measure the engine beside plain torch: ten seconds.")
+    ] = True,
+) -> None:
+    """Check this machine: packages, model, Redis, port, memory, limits, speed. Starts nothing."""
     _, config = load_fleet_file(file, None)
     findings = preflight.doctor(config)
+    if speed:
+        findings.append(preflight.engine_speed(config))
     table = Table(show_header=False, box=None)
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]!![/]"

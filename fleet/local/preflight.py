@@ -109,7 +109,7 @@ def notes(config: FleetConfig) -> list[str]:
             f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = {blocks} "
             f"({blocks * 16} tokens): longer requests are refused with 400"
         )
-    if config.numerics == "fast" and (config.speculation.ngram or config.speculation.draft):
+    if config.numerics.mode == "fast" and (config.speculation.ngram or config.speculation.draft):
         warnings.append(
             "speculation with numerics: fast: answers may differ from those without speculation; "
             "numerics: exact promises that they are the same"
@@ -132,6 +132,11 @@ def doctor(config: FleetConfig) -> list[Finding]:
         _finding("temp folder", _temp),
         *(Finding("note", False, text) for text in notes(config)),
     ]
+
+
+def engine_speed(config: FleetConfig) -> Finding:
+    """Whether the engine is faster here than a plain torch program; slower is a finding."""
+    return _finding("speed", lambda: _speed(config))
 
 
 def describe_model(config: FleetConfig) -> ModelFinding:
@@ -184,6 +189,26 @@ def _redis() -> str:
         return str(server_binary())
     except RedisError as error:
         raise RuntimeError(str(error)) from error
+
+
+def _speed(config: FleetConfig) -> str:
+    if config.pools.engine.emulated is not None:
+        return "not measured: the engine is emulated"
+    from engine.cpu.native.library import choose_native, description
+    from loadtest.bench.quick import NoPeerError, measure
+
+    choose_native(config.numerics.native)
+    try:
+        speed = measure(config.model, config.dtype, config.threads_per_rank)
+    except NoPeerError as missing:
+        return f"{description()}; not measured: {missing}"
+    text = (
+        f"{description()}; prefill {speed.prefill:.1f} x, decode {speed.decode:.1f} x a plain "
+        f"torch program, with {config.threads_per_rank} threads"
+    )
+    if min(speed) < 1.0:
+        raise RuntimeError(f"slower than it should be: {text}")
+    return text
 
 
 def _model(config: FleetConfig) -> str:

@@ -140,7 +140,8 @@ def engine_settings(config: FleetConfig, role: Role) -> EngineSettings:
     return EngineSettings(
         model=config.model,
         dtype=config.dtype,
-        numerics=config.numerics,
+        numerics=config.numerics.mode,
+        native=config.numerics.native,
         weight_quantisation=config.quantisation.weights,
         kv_dtype="" if config.quantisation.kv == "none" else config.quantisation.kv,
         kv_blocks=0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,

@@ -144,11 +144,22 @@ def _llama(folder: Path) -> Iterator[str]:
         yield url
 
 
-_SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
+SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
     "pair": lambda folder: _fleet(folder, pair=True),
     "one": lambda folder: _fleet(folder, pair=False),
     "llama": _llama,
 }
+"""Starts a server in a folder that is not there yet, and gives its URL while it is up."""
+
+
+def columns(console: Console) -> list[Layout]:
+    """The layouts, and llama-server where it is built; what is missing is said."""
+    try:
+        Peer(cache_folder())
+    except PeerError as missing:
+        console.print(f"llama-server: not run ({missing})")
+        return list(LAYOUTS)
+    return [*LAYOUTS, PEER]
 
 
 @contextlib.contextmanager
@@ -196,7 +207,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:
+def run_one(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:
+    """One load against one layout; its results are left in the folder."""
     with Server(url, "") as server:
         wanted = ServerOptions(
             url=server.url, model=server.first_model(), ignore_eos=True, headers=layout.headers
@@ -217,21 +229,15 @@ def measure(
     *, out: Path, seeds: int, requests: int, rate: float, only: str, console: Console
 ) -> dict[str, dict[str, list[Results]]]:
     """All runs: load to layout to the results of each seed. One server is up at a time."""
-    layouts = list(LAYOUTS)
-    try:
-        Peer(cache_folder())
-        layouts.append(PEER)
-    except PeerError as missing:
-        console.print(f"llama-server: not run ({missing})")
-    layouts = [layout for layout in layouts if only in ("", layout.name)]
+    layouts = [layout for layout in columns(console) if only in ("", layout.name)]
     found: dict[str, dict[str, list[Results]]] = {}
     for seed in range(seeds):
         for layout in layouts if seed % 2 == 0 else reversed(layouts):
-            start = _SERVERS[layout.server]
+            start = SERVERS[layout.server]
             with TemporaryDirectory() as folder, start(Path(folder) / layout.server) as url:
                 for what, plan in loads(requests, rate, seed).items():
                     where = out / f"{what.replace(' ', '-')}-{layout.name}-{seed}"
-                    run = _run(plan, url, layout, where)
+                    run = run_one(plan, url, layout, where)
                     found.setdefault(what, {}).setdefault(layout.name, []).append(run)
                     console.print(f"{what}, seed {seed}, {layout.name}: {run.summary.ends}")
     return found

@@ -74,7 +74,10 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
             "pools:\n  tensor_parallel:\n    decod: 2",
             "fleet.yaml:3: pools.tensor_parallel.decod: unknown key; did you mean `decode`?",
         ),
-        ("numerics: quick", "fleet.yaml:1: numerics = 'quick': must be 'exact' or 'fast'"),
+        (
+            "numerics: quick",
+            "fleet.yaml:1: numerics = 'quick': must be `exact`, `fast`, or a mapping",
+        ),
         ("threads_per_rank: 1.5", "fleet.yaml:1: threads_per_rank = 1.5: must be a valid integer"),
         ("served_model_name: [a, 3]", "fleet.yaml:1: served_model_name[1] = 3:"),
         ("served_model_name: [a, a]", "holds the same name twice"),
@@ -125,6 +128,21 @@ def test_a_wrong_value_names_itself_its_limit_and_its_line(
     tmp_path: Path, text: str, said: str
 ) -> None:
     assert said in problem(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "native"),
+    [
+        ("fast", "fast", "auto"),
+        ("{native: tile}", "exact", "tile"),
+        ("{mode: fast, native: off}", "fast", "off"),
+    ],
+)
+def test_numerics_is_a_word_or_a_mapping(tmp_path: Path, text: str, mode: str, native: str) -> None:
+    (tmp_path / "f.yaml").write_text(f"numerics: {text}\n")
+    config = load_config(tmp_path / "f.yaml")
+    assert (config.numerics.mode, config.numerics.native) == (mode, native)
+    assert FleetConfig.model_validate_json(config.to_json()) == config
 
 
 @pytest.mark.parametrize(

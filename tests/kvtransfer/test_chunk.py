@@ -12,7 +12,7 @@ from engine.core.split import owned_heads
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice, cut
 from kvtransfer.resharding import edges
-from wire.compatibility import disagreement, kv_group
+from wire.compatibility import disagreement, kv_group, own_wire
 
 GEOMETRY = KvGeometry(num_layers=5, num_kv_heads=3, head_dim=8, num_blocks=24, dtype="bf16")
 BOUND = chunk.binding("request", 1, 7, b"i" * 16)
@@ -215,3 +215,17 @@ def test_golden_wire_bytes():
 
 
 GOLDEN = "219ca7a0cb377aada4865addeef0d8f89269e2f538326f7b1730c0e15fccbcfd"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "helps"),
+    [("tile", "vdp", True), ("tile", "tile", False), ("tile", "u64t64", False)],
+)
+def test_workers_that_sum_differently_are_told_what_to_set(ours, theirs, helps) -> None:
+    sides = [
+        common_pb.Capabilities(wire=own_wire(), numerics_id=f"exact/bf16/adjacent/{sums}/{digest}")
+        for sums, digest in ((ours, "ab"), (theirs, "cd"))
+    ]
+    said = disagreement(*sides)
+    assert said.startswith("numerics differ")
+    assert ("numerics: {native: tile}" in said) == helps

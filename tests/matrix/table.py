@@ -56,6 +56,7 @@ TAIL = """
 | `numerics: exact` on a machine whose kernels fail the self-test | start of the worker | |
 | workers with different KV formats, numerics or weights | handshake, before routing | |
 | a worker with the native kernels and one without (no compiler, `BATON_NATIVE=0`) | handshake | their bits differ |
+| a worker whose kernels sum as AMX does and one whose sum as VDPBF16PS ([cpu.md](cpu.md)) | handshake | their bits differ; `numerics: {native: tile}` makes them one |
 | CUDA with a mixture of experts, int8 or int4 weights, a quantised KV cache, a draft model, several ranks | start of the worker | not built yet |
 
 `numerics: fast` promises none of this; with speculation, tokens may differ there.

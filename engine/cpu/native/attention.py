@@ -7,8 +7,9 @@ masks, and bits that depend on nothing but the row's position and keys, with any
 # ruff: noqa: N803 - suffixes such as q_THD give shapes
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,10 @@ import torch
 
 from engine.core.geometry import KvGeometry
 from engine.cpu.attention import AttentionTiling, Span
-from engine.cpu.native.library import load
+from engine.cpu.native.library import load, sums
 
 BLOCK_TOKENS = 16
+_FORMATS = {"bf16": 0, "int8": 1, "fp8": 2}  # of a pool; the numbers are those of pages.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,33 @@ class NativeCalls:
         return self.spans.ctypes.data, len(self.spans), self.tables.ctypes.data
 
 
-def native_library(geometry: KvGeometry, num_heads: int, kv_heads: int) -> ctypes.CDLL | None:
-    """The library if it can attend over such a pool, else ``None``."""
-    if geometry.dtype != "bf16" or geometry.block_tokens != BLOCK_TOKENS:
+class PoolShape(NamedTuple):
+    """What the kernels must know of heads and pool; ``stored`` is the format's number."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    token_bytes: int
+    head_bytes: int
+    stored: int
+
+
+class LayerPlace(NamedTuple):
+    """Addresses of a layer's K and V, and how many keys a query sees there (0: all)."""
+
+    keys: int
+    values: int
+    window: int
+
+
+def native_library(
+    geometry: KvGeometry, dtype: torch.dtype, num_heads: int, kv_heads: int
+) -> ctypes.CDLL | None:
+    """The library if it can attend over such a pool with queries of ``dtype``, else ``None``."""
+    if dtype != torch.bfloat16 or geometry.dtype not in _FORMATS:
+        return None
+    if geometry.block_tokens != BLOCK_TOKENS:
         return None
     library = load()
     if library is None:
@@ -50,7 +76,7 @@ class NativeAttention:
 
     Args:
         library: From ``native_library``.
-        pool: The KV pool, bf16.
+        pool: The KV pool: bf16, or bytes.
         geometry: Its shape.
         num_heads: Query heads.
         tiling: Kept for whoever asks; this kernel cuts nothing.
@@ -72,16 +98,33 @@ class NativeAttention:
         self._library = library
         self._heads = num_heads
         self._dim = geometry.head_dim
-        shape = (geometry.num_layers, 2, -1, geometry.num_kv_heads, geometry.head_dim)
+        shape = (geometry.num_layers, 2, -1, geometry.num_kv_heads, geometry.head_elements)
         mine = slice(None) if kv_heads is None else slice(kv_heads.start, kv_heads.stop)
         layers = [layer[:, :, mine] for layer in pool.view(shape)]
         self._pool = pool  # keeps what the pointers point to
         self._kv_heads = layers[0].shape[2]
+        size, stored = pool.element_size(), _FORMATS[geometry.dtype]
         self._layers = [
-            (kv[0].data_ptr(), kv[1].data_ptr(), kv.stride(1), kv.stride(2)) for kv in layers
+            (kv[0].data_ptr(), kv[1].data_ptr(), size * kv.stride(1), size * kv.stride(2), stored)
+            for kv in layers
         ]
         self._scale = geometry.head_dim**-0.5
+        self._sums = sums()
         self._windows = [window or 0 for window in windows] or [0] * geometry.num_layers
+
+    @property
+    def shape(self) -> PoolShape:
+        """Of heads and pool."""
+        *_, token_bytes, head_bytes, stored = self._layers[0]
+        return PoolShape(
+            *(self._heads, self._kv_heads, self._dim, self._scale),
+            *(token_bytes, head_bytes, stored),
+        )
+
+    def places(self) -> Iterator[LayerPlace]:
+        """Where each layer's K and V lie, as numbers."""
+        for (keys, values, *_), window in zip(self._layers, self._windows, strict=True):
+            yield LayerPlace(keys, values, window)
 
     def plan(
         self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
@@ -131,5 +174,6 @@ class NativeAttention:
             out.data_ptr(),
             width,
             calls.threads,
+            self._sums,
         )
         return out

@@ -1,37 +1,154 @@
-"""Compiles the native kernels once per machine, and loads them.
+"""Compiles the native kernels once per machine, loads them, and says whose sums they compute.
 
     python -m engine.cpu.native.library      compile now (``make`` does it at install)
 
-A CPU with AVX-512 but without BF16 computes the bits of VDPBF16PS by two FMAs (``vectors.h``), so
-hosts of both kinds may pair in ``exact``. Without a compiler, or without AVX-512, there is no
-library, and torch's kernels do the same work; ``BATON_NATIVE=0`` does without it. The bits of the
-two differ, so the numerics ids do, and workers of both kinds refuse to pair in ``exact``.
+Products of bf16 are summed in one of two orders, and any CPU with AVX-512 can compute both:
+
+- ``tile``: as AMX tiles do; without AMX, by FMAs, about as fast as those of ``vdp``
+- ``vdp``: as VDPBF16PS does; without AVX512_BF16, by FMAs
+
+Hosts of one order may pair in ``exact``, whatever they compute it with. ``auto`` takes ``vdp``
+where there is VDPBF16PS and no AMX (AMD: it is much faster there than FMAs), else ``tile``. A fleet
+of mixed CPUs sets one for all: ``numerics: {native: tile}``.
+
+Without a compiler, or without AVX-512, there is no library, and torch's kernels do the same work;
+``native: off`` does without it. The bits differ, so the numerics ids do, and workers of different
+kinds refuse to pair in ``exact``. ``BATON_NATIVE`` overrules what is configured: it takes ``auto``,
+``tile``, ``vdp``, ``0``; for tests also ``amx`` (tiles, or an error), ``emulate`` (``tile`` by FMAs
+though there is AMX) and ``software`` (AMX's very kernels over tiles in software: slow).
 """
 
+import contextlib
 import ctypes
 import functools
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 from engine.compiled import compiled
 
-SOURCES = ("team.h", "team.cpp", "vectors.h", "products.cpp", "rows.cpp", "attention.cpp")
+SOURCES = (
+    *("team.h", "team.cpp", "vectors.h", "tiles.h", "pages.h", "attention.h", "kernels.h"),
+    *("products.cpp", "tile_products.cpp", "tile_selftest.cpp", "int8_products.cpp"),
+    *("rows.cpp", "attention.cpp", "attention_tiles.cpp", "layers.cpp"),
+)
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
 _CPU_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # avx512_bf16 makes it faster
+
+
+_AMX_FLAGS = {"amx_tile", "amx_bf16"}
+_SELF_TEST_LIMIT_S = 60.0
+
+TILES = {"emulate": 0, "amx": 1, "software": 2}
+"""How sums of tiles are computed: the argument of the kernels."""
+
+PAIRS = -1
+"""The same argument, for the sums of VDPBF16PS."""
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, compiled first if need be; ``None`` where it cannot be had."""
-    if os.environ.get("BATON_NATIVE") == "0" or not _cpu_flags() >= _CPU_FLAGS:
+    path = None if _wanted() == "0" else _path()
+    return None if path is None else _declared(ctypes.CDLL(str(path)))
+
+
+@functools.cache
+def sums() -> int:
+    """Whose sums this process computes, and how: ``PAIRS``, or a way to compute those of tiles.
+
+    Raises:
+        RuntimeError: ``BATON_NATIVE`` is no such word, or asks for AMX where there is none.
+    """
+    wanted = _wanted()
+    if wanted == "vdp" or (wanted == "auto" and _is_vdp_faster()):
+        return PAIRS
+    if wanted in ("emulate", "software"):
+        return TILES[wanted]
+    problem = why_no_amx()
+    if wanted == "amx" and problem:
+        raise RuntimeError(f"BATON_NATIVE=amx: {problem}")
+    return TILES["emulate" if problem else "amx"]
+
+
+def sums_name() -> str:
+    """``tile`` or ``vdp``: part of the numerics id."""
+    return "vdp" if sums() == PAIRS else "tile"
+
+
+def description() -> str:
+    """What computes here, for people: ``sums of tiles, by AMX``."""
+    if load() is None:
+        return "no native kernels, torch does the work"
+    if sums() == PAIRS:
+        return f"sums of vdp, by {'VDPBF16PS' if 'avx512_bf16' in _cpu_flags() else 'FMA'}"
+    by = {"amx": "AMX", "emulate": "FMA", "software": "tiles in software"}
+    return f"sums of tile, by {next(by[name] for name in by if TILES[name] == sums())}"
+
+
+def choose_native(native: str) -> None:
+    """Have this process and its children compute as configured; to be called before ``load``.
+
+    Args:
+        native: ``auto``, ``tile``, ``vdp``, or ``off``.
+    """
+    os.environ.setdefault("BATON_NATIVE", "0" if native == "off" else native)
+
+
+def _wanted() -> str:
+    wanted = os.environ.get("BATON_NATIVE") or "auto"
+    if wanted not in ("auto", "tile", "vdp", "0", *TILES):
+        raise RuntimeError(f"BATON_NATIVE={wanted}: it is auto, tile, vdp or 0")
+    return wanted
+
+
+def _is_vdp_faster() -> bool:
+    flags = _cpu_flags()
+    return "avx512_bf16" in flags and not flags >= _AMX_FLAGS
+
+
+@functools.cache
+def _path() -> Path | None:
+    if not _cpu_flags() >= _CPU_FLAGS:
         return None
     cpu = " ".join(sorted(_cpu_flags()))
     try:
-        path = compiled("kernels", Path(__file__).parent, SOURCES, _FLAGS, made_for=cpu)
-        return None if path is None else _declared(ctypes.CDLL(str(path)))
+        return compiled("kernels", Path(__file__).parent, SOURCES, _FLAGS, made_for=cpu)
     except OSError:
         return None
+
+
+def why_no_amx() -> str:
+    """Why tiles cannot be used; empty if they can. They have to prove it, once per machine.
+
+    The proof runs in a process of its own: an instruction that the machine refuses would end this
+    one.
+    """
+    path = _path()
+    if path is None or not _cpu_flags() >= _AMX_FLAGS:
+        return "this CPU has no AMX"
+    if not ctypes.CDLL(str(path)).baton_tiles_permitted():
+        return "the kernel does not let processes use AMX"
+    verdict = path.with_suffix(".amx")
+    if not verdict.exists():
+        command = (sys.executable, "-S", "-c", _SELF_TEST, str(path))
+        try:
+            done = subprocess.run(command, timeout=_SELF_TEST_LIMIT_S, check=False)
+            found = "" if done.returncode == 0 else f"its self-test ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            found = f"its self-test took more than {_SELF_TEST_LIMIT_S:.0f} s"
+        with contextlib.suppress(OSError):
+            verdict.write_text(found, encoding="utf-8")
+        return found
+    return verdict.read_text(encoding="utf-8")
+
+
+_SELF_TEST = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+sys.exit(0 if library.baton_tiles_permitted() and library.baton_tiles_agree(1) == 0 else 1)
+"""
 
 
 def _cpu_flags() -> set[str]:
@@ -45,18 +162,31 @@ def _cpu_flags() -> set[str]:
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 _ROWS = (_POINTER, _LONG)  # the first of them, and the elements from one to the next
-_POOL = (_POINTER, _POINTER, _LONG, _LONG)  # K, V, strides of tokens and heads
+_POOL = (_POINTER, _POINTER, _LONG, _LONG, _INT)  # K, V, bytes of tokens and heads, format
 _SPANS = (_POINTER, _INT, _POINTER)  # spans, how many, block tables
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "baton_attention_supports": (_INT, (_INT, _INT)),
     "baton_attention": (
         None,
-        (*_ROWS, *_POOL, *_SPANS, _INT, _INT, _INT, _INT, _FLOAT, *_ROWS, _INT),
+        (*_ROWS, *_POOL, *_SPANS, _INT, _INT, _INT, _INT, _FLOAT, *_ROWS, _INT, _INT),
     ),
     "baton_store": (None, (_POINTER, *_ROWS, *_POOL, *_SPANS, _INT, _INT, _INT)),
     "baton_packed_size": (_LONG, (_LONG, _LONG)),
     "baton_pack": (None, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
     "baton_product": (None, (*_ROWS, _POINTER, *_ROWS, _LONG, _LONG, _LONG, _INT)),
+    "baton_tiles_permitted": (_INT, ()),
+    "baton_tiles_agree": (_INT, (_INT,)),
+    "baton_tile_packed_size": (_LONG, (_LONG, _LONG)),
+    "baton_tile_pack": (None, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
+    "baton_tile_product": (None, (*_ROWS, _POINTER, *_ROWS, _LONG, _LONG, _LONG, _INT, _INT)),
+    "baton_int8_supported": (_INT, ()),
+    "baton_int8_packed_size": (_LONG, (_LONG, _LONG)),
+    "baton_int8_pack": (None, (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT)),
+    "baton_int8_product": (
+        None,
+        (*_ROWS, _INT, _POINTER, _POINTER, _POINTER, *_ROWS, _LONG, _LONG, _LONG, _INT, _INT),
+    ),
+    "baton_layers": (None, (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER)),
     "baton_residual": (
         None,
         (*_ROWS, *_ROWS, _POINTER, _POINTER, _FLOAT, *_ROWS, _LONG, _LONG, _INT),
@@ -83,4 +213,4 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"native kernels: {'ready' if load() else 'none (torch does the work)'}\n")
+    sys.stdout.write(f"native kernels: {description()}\n")

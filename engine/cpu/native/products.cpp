@@ -1,4 +1,4 @@
-// Products of bf16 rows with packed bf16 weights: y = x @ w.T, for CPUs with AVX-512.
+// Products of bf16 rows with packed bf16 weights, y = x @ w.T, with the sums of VDPBF16PS.
 //
 // Every element of y is one chain over K in fp32, from the first pair of inputs to the last, in a
 // register. So its bits depend on its own row and column alone: not on the other rows, on how rows
@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
 #include "team.h"
 #include "vectors.h"
 

@@ -1,6 +1,6 @@
-"""Products with bf16 weights by the native kernel.
+"""Products with bf16 weights by the native kernels.
 
-Each element is one chain over K: its bits do not depend on how many rows there are.
+Each element has one order of its sums over K: its bits do not depend on how many rows there are.
 
     M rows, N outputs, K inputs:   x_MK @ weight_NK.T -> y_MN
 """
@@ -9,11 +9,14 @@ Each element is one chain over K: its bits do not depend on how many rows there 
 
 import torch
 
-from engine.cpu.native.library import load
+from engine.cpu.native.library import PAIRS, load, sums
+
+_ALIGNED = 64  # bytes, of packed weights
+_PANEL = 32  # outputs: scales are padded to whole panels
 
 
 def native_fits(inputs: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel is there and takes such weights: it reads inputs in pairs."""
+    """Whether the kernel is there and takes such weights: that of pairs needs an even number."""
     return dtype == torch.bfloat16 and inputs % 2 == 0 and load() is not None
 
 
@@ -29,12 +32,15 @@ class NativeWeight:
         if library is None:
             raise RuntimeError("ask native_fits first")
         self._outputs, self._inputs = weight_NK.shape
-        self._product = library.baton_product
-        size = library.baton_packed_size(self._outputs, self._inputs)
-        self._packed = torch.empty(size, dtype=torch.bfloat16)
-        self._place = self._packed.data_ptr()
-        library.baton_pack(
-            weight_NK.data_ptr(), self._outputs, self._inputs, self._place, torch.get_num_threads()
+        self._sums = () if sums() == PAIRS else (sums(),)
+        kind = "baton" if sums() == PAIRS else "baton_tile"
+        self._product = getattr(library, f"{kind}_product")
+        size = getattr(library, f"{kind}_packed_size")(self._outputs, self._inputs)
+        self._memory, self.place = _aligned(size, torch.bfloat16)
+        pack = getattr(library, f"{kind}_pack")
+        pack(
+            *(weight_NK.data_ptr(), self._outputs, self._inputs, self.place),
+            torch.get_num_threads(),
         )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -46,12 +52,77 @@ class NativeWeight:
         self._product(
             x_MK.data_ptr(),
             x_MK.stride(0),
-            self._place,
+            self.place,
             y_MN.data_ptr(),
             self._outputs,
             rows,
             self._outputs,
             self._inputs,
             torch.get_num_threads(),
+            *self._sums,
         )
         return y_MN
+
+
+def int8_fits(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for weights of 8 bits with such activations: it needs VNNI."""
+    library = load()
+    fits = library is not None and bool(library.baton_int8_supported())
+    return fits and dtype in (torch.bfloat16, torch.float32)
+
+
+class NativeInt8Weight:
+    """A packed weight of 8 bits.
+
+    Args:
+        whole_NK: Contiguous int8 ``[outputs, inputs]``; ``int8_fits``.
+        scale_N: fp32 scales of the outputs.
+        digits: 8-bit digits of the activations: 1 or 2.
+    """
+
+    def __init__(self, whole_NK: torch.Tensor, scale_N: torch.Tensor, digits: int) -> None:
+        library = load()
+        if library is None:
+            raise RuntimeError("ask int8_fits first")
+        self._outputs, self._inputs = whole_NK.shape
+        self.digits = digits
+        self._product = library.baton_int8_product
+        padded = -(-self._outputs // _PANEL) * _PANEL
+        self.scales = torch.zeros(padded)
+        self.scales[: self._outputs] = scale_N
+        self.offsets = torch.zeros(padded, dtype=torch.int32)
+        size = library.baton_int8_packed_size(self._outputs, self._inputs)
+        self._memory, self.place = _aligned(size, torch.int8)
+        library.baton_int8_pack(
+            *(whole_NK.data_ptr(), self._outputs, self._inputs, self.place),
+            *(self.offsets.data_ptr(), torch.get_num_threads()),
+        )
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """``[M, K] -> [M, N]``, in the dtype of ``x_MK``: bf16 or fp32."""
+        if x_MK.stride(1) != 1:
+            x_MK = x_MK.contiguous()
+        rows = x_MK.shape[0]
+        y_MN = torch.empty(rows, self._outputs, dtype=x_MK.dtype)
+        self._product(
+            x_MK.data_ptr(),
+            x_MK.stride(0),
+            x_MK.dtype == torch.bfloat16,
+            self.place,
+            self.scales.data_ptr(),
+            self.offsets.data_ptr(),
+            y_MN.data_ptr(),
+            self._outputs,
+            rows,
+            self._outputs,
+            self._inputs,
+            self.digits,
+            torch.get_num_threads(),
+        )
+        return y_MN
+
+
+def _aligned(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Memory for so many elements, and where in it the first line begins."""
+    memory = torch.empty(size + _ALIGNED, dtype=dtype)
+    return memory, -(-memory.data_ptr() // _ALIGNED) * _ALIGNED

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels.h"
 #include "team.h"
 #include "vectors.h"
 

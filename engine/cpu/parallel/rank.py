@@ -27,6 +27,7 @@ from engine.cpu.attention import AttentionTiling
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.lora import CpuAdapters
+from engine.cpu.native.library import choose_native
 from engine.cpu.parallel import rank_processes as ranks
 from engine.cpu.parallel.shard import Group, Shard
 from engine.cpu.runner import CpuRunner
@@ -153,6 +154,7 @@ def serve(
         settings: Of the engine.
     """
     torch.set_num_threads(settings.threads)
+    choose_native(settings.native)
     leader.sendall(ranks.frame(ranks.Started()))
     group = Group(number, settings.tensor_parallel, store, torch.device("cpu"))
     artifact = resolve_model(settings.model)

@@ -9,13 +9,21 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.core.geometry import KvGeometry
 from engine.cpu.attention import AttentionTiling, Span
+from engine.cpu.kv_codec import kv_codec
+from engine.cpu.native import attention as native
 from engine.cpu.native import library
 from engine.cpu.native.attention import NativeAttention, native_library
 from engine.numerics import same_bits
+from tests.engine.cpu.native_ways import WAYS
 
 BLOCKS = 96
 PAGES = 40  # of one sequence
 SHAPES = [(9, 3, 64, None), (4, 1, 256, 100), (8, 2, 128, None), (6, 3, 32, 40), (4, 4, 96, 17)]
+
+
+@pytest.fixture(params=WAYS)
+def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "sums", lambda: WAYS[request.param])
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +37,7 @@ def make(heads: int, kv_heads: int, dim: int, window: int | None):
     geometry = KvGeometry(
         num_layers=1, num_kv_heads=kv_heads, head_dim=dim, num_blocks=BLOCKS, dtype="bf16"
     )
-    found = native_library(geometry, heads, kv_heads)
+    found = native_library(geometry, torch.bfloat16, heads, kv_heads)
     if found is None:
         pytest.skip("no native kernel here: it needs a compiler and AVX-512")
     torch.manual_seed(0)
@@ -58,7 +66,9 @@ def reference(pool: torch.Tensor, q: torch.Tensor, table: list[int], window: int
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), SHAPES)
-def test_it_is_close_to_torch_and_rows_depend_on_themselves_alone(heads, kv_heads, dim, window):
+def test_it_is_close_to_torch_and_rows_depend_on_themselves_alone(
+    heads, kv_heads, dim, window, sums
+):
     attention, pool = make(heads, kv_heads, dim, window)
     mine, other = tables()
     q = torch.randn(600, heads, dim).bfloat16()
@@ -73,7 +83,7 @@ def test_it_is_close_to_torch_and_rows_depend_on_themselves_alone(heads, kv_head
             assert same_bits(got[3:], whole[start : start + count])
 
 
-def test_nothing_beyond_a_sequence_is_read() -> None:
+def test_nothing_beyond_a_sequence_is_read(sums) -> None:
     attention, pool = make(9, 3, 64, None)
     mine, other = tables()
     q = torch.randn(37, 9, 64).bfloat16()
@@ -85,9 +95,62 @@ def test_nothing_beyond_a_sequence_is_read() -> None:
     assert same_bits(attention.run(0, plan, q), before)
 
 
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_a_pool_of_bytes_is_written_and_read_as_the_codec_does(stored) -> None:
+    """What comes back is what the codec gives back, so attention has the bits of a bf16 pool."""
+    heads, kv_heads, dim, tokens = 6, 2, 64, 100
+    shape = {"num_layers": 1, "num_kv_heads": kv_heads, "head_dim": dim, "num_blocks": BLOCKS}
+    small, plain = (KvGeometry(**shape, dtype=dtype) for dtype in (stored, "bf16"))
+    found = native_library(small, torch.bfloat16, heads, kv_heads)
+    if found is None:
+        pytest.skip("no native kernel here: it needs a compiler and AVX-512")
+    torch.manual_seed(3)
+    kv = torch.randn(2, tokens, kv_heads, dim).bfloat16()
+    kv *= torch.exp2(torch.randint(-12, 12, (2, tokens, kv_heads, 1)).float())
+    kv[0, 7] = 0
+    tiling = AttentionTiling(unit=64, tile=64, align=1, decode_rows=heads // kv_heads)
+    pools = {
+        small: torch.zeros(small.shape, dtype=torch.uint8),
+        plain: torch.zeros(plain.shape, dtype=torch.bfloat16),
+    }
+    codec = kv_codec(small, torch.bfloat16)
+    q = torch.randn(tokens, heads, dim).bfloat16()
+    mine = tables()[0]
+    outs = []
+    for geometry, pool in pools.items():
+        attention = NativeAttention(found, pool, geometry, heads, tiling)
+        plan = attention.plan([], [Span(0, 0, tokens, mine)])
+        attention.write(0, plan, kv if geometry is small else codec.decode(codec.encode(kv)))
+        outs.append(attention.run(0, plan, q))
+    written = pools[small][0][:, mine].flatten(1, 2)[:, :tokens]
+    assert torch.equal(written, codec.encode(kv))
+    assert same_bits(*outs)
+
+
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_what_is_no_number_stays_none_in_a_pool_of_bytes(stored) -> None:
+    geometry = KvGeometry(num_layers=1, num_kv_heads=1, head_dim=32, num_blocks=2, dtype=stored)
+    found = native_library(geometry, torch.bfloat16, 1, 1)
+    if found is None:
+        pytest.skip("no native kernel here: it needs a compiler and AVX-512")
+    tiling = AttentionTiling(unit=64, tile=64, align=1, decode_rows=1)
+    for wrong in (float("nan"), float("inf")):
+        pool = torch.zeros(geometry.shape, dtype=torch.uint8)
+        attention = NativeAttention(found, pool, geometry, 1, tiling)
+        kv = torch.ones(2, 3, 1, 32).bfloat16()
+        kv[1, 1, 0, 5] = wrong
+        plan = attention.plan([], [Span(0, 0, 3, [1])])
+        attention.write(0, plan, kv)
+        q = torch.ones(3, 1, 32).bfloat16()
+        assert torch.isnan(attention.run(0, plan, q)[1:]).any()
+        before = attention.plan([Span(0, 0, 1, [1])], [])
+        assert torch.isfinite(attention.run(0, before, q[:1])).all()
+
+
 def test_it_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_NATIVE", "0")
     assert library.load.__wrapped__() is None
     monkeypatch.delenv("BATON_NATIVE")
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(library, "_path", library._path.__wrapped__)
     assert library.load.__wrapped__() is None

@@ -7,11 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
+from engine.cpu import quantised
+from engine.cpu.native import products
 from engine.cpu.native.library import load
-from engine.cpu.native.products import NativeWeight, native_fits
+from engine.cpu.native.products import NativeWeight, int8_fits, native_fits
 from engine.cpu.native.rows import NativeRows, finite_rows, native_rows
+from engine.cpu.quantised import Int8Linear
 from engine.cpu.rows import TorchRows
 from engine.numerics import cancelling, same_bits
+from tests.engine.cpu.native_ways import OF_TILES, WAYS
 
 EPS = 1e-5
 HIDDEN, DIM, ROTATED, PLAIN = 96, 32, 4, 1
@@ -26,6 +30,11 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=WAYS)
+def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "sums", lambda: WAYS[request.param])
 
 
 @pytest.fixture
@@ -44,7 +53,7 @@ def near(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(64, 128), (1000, 90), (33, 2), (1, 576), (97, 1536)]
 )
-def test_a_product_is_right_and_its_rows_depend_on_themselves_alone(outputs, inputs) -> None:
+def test_a_product_is_right_and_its_rows_depend_on_themselves_alone(outputs, inputs, sums) -> None:
     weight = cancelling(outputs, inputs, torch.bfloat16, sign=1.0, seed=1)
     weight += torch.randn(outputs, inputs).bfloat16() * 0.1
     x = cancelling(200, inputs, torch.bfloat16, sign=-1.0, seed=2)
@@ -58,22 +67,79 @@ def test_a_product_is_right_and_its_rows_depend_on_themselves_alone(outputs, inp
             assert same_bits(layer(x[200 - count :]), whole[200 - count :]), count
 
 
-def test_a_product_has_the_bits_of_vdpbf16ps_on_every_cpu() -> None:
+def test_a_product_has_the_bits_of_vdpbf16ps_on_every_cpu(monkeypatch) -> None:
     """One chain: of each pair the odd input first, one rounding for each product that is added.
 
     The operands are such that fp64 holds every sum exactly before it is rounded to fp32.
     """
+    monkeypatch.setattr(products, "sums", lambda: WAYS["vdp"])
     generator = torch.Generator().manual_seed(3)
     x, weight = (torch.randn(7, 62, generator=generator).bfloat16() for _ in range(2))
     sums = torch.zeros(7, 7)
     for pair in range(0, 62, 2):
         for k in (pair + 1, pair):
-            products = x[:, k].double()[:, None] * weight[:, k].double()[None]
-            sums = (sums.double() + products).float()
+            terms = x[:, k].double()[:, None] * weight[:, k].double()[None]
+            sums = (sums.double() + terms).float()
     assert same_bits(NativeWeight(weight)(x), sums.bfloat16())
 
 
-def test_what_is_stored_as_bf16_is_rounded_to_even_and_tiny_values_become_zero() -> None:
+@pytest.mark.parametrize("way", OF_TILES)
+def test_a_product_has_the_bits_of_amx_on_every_cpu(way, monkeypatch) -> None:
+    """For each 32 inputs a chain of the even and one of the odd, which are added to the sum.
+
+    The inputs are no multiple of 32: what is missing is zeros.
+    """
+    monkeypatch.setattr(products, "sums", lambda: WAYS[way])
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(7, 102, generator=generator).bfloat16() for _ in range(2))
+    total = torch.zeros(7, 7)
+    for begin in range(0, 102, 32):
+        chains = [torch.zeros(7, 7), torch.zeros(7, 7)]
+        for k in range(begin, min(begin + 32, 102)):
+            product = x[:, k].double()[:, None] * weight[:, k].double()[None]
+            chains[k % 2] = (chains[k % 2].double() + product).float()
+        total = total + (chains[0] + chains[1])
+    assert same_bits(NativeWeight(weight)(x), total.bfloat16())
+
+
+def test_tiles_in_software_and_fmas_have_the_same_bits() -> None:
+    """The self-test before AMX is used, here of its kernels over tiles in software."""
+    for way in OF_TILES:
+        assert load().baton_tiles_agree(WAYS[way]) == 0, way
+
+
+@pytest.mark.skipif(not int8_fits(torch.bfloat16), reason="no VNNI: oneDNN has these products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (33, 90), (1, 3), (97, 1536)])
+def test_integer_products_are_those_of_onednn_and_rows_depend_on_themselves_alone(
+    outputs, inputs, digits, dtype, monkeypatch
+) -> None:
+    weight = torch.randn(outputs, inputs).to(dtype)
+    x = (torch.randn(50, inputs) * torch.exp2(torch.randint(-9, 9, (50, 1)).float())).to(dtype)
+    x[3] = 0
+    native = Int8Linear(weight, digits)
+    whole = native(x)
+    monkeypatch.setattr(quantised, "int8_fits", lambda dtype: False)
+    other = Int8Linear(weight, digits)(x)
+    step = 0.008 if dtype == torch.bfloat16 else 1e-5
+    assert bool(((whole - other).abs() <= step * other.abs() + 1e-6 * x.abs().amax()).all())
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for count in (1, 2, 6, 7, 13, 49):
+            assert same_bits(native(x[50 - count :]), whole[50 - count :]), count
+
+
+@pytest.mark.skipif(not int8_fits(torch.bfloat16), reason="no VNNI: oneDNN has these products")
+def test_integer_products_of_what_is_no_number_are_none() -> None:
+    x = torch.ones(3, 40)
+    x[0, 39], x[2, 0] = float("nan"), float("inf")
+    y = Int8Linear(torch.randn(5, 40))(x)
+    assert torch.isnan(y[[0, 2]]).all()
+    assert torch.isfinite(y[1]).all()
+
+
+def test_what_is_stored_as_bf16_is_rounded_to_even_and_tiny_values_become_zero(sums) -> None:
     values = [1.00390625, 1.01171875, -1.00390625, 3.4e38, float("inf"), 1e-39, -1e-39, 2.0**-126]
     weight = torch.eye(8).bfloat16()
     x = torch.tensor([values]).bfloat16()
@@ -83,13 +149,13 @@ def test_what_is_stored_as_bf16_is_rounded_to_even_and_tiny_values_become_zero()
     assert same_bits(torch.where(clean, NativeWeight(weight)(torch.where(clean, x, 0)), x), wanted)
 
 
-def test_columns_of_a_product_do_not_depend_on_the_others() -> None:
+def test_columns_of_a_product_do_not_depend_on_the_others(sums) -> None:
     weight, x = torch.randn(150, 64).bfloat16(), torch.randn(9, 64).bfloat16()
     whole = NativeWeight(weight)(x)
     assert same_bits(NativeWeight(weight[40:113].contiguous())(x), whole[:, 40:113])
 
 
-def test_rows_of_a_product_may_lie_apart_but_not_their_elements() -> None:
+def test_rows_of_a_product_may_lie_apart_but_not_their_elements(sums) -> None:
     weight, x = torch.randn(40, 64).bfloat16(), torch.randn(5, 200).bfloat16()
     layer = NativeWeight(weight)
     assert same_bits(layer(x[:, 10:74]), layer(x[:, 10:74].contiguous()))

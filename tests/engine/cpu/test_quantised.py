@@ -12,6 +12,7 @@ from engine.core.errors import NumericsError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.plan import PlanRow, StepPlan
+from engine.cpu import quantised
 from engine.cpu.attention import AttentionTiling
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_codec import KvCodec, _widened
@@ -123,6 +124,8 @@ def test_zeros_stay_zeros() -> None:
 
 
 def test_a_kernel_that_overflows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_integer_kernel()
+    monkeypatch.setattr(quantised, "int8_fits", lambda dtype: False)
     check_integer_kernel()
     real = Int8Linear._integer_product
 

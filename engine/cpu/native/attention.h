@@ -1,0 +1,176 @@
+// Attention over a paged pool: what is the same whichever way the products are summed.
+//
+// Every query row is computed by itself: keys in steps of 64 from position 0 (or from the step in
+// which its window begins), one online softmax step for each, sums over head dims and over keys in
+// a fixed order. So a row's bits depend on its own position and keys alone, whatever shares its
+// unit, its chunk, or its batch. A unit only shares the work of reading K and V.
+//
+//   rows of a unit: the queries of one KV head (G heads each) of up to kUnitQueries positions
+//   K of 16 tokens  ->  pairs of dims by token                    both are operands of
+//   V of 2 tokens   ->  pairs of tokens by dim (in lane order)    products of bf16 pairs
+//   the weights of a step are rounded to bf16, and summed as rounded
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "pages.h"
+#include "vectors.h"
+
+namespace baton {
+
+constexpr int kMaxRows = 128;
+constexpr int kUnitQueries = 32;
+
+struct Call {
+  const uint16_t* q;
+  long q_stride;
+  Pages pages;
+  int group, window;
+  float scale;
+  uint16_t* out;
+  long out_stride;
+};
+
+struct Row {
+  const uint16_t* q;
+  uint16_t* out;
+  int position;
+  int first;  // first key that it sees
+  float max;
+  __m512 sum;
+};
+
+// Bits of the keys begin ... begin + 15 that lie in first ... last.
+inline __mmask16 seen(int begin, int first, int last) {
+  const int from = std::clamp(first - begin, 0, 16), upto = std::clamp(last - begin + 1, 0, 16);
+  return static_cast<__mmask16>(((1u << upto) - 1u) & ~((1u << from) - 1u));
+}
+
+inline __m512 keep(uint16_t* to, __m512 weights) {
+  store_bf16(to, weights);
+  return load_bf16(to);
+}
+inline __m512 keep(float* to, __m512 weights) {
+  const __m512 rounded = widen(narrow(weights));
+  _mm512_store_ps(to, rounded);
+  return rounded;
+}
+
+// One step of the online softmax of one row: its weights, rounded to bf16 whatever type holds them,
+// and what the sums so far are multiplied by.
+template <class W>
+inline float weigh(Row& row, const __m512* found, int blocks, int begin, float scale, W* weights) {
+  const __m512 never = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  __m512 score[kStepBlocks], most = never;
+  for (int b = 0; b < blocks; ++b) {
+    const __mmask16 mask = seen(begin + b * kBlock, row.first, row.position);
+    score[b] = _mm512_mask_mul_ps(never, mask, found[b], _mm512_set1_ps(scale));
+    most = _mm512_max_ps(most, score[b]);
+  }
+  const float max = std::max(row.max, _mm512_reduce_max_ps(most));
+  const float fix = _mm512_cvtss_f32(exp_nonpositive(_mm512_set1_ps(row.max - max)));
+  __m512 sum = _mm512_setzero_ps();
+  for (int b = 0; b < blocks; ++b) {
+    const __m512 exact = exp_nonpositive(_mm512_sub_ps(score[b], _mm512_set1_ps(max)));
+    sum = _mm512_add_ps(sum, keep(weights + b * kBlock, exact));
+  }
+  row.max = max;
+  row.sum = _mm512_fmadd_ps(row.sum, _mm512_set1_ps(fix), sum);
+  return fix;
+}
+
+// Calls each(first, how many, blocks) for the rows, up to `most` at a time, whom a step concerns.
+template <class F>
+inline void by_groups(const Row* rows, int total, int most, int begin, const F& each) {
+  for (int i = 0; i < total; i += most) {
+    const int together = std::min(most, total - i);
+    // positions never fall from row to row, nor do the first keys
+    const int upto = rows[i + together - 1].position - begin;
+    if (upto < 0 || rows[i].first >= begin + kStep) continue;
+    each(i, together, std::min(kStepBlocks, upto / kBlock + 1));
+  }
+}
+
+// Some queries of a span and one KV head. `Sums` says how rows take in a step of keys.
+template <class Sums, int V>  // dim / 16
+void attend(const Call& c, const Span& span, int kv_head, int first, int count) {
+  constexpr int dim = V * 16;
+  const Pages& pages = c.pages;
+  const PackFn pack = pack_of(pages.format);
+  Row rows[kMaxRows];
+  alignas(64) float sums[kMaxRows * dim];
+  alignas(64) __m512i keys[kStepBlocks * dim / 2];
+  alignas(64) __m512i values[kStep / 2 * V];
+  Ahead ahead;
+  const int total = count * c.group;
+  for (int i = 0; i < total; ++i) {
+    const int query = first + i / c.group, head = kv_head * c.group + i % c.group;
+    Row& row = rows[i];
+    row.q = c.q + (span.row + query) * c.q_stride + head * dim;
+    row.out = c.out + (span.row + query) * c.out_stride + head * dim;
+    row.position = span.start + query;
+    row.first = c.window ? std::max(0, row.position - c.window + 1) : 0;
+    row.max = std::numeric_limits<float>::lowest();
+    row.sum = _mm512_setzero_ps();
+  }
+  const int padded = (total + 15) / 16 * 16;  // rows of whole tiles
+  std::memset(sums, 0, sizeof(float) * padded * dim);
+  const Sums by(rows, total, c.scale);
+  const int last = rows[total - 1].position;
+  for (int begin = rows[0].first / kStep * kStep; begin <= last; begin += kStep) {
+    for (int b = 0; b < kStepBlocks; ++b) {
+      const int at = begin + b * kBlock, valid = std::min(kBlock, last - at + 1);
+      if (valid <= 0) {  // of this block nothing is used but by weights of zero
+        std::memset(values + b * kBlock / 2 * V, 0, kBlock / 2 * V * sizeof(__m512i));
+        continue;
+      }
+      const long place = pages.place(span, at) + kv_head * pages.head_bytes;
+      pack(pages.keys + place, pages.values + place, pages.token_bytes, valid, dim,
+           keys + b * dim / 2, values + b * kBlock / 2 * V);
+    }
+    ahead.clear();
+    for (int at = begin + kStep; at < begin + 2 * kStep && at <= last; at += kBlock) {
+      const long place = pages.place(span, at) + kv_head * pages.head_bytes;
+      ahead.add(pages.keys + place, pages.token_bytes, vector_bytes(pages.format, dim));
+      ahead.add(pages.values + place, pages.token_bytes, vector_bytes(pages.format, dim));
+    }
+    by.take_in(rows, total, sums, keys, values, begin, ahead);
+  }
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // lane order to dims
+  for (int i = 0; i < total; ++i) {
+    const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(rows[i].sum));
+    for (int d = 0; d < dim; d += 32) {
+      const __m512 low = Sums::whole(_mm512_load_ps(sums + i * dim + d));
+      const __m512 high = Sums::whole(_mm512_load_ps(sums + i * dim + d + 16));
+      const __m512i both = narrow_two(_mm512_mul_ps(high, inverse), _mm512_mul_ps(low, inverse));
+      _mm512_storeu_si512(rows[i].out + d, _mm512_permutexvar_epi64(order, both));
+    }
+  }
+}
+
+using AttendFn = void (*)(const Call&, const Span&, int, int, int);
+
+// For heads of `dim`, or null. With the sums of VDPBF16PS; with those of tiles, by FMA, by AMX, or
+// by tiles in software.
+AttendFn attend_by_pairs(int dim);
+AttendFn attend_by_tiles(int dim, int tiles);
+
+template <template <int> class Sums>
+AttendFn attend_for(int dim) {
+  switch (dim) {
+    case 32: return attend<Sums<2>, 2>;
+    case 64: return attend<Sums<4>, 4>;
+    case 96: return attend<Sums<6>, 6>;
+    case 128: return attend<Sums<8>, 8>;
+    case 256: return attend<Sums<16>, 16>;
+    default: return nullptr;
+  }
+}
+
+}  // namespace baton

@@ -1,0 +1,238 @@
+// Products of rows with weights of 8 bits, for CPUs with AVX-512 VNNI.
+//
+//   a row of x      one scale, and one or two digits of 8 bits for each input: x = scale (d0 + d1 / 254)
+//   an output       one scale, and integers of 8 bits: w = scale * integer
+//   y               scale * scale * (sum of d0 integers + sum of d1 integers / 254)
+//
+// Sums of integers are the same in any order, so a row's bits depend on nothing but itself.
+//
+//   packed weights  [panels][K / 4][32 outputs][4 inputs]     signed: VPDPBUSD's second operand
+//   packed digits   [digits][K / 4][4 inputs], plus 128       unsigned: its first operand
+//
+// What the 128 adds to each sum is known beforehand, and taken away.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int kPanel = 32;   // outputs
+constexpr int kQuad = 4;     // inputs of one lane
+constexpr int kShift = 128;  // makes a digit unsigned
+constexpr float kLevels = 127.0f;
+constexpr float kDigit = 254.0f;  // the second digit counts in parts of half the first's last place
+constexpr float kTiny = 1e-30f;
+constexpr long kUnitsPerThread = 4;
+constexpr long kMostRows = 96;  // of a unit: they stay in the L2 cache
+
+struct Product {
+  const void* x;
+  long x_stride;
+  bool is_bf16;
+  const int8_t* weights;
+  const float* scales;     // of outputs
+  const int32_t* offsets;  // what the shift adds
+  void* y;
+  long y_stride;
+  long rows, outputs, inputs;
+  int digits;
+  uint8_t* packed;    // digits of all rows
+  float* row_scales;
+
+  long quads() const { return (inputs + kQuad - 1) / kQuad; }
+  long panels() const { return (outputs + kPanel - 1) / kPanel; }
+  long row_bytes() const { return (quads() * kQuad + 63) / 64 * 64; }
+};
+
+inline __m512 input(const Product& p, long row, long at, __mmask16 mask) {
+  if (p.is_bf16) {
+    const auto* x = static_cast<const uint16_t*>(p.x) + row * p.x_stride + at;
+    return baton::widen(_mm256_maskz_loadu_epi16(mask, x));
+  }
+  return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(p.x) + row * p.x_stride + at);
+}
+
+inline __mmask16 lanes(long left) { return left >= 16 ? 0xffff : (1u << left) - 1; }
+
+inline __m128i shifted(__m512 digits) {
+  const __m512i whole = _mm512_cvtps_epi32(digits);
+  return _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(kShift)));
+}
+
+inline __m512 rounded(__m512 values) {
+  return _mm512_roundscale_ps(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+void quantise(const Product& p, long row) {
+  __m512 most = _mm512_setzero_ps();
+  __mmask16 nan = 0;
+  for (long i = 0; i < p.inputs; i += 16) {
+    const __m512 x = input(p, row, i, lanes(p.inputs - i));
+    nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    most = _mm512_max_ps(most, _mm512_abs_ps(x));
+  }
+  const float scale = std::max(_mm512_reduce_max_ps(most) * (1.0f / kLevels), kTiny);
+  p.row_scales[row] = nan ? std::nanf("") : scale;  // a row that is wrong stays so
+  uint8_t* to = p.packed + row * p.digits * p.row_bytes();
+  const __m512 by = _mm512_set1_ps(scale);
+  for (long i = 0; i < p.row_bytes(); i += 16) {
+    const long left = std::max(0L, p.inputs - i);
+    const __m512 x = _mm512_div_ps(input(p, row, i, lanes(left)), by);
+    const __m512 high = rounded(x);
+    _mm_store_si128(reinterpret_cast<__m128i*>(to + i), shifted(high));
+    if (p.digits == 1) continue;
+    const __m512 low = rounded(_mm512_mul_ps(_mm512_sub_ps(x, high), _mm512_set1_ps(kDigit)));
+    _mm_store_si128(reinterpret_cast<__m128i*>(to + p.row_bytes() + i), shifted(low));
+  }
+}
+
+inline void store(const Product& p, long row, long column, __m512 values) {
+  const __mmask16 mask = lanes(std::max(0L, p.outputs - column));
+  if (p.is_bf16) {
+    auto* y = static_cast<uint16_t*>(p.y) + row * p.y_stride + column;
+    _mm256_mask_storeu_epi16(y, mask, baton::narrow(values));
+  } else {
+    _mm512_mask_storeu_ps(static_cast<float*>(p.y) + row * p.y_stride + column, mask, values);
+  }
+}
+
+#ifdef __AVX512VNNI__
+constexpr int kSupported = 1;
+inline __m512i add_products(__m512i sums, __m512i digits, __m512i weights) {
+  return _mm512_dpbusd_epi32(sums, digits, weights);
+}
+#else
+constexpr int kSupported = 0;  // nobody calls
+inline __m512i add_products(__m512i sums, __m512i, __m512i) { return sums; }
+#endif
+
+template <int R, int D>  // rows, digits
+void kernel(const Product& p, long row, long panel) {
+  __m512i sums[R][D][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int d = 0; d < D; ++d) sums[r][d][0] = sums[r][d][1] = _mm512_setzero_si512();
+  const long quads = p.quads(), bytes = p.row_bytes();
+  const int8_t* w = p.weights + panel * quads * kPanel * kQuad;
+  const uint8_t* x = p.packed + row * D * bytes;
+  for (long quad = 0; quad < quads; ++quad, w += kPanel * kQuad, x += kQuad) {
+    const __m512i low = _mm512_load_si512(w), high = _mm512_load_si512(w + 64);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int d = 0; d < D; ++d) {
+        int32_t four;
+        std::memcpy(&four, x + (r * D + d) * bytes, 4);
+        const __m512i digits = _mm512_set1_epi32(four);
+        sums[r][d][0] = add_products(sums[r][d][0], digits, low);
+        sums[r][d][1] = add_products(sums[r][d][1], digits, high);
+      }
+  }
+  for (int half = 0; half < 2; ++half) {
+    const long column = panel * kPanel + 16 * half;
+    const __m512i offset = _mm512_loadu_si512(p.offsets + column);
+    const __m512 scale = _mm512_loadu_ps(p.scales + column);
+    for (int r = 0; r < R; ++r) {
+      __m512 y = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][0][half], offset));
+      if (D == 2) {
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][D - 1][half], offset));
+        y = _mm512_fmadd_ps(low, _mm512_set1_ps(1.0f / kDigit), y);
+      }
+      const __m512 both = _mm512_mul_ps(y, scale);
+      store(p, row + r, column, _mm512_mul_ps(both, _mm512_set1_ps(p.row_scales[row + r])));
+    }
+  }
+}
+
+using Kernel = void (*)(const Product&, long, long);
+constexpr Kernel kOne[12] = {kernel<1, 1>, kernel<2, 1>, kernel<3, 1>,  kernel<4, 1>,
+                             kernel<5, 1>, kernel<6, 1>, kernel<7, 1>,  kernel<8, 1>,
+                             kernel<9, 1>, kernel<10, 1>, kernel<11, 1>, kernel<12, 1>};
+constexpr Kernel kTwo[6] = {kernel<1, 2>, kernel<2, 2>, kernel<3, 2>,
+                            kernel<4, 2>, kernel<5, 2>, kernel<6, 2>};
+
+// Memory that grows and is kept, of each thread that calls.
+struct Scratch {
+  char* at = nullptr;
+  size_t size = 0;
+  ~Scratch() { free(at); }
+  char* take(size_t bytes) {
+    if (bytes > size) {
+      free(at);
+      size = (bytes + 4095) / 4096 * 4096;
+      at = static_cast<char*>(aligned_alloc(64, size));
+    }
+    return at;
+  }
+};
+
+}  // namespace
+
+extern "C" int baton_int8_supported() { return kSupported; }
+
+// Bytes of the packed form of a weight [outputs, inputs]; its scales and offsets are padded to
+// whole panels too.
+extern "C" long baton_int8_packed_size(long outputs, long inputs) {
+  return (outputs + kPanel - 1) / kPanel * kPanel * ((inputs + kQuad - 1) / kQuad * kQuad);
+}
+
+extern "C" void baton_int8_pack(const int8_t* weight, long outputs, long inputs, int8_t* packed,
+                                int32_t* offsets, int threads) {
+  const long panels = (outputs + kPanel - 1) / kPanel, quads = (inputs + kQuad - 1) / kQuad;
+  baton::share(threads, panels, [=](long panel) {
+    int8_t* to = packed + panel * quads * kPanel * kQuad;
+    for (long quad = 0; quad < quads; ++quad)
+      for (int column = 0; column < kPanel; ++column)
+        for (int i = 0; i < kQuad; ++i, ++to) {
+          const long output = panel * kPanel + column, input = quad * kQuad + i;
+          *to = output < outputs && input < inputs ? weight[output * inputs + input] : 0;
+        }
+    for (long output = panel * kPanel; output < (panel + 1) * kPanel; ++output) {
+      int32_t sum = 0;
+      for (long i = 0; output < outputs && i < inputs; ++i) sum += weight[output * inputs + i];
+      offsets[output] = kShift * sum;
+    }
+  });
+}
+
+// Strides count elements; `weights` is aligned to 64 bytes, `digits` is 1 or 2, and x and y are
+// bf16 or fp32.
+extern "C" void baton_int8_product(const void* x, long x_stride, int is_bf16,
+                                   const int8_t* weights, const float* scales,
+                                   const int32_t* offsets, void* y, long y_stride, long rows,
+                                   long outputs, long inputs, int digits, int threads) {
+  if (rows == 0) return;
+  static thread_local Scratch packed, row_scales;
+  Product p{x, x_stride, is_bf16 != 0, weights, scales, offsets, y, y_stride,
+            rows, outputs, inputs, digits, nullptr, nullptr};
+  p.packed = reinterpret_cast<uint8_t*>(packed.take(rows * digits * p.row_bytes()));
+  p.row_scales = reinterpret_cast<float*>(row_scales.take(rows * sizeof(float)));
+  const bool large = rows * inputs > (1 << 15);
+  baton::share(large ? threads : 1, rows, [&](long row) { quantise(p, row); });
+  const long panels = p.panels(), most = digits == 2 ? 6 : 12;
+  const long run = std::max(1L, panels / (threads * kUnitsPerThread));
+  const long runs = (panels + run - 1) / run;
+  const long chunks = (rows + kMostRows - 1) / kMostRows;
+  const long each = (rows + chunks - 1) / chunks;
+  baton::share(threads, runs * chunks, [&](long unit) {
+    const long first = unit % runs * run, last = std::min(panels, first + run);
+    const long begin = unit / runs * each, end = std::min(rows, begin + each);
+    for (long panel = first; panel < last; ++panel)
+      for (long row = begin; row < end;) {
+        const long left = end - row, calls = (left + most - 1) / most;
+        const long take = (left + calls - 1) / calls;  // equal shares, none of them short
+        (digits == 2 ? kTwo : kOne)[take - 1](p, row, panel);
+        row += take;
+      }
+  });
+}

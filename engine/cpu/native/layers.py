@@ -1,0 +1,204 @@
+"""All layers of a decoder in one native call: the kernels of ``engine/cpu/decoder.py``'s pass.
+
+The pass in Python makes some ten calls a layer, which cost more than the products of a single row.
+Bits are the same. A pass with adapters, ranks or experts goes the other way.
+"""
+
+# ruff: noqa: N803 - suffixes such as x_TE give shapes
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engine.cpu.linear import Linear
+from engine.cpu.native.attention import NativeAttention, NativeCalls
+from engine.cpu.native.library import PAIRS, load, sums
+from engine.cpu.native.products import NativeInt8Weight, NativeWeight
+from engine.models.layer import LayerVectors
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("kind", _LONG),
+        *((name, _POINTER) for name in ("packed", "scales", "offsets")),
+        *((name, _LONG) for name in ("digits", "outputs", "inputs")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _POINTER) for name in ("bias", "head_norm", "attn_post_norm", "mlp_norm")),
+        *((name, _POINTER) for name in ("mlp_post_norm", "next_norm", "keys", "values")),
+        *((name, _LONG) for name in ("window", "frequencies")),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, _LONG) for name in ("hidden", "heads", "kv_heads", "dim", "inner")),
+        *((name, _LONG) for name in ("gelu", "sums", "format", "token_bytes", "head_bytes")),
+        *((name, ctypes.c_double) for name in ("eps", "scale")),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("spans", _POINTER),
+        ("tables", _POINTER),
+        ("rotations", _POINTER * 2),
+        *((name, _LONG) for name in ("num_spans", "rows", "threads")),
+    )
+
+
+class LayerParts:
+    """What the pass needs of one layer.
+
+    Args:
+        linears: ``qkv``, ``o``, ``gate_up``, ``down``.
+        vectors: Norms and biases.
+        frequencies: Which of the model's rotations.
+    """
+
+    def __init__(self, linears: Sequence[Linear], vectors: LayerVectors, frequencies: int) -> None:
+        self.linears = linears
+        self.vectors = vectors
+        self.frequencies = frequencies
+
+
+class NativeLayers:
+    """The layers over one pool; ``make`` gives one where all parts are native.
+
+    Args:
+        parts: The layers in order.
+        attention: Over the pool.
+        eps: Of the norms.
+        is_gelu: The activation: GELU by tanh, else SiLU.
+    """
+
+    def __init__(
+        self, parts: Sequence[LayerParts], attention: NativeAttention, eps: float, *, is_gelu: bool
+    ) -> None:
+        library = load()
+        if library is None:
+            raise RuntimeError("ask make first")
+        self._run = library.baton_layers
+        self._kept = (parts, attention)  # what the pointers point to
+        shape = attention.shape
+        first = parts[0].linears
+        self._hidden = first[0].inputs
+        self._model = _Model(
+            hidden=self._hidden,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            dim=shape.dim,
+            inner=first[3].inputs,
+            gelu=is_gelu,
+            sums=sums(),
+            format=shape.stored,
+            token_bytes=shape.token_bytes,
+            head_bytes=shape.head_bytes,
+            eps=eps,
+            scale=shape.scale,
+        )
+        self._layers = (_Layer * len(parts))(
+            *(
+                _Layer(
+                    *(_matrix(linear) for linear in part.linears),
+                    bias=_at(part.vectors.qkv_bias),
+                    head_norm=_at(part.vectors.head_norm),
+                    attn_post_norm=_at(part.vectors.attn_post_norm),
+                    mlp_norm=_at(part.vectors.mlp_norm),
+                    mlp_post_norm=_at(part.vectors.mlp_post_norm),
+                    next_norm=_at(after.vectors.attn_norm) if after is not None else None,
+                    keys=place.keys,
+                    values=place.values,
+                    window=place.window,
+                    frequencies=part.frequencies,
+                )
+                for part, after, place in zip(
+                    parts, [*parts[1:], None], attention.places(), strict=True
+                )
+            )
+        )
+
+    def run(
+        self,
+        calls: NativeCalls,
+        x_TE: torch.Tensor,
+        h_TE: torch.Tensor,
+        rotations: Sequence[torch.Tensor],
+        on_layers_done: Callable[[int], None] | None,
+    ) -> None:
+        """Add all layers to ``x_TE`` (fp32, in place).
+
+        Args:
+            calls: From the attention's ``plan``; K and V are written first.
+            x_TE: The sum over the layers; contiguous.
+            h_TE: Its norm for the first layer, bf16, contiguous; changed.
+            rotations: Of RoPE, for each base.
+            on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is written.
+        """
+        spans, count, tables = calls.pointers()
+        at = [rotation.data_ptr() for rotation in rotations]
+        step = _Step(
+            spans=spans,
+            tables=tables,
+            rotations=(_POINTER * 2)(at[0], at[-1]),
+            num_spans=count,
+            rows=x_TE.shape[0],
+            threads=calls.threads,
+        )
+        model, where = ctypes.byref(self._model), ctypes.byref(step)
+        x, h, layers = x_TE.data_ptr(), h_TE.data_ptr(), self._layers
+        if on_layers_done is None:
+            self._run(model, layers, len(layers), where, x, h)
+            return
+        for index in range(len(layers)):
+            self._run(model, ctypes.byref(layers[index]), 1, where, x, h)
+            on_layers_done(index + 1)
+
+
+def _matrix(linear: Linear) -> _Matrix:
+    packed = linear.native
+    if isinstance(packed, NativeInt8Weight):
+        return _Matrix(
+            kind=2,
+            packed=packed.place,
+            scales=packed.scales.data_ptr(),
+            offsets=packed.offsets.data_ptr(),
+            digits=packed.digits,
+            outputs=linear.outputs,
+            inputs=linear.inputs,
+        )
+    if not isinstance(packed, NativeWeight):
+        raise TypeError("no native weight")
+    kind = 0 if sums() == PAIRS else 1
+    return _Matrix(kind=kind, packed=packed.place, outputs=linear.outputs, inputs=linear.inputs)
+
+
+def _at(vector: torch.Tensor | None) -> Any:
+    return None if vector is None else vector.data_ptr()
+
+
+def native_layers(
+    parts: Sequence[LayerParts] | None, attention: object, eps: float, *, is_gelu: bool
+) -> NativeLayers | None:
+    """The layers in one call, or ``None`` where one part is not native.
+
+    Args:
+        parts: The layers; ``None`` if they are of another kind (experts).
+        attention: Over the pool, of any kind.
+        eps: Of the norms.
+        is_gelu: The activation: GELU by tanh, else SiLU.
+    """
+    if parts is None or not isinstance(attention, NativeAttention):
+        return None
+    linears = [linear for part in parts for linear in part.linears]
+    if any(linear.native is None for linear in linears):
+        return None
+    return NativeLayers(parts, attention, eps, is_gelu=is_gelu)

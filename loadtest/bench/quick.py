@@ -1,0 +1,82 @@
+"""The engine beside the dense program of ``dense.py``, in some seconds: for `baton doctor`."""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+from engine.artifacts.artifact import resolve_model
+from engine.loading.open import load_weights
+from loadtest.bench.dense import DenseLlama
+from loadtest.bench.engine import EngineUnderTest
+
+PROMPT_TOKENS = 128
+BATCH = 4
+_ROUNDS = 2
+_STEPS = 4
+
+
+class Speed(NamedTuple):
+    """How many times as fast as the dense program the engine is."""
+
+    prefill: float
+    decode: float
+
+
+class NoPeerError(ValueError):
+    """The dense program cannot run this model: it knows plain Llama shapes only."""
+
+
+def measure(model: str, dtype: str, threads: int) -> Speed:
+    """Both in turns, in this process; leaves torch's number of threads as it found it.
+
+    Args:
+        model: Its reference.
+        dtype: Of weights and activations.
+        threads: That compute.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        NoPeerError: There is nothing to compare with.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _measure(model, dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(model: str, dtype: str) -> Speed:
+    artifact = resolve_model(model)
+    if artifact.config.family != "llama":
+        raise NoPeerError(f"the plain program is for Llama, not {artifact.config.family}")
+    context = PROMPT_TOKENS + _ROUNDS * _STEPS + 8
+    with torch.inference_mode():
+        dense = DenseLlama(artifact.config, load_weights(artifact, dtype), BATCH, context)
+    engine = EngineUnderTest(artifact, dtype, "exact", (BATCH + 1) * (context // 16 + 2))
+    prompt = torch.randint(artifact.config.vocab_size, (1, PROMPT_TOKENS))
+    prefills: list[tuple[float, float]] = []
+    for _ in range(_ROUNDS + 1):
+        began = time.perf_counter()
+        dense.step(prompt, 0)
+        between = time.perf_counter()
+        engine.prefill(PROMPT_TOKENS)
+        prefills.append((between - began, time.perf_counter() - between))
+    names = engine.warm(BATCH, PROMPT_TOKENS // 2)
+    tokens = torch.randint(artifact.config.vocab_size, (BATCH, 1))
+    steps: list[tuple[float, float]] = []
+    for position in range(PROMPT_TOKENS // 2, PROMPT_TOKENS // 2 + _ROUNDS * _STEPS):
+        began = time.perf_counter()
+        tokens = dense.step(tokens, position)
+        between = time.perf_counter()
+        engine.step()
+        steps.append((between - began, time.perf_counter() - between))
+    engine.cancel(names)
+    return Speed(_ratio(prefills[1:]), _ratio(steps[_STEPS:]))  # the first ones warm the caches
+
+
+def _ratio(times: list[tuple[float, float]]) -> float:
+    dense = statistics.median(dense for dense, _ in times)
+    return dense / statistics.median(engine for _, engine in times)
