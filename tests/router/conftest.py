@@ -22,6 +22,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import StaticDirectory
 from tests.router.emulated_worker import EmulatedWorker, Script
+from tests.router.quick_server import QuickServer
 
 MODEL = "smollm2"
 
@@ -135,7 +136,7 @@ async def make_fleet(model):
         directory = StaticDirectory()
         settings = replace(base, **settings)
         router = Router(settings, served, directory, stored_responses=stored_responses)
-        server = uvicorn.Server(
+        server = QuickServer(
             uvicorn.Config(router.app(), port=0, log_level="critical", timeout_graceful_shutdown=1)
         )
         server.capture_signals = contextlib.nullcontext
