@@ -95,6 +95,7 @@ def test_fp8_weights_change_the_hidden_states_by_their_rounding() -> None:
     assert numerics_id(decoder, "bf16").startswith("exact/bf16/fp8/")
 
 
+@pytest.mark.slow
 def test_exact_bits_depend_neither_on_the_batch_nor_on_the_chunks() -> None:
     decoder = tiny.decoder(SHALLOW)
     verify_exact(decoder)
