@@ -34,18 +34,18 @@ class DenseLlama:
         w = weights
         self.embed = w["embed"]
         self.head = w.get("head", w["embed"])
-        self.final_norm = w["final_norm"]
-        dtype = self.embed.dtype
+        dtype = self.embed.dtype  # of the norms too: torch fuses only then
+        self.final_norm = w["final_norm"].to(dtype)
         self.layers = []
         for i in range(c.num_layers):
             p = f"layers.{i}."
             q, k = (unpair_rows(w[p + name], c.head_dim) for name in ("q", "k"))
             self.layers.append(
                 (
-                    w[p + "attn_norm"],
+                    w[p + "attn_norm"].to(dtype),
                     torch.cat((q, k, w[p + "v"])),
                     w[p + "o"],
-                    w[p + "mlp_norm"],
+                    w[p + "mlp_norm"].to(dtype),
                     torch.cat((w[p + "gate"], w[p + "up"])),
                     w[p + "down"],
                 )

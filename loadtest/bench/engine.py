@@ -41,6 +41,7 @@ PREFILLS = (512, 2048)
 BATCHES = (32, 16, 4, 1)
 CONTEXTS = (128, 1024)
 STEPS = 6
+WARM_TOKENS = 1000  # that a sequence may write while it is measured
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class EngineUnderTest:
 
     def warm(self, batch: int, context: int) -> list[str]:
         """Bring ``batch`` sequences to decoding."""
-        names = [self.submit(context, max_tokens=1000) for _ in range(batch)]
+        names = [self.submit(context, max_tokens=WARM_TOKENS) for _ in range(batch)]
         while self.step(unbounded=True) != batch:
             pass
         return names

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 
 from engine.artifacts.artifact import resolve_model
+from engine.core.geometry import BLOCK_TOKENS
 from engine.loading.open import load_weights
 from loadtest.bench.dense import DenseLlama
-from loadtest.bench.engine import EngineUnderTest
+from loadtest.bench.engine import WARM_TOKENS, EngineUnderTest
 
 PROMPT_TOKENS = 128
 BATCH = 4
@@ -55,7 +56,8 @@ def _measure(model: str, dtype: str) -> Speed:
     context = PROMPT_TOKENS + _ROUNDS * _STEPS + 8
     with torch.inference_mode():
         dense = DenseLlama(artifact.config, load_weights(artifact, dtype), BATCH, context)
-    engine = EngineUnderTest(artifact, dtype, "exact", (BATCH + 1) * (context // 16 + 2))
+    blocks = BATCH * -(-(PROMPT_TOKENS + WARM_TOKENS) // BLOCK_TOKENS)
+    engine = EngineUnderTest(artifact, dtype, "exact", blocks)
     prompt = torch.randint(artifact.config.vocab_size, (1, PROMPT_TOKENS))
     prefills: list[tuple[float, float]] = []
     for _ in range(_ROUNDS + 1):
