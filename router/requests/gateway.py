@@ -36,7 +36,7 @@ from router.placement.booked_load import LoadBook
 from router.placement.placer import Placer
 from router.placement.prefix_index import PrefixIndex
 from router.request import GenerationRequest
-from router.requests.active_request import ActiveRequest, as_error
+from router.requests.active_request import ActiveRequest, Wakeup, as_error
 from router.requests.admission import Admission
 from router.requests.dispatch import Dispatcher
 from router.requests.fair_queue import Waiting
@@ -122,7 +122,7 @@ class Gateway:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, wakeup: asyncio.Event) -> ActiveRequest:
+    def submit(self, request: GenerationRequest, wakeup: Wakeup) -> ActiveRequest:
         """Take a request in.
 
         Args:
