@@ -8,9 +8,9 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_type_hints
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
@@ -110,8 +110,9 @@ class Endpoints(APIRouter):
 
     Attributes:
         bodies: What those of `post_body` parse.
-        direct: Routes to these same endpoints that do without FastAPI's work on each call: they
-            stand before all others. FastAPI's routes document them.
+        direct: Routes to those endpoints of `post_body` that return a response as it goes out.
+            They do without FastAPI's work on each call and stand before all other routes.
+            FastAPI's routes to the same endpoints document them.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,8 @@ class Endpoints(APIRouter):
         extra = {"requestBody": {"required": True, "content": content}}
 
         def documented(handler: _Handler) -> _Handler:
-            self.direct.append(Route(path, handler, methods=["POST"], include_in_schema=False))
+            if get_type_hints(handler).get("return") is Response:  # no work is left for FastAPI
+                self.direct.append(Route(path, handler, methods=["POST"], include_in_schema=False))
             return self.post(path, openapi_extra=extra)(handler)
 
         return documented
