@@ -32,6 +32,7 @@ from loadtest.bench.router import dynamo
 from loadtest.bench.router.load import Result
 from loadtest.bench.router.processes import (
     MODEL_NAME,
+    BenchError,
     cpu_s,
     free_port,
     redis,
@@ -114,6 +115,8 @@ def measure(name: str, side: Side, shape: Shape, clients: int, seconds: float) -
     for note in notes:
         Console().print(note)
     seen = msgspec.json.decode(last, type=Result)
+    if not seen.requests:
+        raise BenchError(f"{name} answered nothing: {' '.join(notes) or 'nor did it fail'}")
     tokens = seen.requests * shape.answer_tokens
     busy = {"router": spent_s / seconds, "workers": workers_s / seconds, "clients": seen.busy}
     return Figures(

@@ -144,9 +144,9 @@ class Client(asyncio.Protocol):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """NaN of nothing."""
+    """0 of nothing."""
     if len(values) < 2:
-        return float("nan")
+        return 0.0
     return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
 
 
