@@ -62,8 +62,7 @@ class Histogram(Collector):
         with self._lock:
             totals, total = list(accumulate(self._counts)), self._sum
         for bound, count in zip((*self._bounds, float("inf")), totals, strict=True):
-            family.add_sample(
-                f"{self._name}_bucket", {**labels, "le": floatToGoString(bound)}, count
-            )
+            spelled = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+            family.add_sample(f"{self._name}_bucket", {**labels, "le": spelled}, count)
         family.add_sample(f"{self._name}_count", labels, totals[-1])
         family.add_sample(f"{self._name}_sum", labels, total)

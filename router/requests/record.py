@@ -366,7 +366,8 @@ class RequestRecord:
     @property
     def completion_tokens(self) -> int:
         """Tokens generated, those that ended a choice included."""
-        return sum(choice.completion_tokens for choice in self.choices)
+        first, *others = self.choices
+        return first.completion_tokens + sum(choice.completion_tokens for choice in others)
 
     @property
     def reasoning_tokens(self) -> int:
