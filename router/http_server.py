@@ -66,6 +66,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unread = 0  # bytes that waited for the client when last looked at
         self._write_until_s = 0.0
         self._follower: Follower | None = None
+        self._lost = False
 
     # --- connections -----------------------------------------------------------------------------
 
@@ -92,6 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 timer.cancel()
         self._header_timer = self._body_timer = self._write_timer = None
         self._metrics.set("baton_open_connections", len(self.connections))
+        self._lost = True
         if self._follower is not None:
             self._follower.on_lost()
 
@@ -171,7 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def follow(self, follower: Follower) -> None:
         """See ``router.http.connection.Connection``."""
         self._follower = follower
-        if self.transport.is_closing():
+        if self._lost:  # not merely closing: that is followed by the loss, which uvicorn waits for
             follower.on_lost()
 
     def unfollow(self, follower: Follower) -> None:

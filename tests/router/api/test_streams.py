@@ -200,7 +200,7 @@ async def test_a_client_that_leaves_its_stream_ends_the_request(make_fleet):
     await until(lambda: fleet.router.gateway.in_flight == 0)
 
 
-async def test_a_client_that_leaves_before_the_first_token_ends_the_request(make_fleet):
+async def test_a_client_that_leaves_before_the_first_token_ends_the_request(make_fleet, caplog):
     fleet = await make_fleet({"decode-0": Script(prefill_s=30)})
     with pytest.raises(httpx.ReadTimeout):
         await fleet.http.post(
@@ -209,6 +209,22 @@ async def test_a_client_that_leaves_before_the_first_token_ends_the_request(make
             timeout=0.3,
         )
     await until(lambda: fleet.workers["decode-0"].cancels)
+    await until(lambda: not fleet.server.server_state.tasks)
+    assert not [record for record in caplog.records if "ASGI" in record.getMessage()]
+
+
+async def test_a_client_that_has_left_before_its_call_is_followed_is_noticed(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(prefill_s=30)})
+    body = json.dumps({"model": MODEL, "messages": HI, "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    port = int(fleet.url.rpartition(":")[2])
+    for _ in range(5):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head % len(body) + body)
+        writer.transport.abort()
+    await until(lambda: not fleet.server.server_state.connections)
+    await until(lambda: not fleet.server.server_state.tasks)
+    await until(lambda: fleet.router.gateway.in_flight == 0)
 
 
 async def test_the_text_is_whole_whatever_is_written_at_once(make_fleet, model):
