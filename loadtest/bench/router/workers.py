@@ -23,6 +23,7 @@ from batonpb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
 from registry.workers import Presence
+from telemetry.tasks import BackgroundTasks
 
 FLEET = "bench"
 _STATUS_S = 0.25
@@ -112,6 +113,7 @@ class SteppedWorker(DecodeServicer):
         self._step_s = step_s
         self._steps = 0
         self._streams: dict[int, _Stream] = {}
+        self._tasks = BackgroundTasks("bench worker")
 
     async def start(self) -> None:
         """Listen on a free port."""
@@ -154,16 +156,15 @@ class SteppedWorker(DecodeServicer):
     ) -> AsyncIterator[pb.WorkerFrame]:
         """The stream of one router."""
         stream = _Stream(self.worker_id)
-        listens = asyncio.create_task(self._listen(requests, stream))
         self._streams[id(stream)] = stream
         stream.frame.status.CopyFrom(self._status(first=True))
         stream.dirty.set()
         try:
-            while True:
-                await stream.dirty.wait()
-                yield stream.take()
+            async with self._tasks.beside(self._listen(requests, stream), "listen"):
+                while True:
+                    await stream.dirty.wait()
+                    yield stream.take()
         finally:
-            listens.cancel()
             del self._streams[id(stream)]
 
     async def Submit(self, submission: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
