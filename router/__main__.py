@@ -28,7 +28,7 @@ from registry.stored_responses import StoredResponses, StoreLimits
 from registry.workers import RegistryWatcher
 from router.app import Router
 from router.http_server import server_config
-from router.memory import allow_connections, limit_arenas
+from router.memory import allow_connections, collect_rarely, limit_arenas
 from router.placement.index_feed import EventSource
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -62,6 +62,7 @@ def main() -> int:
     listening = None if arguments.fd is None else socket.socket(fileno=arguments.fd)
     allow_connections(settings.clients.max_connections)
     limit_arenas()
+    collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, model, listening))
     return 0

@@ -146,11 +146,14 @@ class Router:
         app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
         served: list[BaseRoute] = []
+        direct: list[BaseRoute] = []
         for routes in _ENDPOINTS:
             endpoints = routes(self.parts)
             app.include_router(endpoints)
             bodies += endpoints.bodies
             served += endpoints.routes
+            direct += endpoints.direct
+        app.router.routes[:0] = direct
         app.add_middleware(HeadAndOptions, routes=[*app.routes, *served])
         allow_origins(app, self.parts.settings.clients)
         has_keys = self.parts.settings.api_keys is not None

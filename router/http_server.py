@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from config.clients import ClientLimitsConfig
 from engine.core.errors import BatonError, InvalidRequestError, SlowRequestError, UnavailableError
+from router.http.connection import Follower, lend
 from telemetry.metrics import Metrics
 
 _SLOWEST = 64 * 1024  # bytes a second
@@ -64,6 +65,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._unread = 0  # bytes that waited for the client when last looked at
         self._write_until_s = 0.0
+        self._follower: Follower | None = None
+        self._lost = False
 
     # --- connections -----------------------------------------------------------------------------
 
@@ -90,6 +93,9 @@ class LimitedProtocol(HttpToolsProtocol):
                 timer.cancel()
         self._header_timer = self._body_timer = self._write_timer = None
         self._metrics.set("baton_open_connections", len(self.connections))
+        self._lost = True
+        if self._follower is not None:
+            self._follower.on_lost()
 
     # --- header ----------------------------------------------------------------------------------
 
@@ -150,6 +156,31 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # --- answers ---------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        """A request begins: its answer may write to this connection."""
+        super().on_message_begin()
+        lend(self.scope, self)  # type: ignore[arg-type]
+
+    @property
+    def writable(self) -> bool:
+        """See ``router.http.connection.Connection``."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_piece(self, body: bytes) -> None:
+        """See ``router.http.connection.Connection``."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def follow(self, follower: Follower) -> None:
+        """See ``router.http.connection.Connection``."""
+        self._follower = follower
+        if self._lost:  # not merely closing: that is followed by the loss, which uvicorn waits for
+            follower.on_lost()
+
+    def unfollow(self, follower: Follower) -> None:
+        """See ``router.http.connection.Connection``."""
+        if self._follower is follower:
+            self._follower = None
+
     def pause_writing(self) -> None:
         """Much is written that the client has not read."""
         super().pause_writing()
@@ -161,6 +192,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._write_timer is not None and not self.transport.is_closing():
             self._write_timer.cancel()
             self._write_timer = None
+        if self._follower is not None:
+            self._follower.on_writable()
 
     def on_response_complete(self) -> None:
         """The answer is written; it may still have to be read."""

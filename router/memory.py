@@ -7,6 +7,7 @@ worked on by few threads, and after the last large one the rest is given back.
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -23,6 +24,7 @@ _ARENAS = 2
 _OWN_FILES = 256  # files and sockets that are not clients
 _TRIM_BYTES = 256 * 1024
 _TRIM_AFTER_S = 1.0
+_COLLECT_AFTER = 20_000  # objects more than before; Python's 700 are half a request's
 _THREADS = max(2, min(4, os.cpu_count() or 2))
 
 
@@ -66,6 +68,17 @@ def limit_arenas() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+def collect_rarely() -> None:
+    """Look for circles among objects less often, and never among those that are here already.
+
+    Tokenizer, templates and modules are hundreds of thousands of objects that live for ever: to
+    look at all of them holds every stream up.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, 20, 20)
 
 
 def allow_connections(count: int) -> None:

@@ -12,11 +12,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from telemetry.histograms import Histogram
 from telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
 
 MAX_LABEL_SETS = 256  # per metric; further ones are counted under "other"
@@ -47,6 +48,7 @@ class Metrics:
             name: _instrument(name, spec, self._registry) for name, spec in self._specs.items()
         }
         self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
+        self._found: dict[tuple[object, ...], _Instrument] = {}  # the same, as callers ask for them
         self._label_sets: dict[str, int] = {}
         self._model = model
         for name, spec in self._specs.items():
@@ -83,10 +85,14 @@ class Metrics:
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Put one value into a histogram."""
+        self.histogram(name, **labels).observe(value)
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """One series of a histogram, for callers that keep it: they observe at every token."""
         child = self._child(name, labels)
         if not isinstance(child, Histogram):
             raise ValueError(f"{name} is not a histogram")
-        child.observe(value)
+        return child
 
     def value(self, name: str, **labels: str) -> float:
         """The present value: of a histogram its sum. For tests and status pages."""
@@ -101,6 +107,10 @@ class Metrics:
         return generate_latest(_Page(self._instruments, self._specs, self._model))
 
     def _child(self, name: str, labels: Mapping[str, str]) -> _Instrument:
+        found = self._found.get((name, *labels.items()))
+        return self._find(name, labels) if found is None else found
+
+    def _find(self, name: str, labels: Mapping[str, str]) -> _Instrument:
         spec = self._specs[name]
         if not spec.labels and not labels:
             return self._instruments[name]
@@ -109,6 +119,7 @@ class Metrics:
         values = tuple(str(labels[label]) for label in spec.labels)
         child = self._children.get((name, values))
         if child is not None:
+            self._found[name, *labels.items()] = child
             return child
         known = self._label_sets.get(name, 0)
         if known >= MAX_LABEL_SETS:
@@ -161,7 +172,9 @@ def _instrument(name: str, spec: MetricSpec, registry: CollectorRegistry) -> _In
         return Counter(name, spec.help, spec.labels, registry=registry)
     if spec.kind == "gauge":
         return Gauge(name, spec.help, spec.labels, registry=registry)
-    return Histogram(name, spec.help, spec.labels, buckets=spec.buckets, registry=registry)
+    histogram = Histogram(name, spec.help, spec.labels, spec.buckets)
+    registry.register(histogram)
+    return histogram
 
 
 class MetricsServer:

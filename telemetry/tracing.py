@@ -103,6 +103,8 @@ def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
 
 def inject(span: trace.Span | None = None) -> str:
     """The W3C ``traceparent`` of a span (default: the current one), or ``""`` without a trace."""
+    if not (trace.get_current_span() if span is None else span).get_span_context().is_valid:
+        return ""
     context = None if span is None else trace.set_span_in_context(span)
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, context)
@@ -111,4 +113,6 @@ def inject(span: trace.Span | None = None) -> str:
 
 def extract(traceparent: str) -> Context:
     """The context to start a child span in; an empty one for ``""`` or nonsense."""
+    if not traceparent:
+        return Context()
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())

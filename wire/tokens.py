@@ -19,5 +19,7 @@ def count_tokens(packed: bytes) -> int:
 
 def unpack_tokens(packed: bytes) -> list[int]:
     """The inverse of ``pack_tokens``."""
+    if len(packed) == _TOKEN_BYTES:  # as in nearly every run of tokens
+        return [int.from_bytes(packed, "little")]
     tokens: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
     return tokens

@@ -84,7 +84,9 @@ class Detokenizer:
         self._bytes = self._chosen_bytes if self._shown_ids else tokenizer.shown_bytes
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._matcher = StopMatcher(stops)
+        self._whole = {} if self._shown_ids else tokenizer.shown_texts
+        self._half = bool(self._shown_ids)  # a character has begun, or `_whole` does not count
+        self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self.tokens = 0
         self.text_length = 0  # characters decoded so far, shown or held
@@ -99,12 +101,20 @@ class Detokenizer:
         if self.stopped_by is not None:
             return ""
         self.tokens += 1
-        text = self._utf8.decode(self._bytes(token_id))
+        # A dictionary has the text of nearly every token; the decoder takes ten times as long.
+        text = None if self._half else self._whole[token_id]
+        if text is None:
+            text = self._decode(token_id)
         self.text_length += len(text)
-        if self.tokens <= self._min_tokens:
+        if self._matcher is None or self.tokens <= self._min_tokens:
             return text
         shown, self.stopped_by = self._matcher.push(text)
         return shown + self.stopped_by if self._stop_text and self.stopped_by else shown
+
+    def _decode(self, token_id: int) -> str:
+        text = self._utf8.decode(self._bytes(token_id))
+        self._half = bool(self._shown_ids) or bool(self._utf8.getstate()[0])
+        return text
 
     def _chosen_bytes(self, token_id: int) -> bytes:
         if token_id in self._shown_ids:
@@ -125,7 +135,7 @@ class Detokenizer:
         """
         if self.stopped_by is not None:
             return ""
-        held = self._matcher.release()
+        held = self._matcher.release() if self._matcher is not None else ""
         if stop_token is not None and self._stop_text:
             held += self._utf8.decode(self._bytes(stop_token))
         return held

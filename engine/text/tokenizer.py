@@ -5,7 +5,7 @@ character, so whoever shows text decodes the joined bytes (``engine/text/detoken
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,22 @@ def byte_alphabet() -> dict[str, int]:
     shifted = (byte for byte in range(256) if byte not in plain)
     table.update({chr(0x100 + i): byte for i, byte in enumerate(shifted)})
     return table
+
+
+class _ShownTexts(dict[int, str | None]):
+    """What a user sees of a token; None of one whose bytes are no text by themselves."""
+
+    def __init__(self, shown_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._shown_bytes = shown_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._shown_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 class TextTokenizer:
@@ -51,6 +67,8 @@ class TextTokenizer:
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
         self.byte_level = _is_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
+        self.shown_texts: Mapping[int, str | None] = _ShownTexts(self.shown_bytes)
+        """By id what a user sees of a token; None: its bytes are no text without others."""
 
     @property
     def backend(self) -> Tokenizer:

@@ -6,9 +6,13 @@ nothing to keep a connection alive with before the first token (a comment would 
 200); after it, silence is broken by comments. A client that reads slowly gets the tokens of
 several steps in one chunk; what waits for it is bounded by its own ``max_tokens``. One that does
 not read at all is dropped by the server (``router/http_server.py``), which here is a disconnect.
+
+Where the server lends its connection (``router/http/connection.py``), the tokens of a stream are
+written from there, without waking the handler: it sleeps from the first token to the end.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +29,7 @@ from router.api.errors import OPENAI_ERRORS, ErrorShape, error_response
 from router.api.formats.answer_format import AnswerFormat, usage
 from router.api.prepare import off_loop
 from router.api.tracing import part_spans
+from router.http.connection import Connection, Deliveries, connection_of
 from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
 from router.requests.gateway import Gateway
@@ -54,6 +59,7 @@ class AnswerContext:
     emulated: str
     keep_alive_s: float
     tasks: BackgroundTasks
+    deliveries: Deliveries
     errors: ErrorShape = OPENAI_ERRORS
 
 
@@ -71,6 +77,7 @@ class Exchange(Response):
         self._requests = requests
         self._wakeup = asyncio.Event()
         self._gone = False
+        self._connection: Connection | None = None
         self._active: list[ActiveRequest] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,13 +87,20 @@ class Exchange(Response):
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 499
+        self._connection = connection_of(scope)
         try:
-            async with self._context.tasks.beside(self._watch(receive), "watch for disconnect"):
+            if self._connection is not None:
+                self._connection.follow(self)
                 status = await self._run(scope, receive, send)
+            else:
+                async with self._context.tasks.beside(self._watch(receive), "watch for disconnect"):
+                    status = await self._run(scope, receive, send)
         except Exception as fault:
             status = 499 if isinstance(fault, OSError) else 500
             raise
         finally:
+            if self._connection is not None:
+                self._connection.unfollow(self)
             context = self._context
             for active in self._active:
                 context.gateway.cancel(active)
@@ -97,8 +111,15 @@ class Exchange(Response):
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        self.on_lost()
+
+    def on_lost(self) -> None:
+        """The client has gone."""
         self._gone = True
         self._wakeup.set()
+
+    def on_writable(self) -> None:
+        """The client has read what waited for it; `send` waits for that by itself."""
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
         gateway = self._context.gateway
@@ -186,18 +207,22 @@ class Exchange(Response):
     def _report(self, status: int) -> None:
         context = self._context
         context.observer.answered(context.endpoint, status, self._requests[0].tenant)
-        span = context.span
+        if context.span.is_recording():
+            self._describe(context.span, status)
+        context.span.end()
+
+    def _describe(self, span: Span, status: int) -> None:
         counted = usage(self._active)
         reasons = [
             choice.finish_reason or "error"
             for active in self._active
             for choice in active.record.choices
         ]
-        span.set_attribute("gen_ai.response.id", context.request_id)
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
+        span.set_attribute("gen_ai.response.id", self._context.request_id)
         span.set_attribute("gen_ai.response.finish_reasons", reasons)
         span.set_attribute("gen_ai.usage.input_tokens", counted["prompt_tokens"])
         span.set_attribute("gen_ai.usage.output_tokens", counted["completion_tokens"])
-        cached = counted["prompt_tokens_details"]["cached_tokens"]
         span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
         span.set_attribute("http.response.status_code", status)
         for active in self._active:
@@ -207,8 +232,7 @@ class Exchange(Response):
                 span.set_attribute("baton.route", active.route_header())
             if active.record.error is not None:
                 span.set_attribute("error.type", active.record.error.code)
-            part_spans(context.tracing, span, active)
-        span.end()
+            part_spans(self._context.tracing, span, active)
 
 
 class Answer(Exchange):
@@ -232,7 +256,10 @@ class Answer(Exchange):
         super().__init__(context, requests)
         self._layout = layout
         self._stream = stream
-        self._with_logprobs: set[str] = set()  # ids of requests whose prompt logprobs were sent
+        self._with_logprobs: set[int] = set()  # prompts whose logprobs were sent
+        self._shown: set[int] = set()  # prompts of whose answer something was sent
+        self._fault: Exception | None = None
+        self._written_s = 0.0
 
     def _may_start(self) -> bool:
         """A stream begins with the first token of any of its prompts."""
@@ -256,11 +283,12 @@ class Answer(Exchange):
         )
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._write(send, self._layout.opening(self._active))
-        shown: set[str] = set()
         keep_alive = self._layout.keep_alive
+        if self._connection is not None and not self._wants_prompt_logprobs:
+            await self._stream_directly(self._connection)
         while True:
             await self._write_prompt_logprobs(send)
-            news = self._collect(shown)
+            news = self._collect()
             if news:
                 await self._write(send, news)
             failed = next((f.record.error for f in self._active if f.record.error), None)
@@ -275,30 +303,93 @@ class Answer(Exchange):
         await self._end(send, self._layout.ended(self._active))
         return 200
 
+    async def _stream_directly(self, connection: Connection) -> None:
+        """Sleep while others write, until all requests have ended or the client has left.
+
+        What came with an end is not written yet.
+        """
+        loop, keep_alive_s = asyncio.get_running_loop(), self._context.keep_alive_s
+        self._wakeup.clear()
+        for active in self._active:
+            active.wakeup = self
+        self._written_s = loop.time()
+        self._deliver()
+        while not (self._gone or self._over or self._fault):
+            silent_s = loop.time() - self._written_s
+            if silent_s >= keep_alive_s:
+                self._written_s = loop.time()
+                if connection.writable:
+                    connection.write_piece(self._layout.keep_alive)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(keep_alive_s - silent_s):
+                    await self._wakeup.wait()
+        for active in self._active:
+            active.wakeup = self._wakeup
+        if self._fault is not None:
+            raise self._fault
+
+    def set(self) -> None:
+        """There is news, or an end: as the event that wakes a handler."""
+        self._context.deliveries.add(self._deliver)
+
+    def on_writable(self) -> None:
+        """See ``router.http.connection.Follower``."""
+        self._context.deliveries.add(self._deliver)
+
+    def _deliver(self) -> None:
+        """Write what is new; while the client is behind it waits, and then is one piece."""
+        connection = self._connection
+        if connection is None or self._gone:
+            return
+        try:
+            if self._over:
+                self._wakeup.set()
+            elif connection.writable and (news := self._collect()):
+                connection.write_piece(news)
+                self._written_s = asyncio.get_running_loop().time()
+        except Exception as fault:  # noqa: BLE001 - raised in the handler, whose answer it breaks
+            self._fault = fault
+            self._wakeup.set()
+
+    @property
+    def _over(self) -> bool:
+        """Whether every request has ended, or one with an error."""
+        over = True
+        for active in self._active:
+            if active.record.error is not None:
+                return True
+            over = over and active.record.ended
+        return over
+
+    @property
+    def _wants_prompt_logprobs(self) -> bool:
+        return any(active.request.wants_prompt_logprobs for active in self._active)
+
     def _has_news(self) -> bool:
         return any(active.record.has_news for active in self._active)
 
     async def _write_prompt_logprobs(self, send: Send) -> None:
         """Prompt logprobs that have come since; each stands before all deltas of its request."""
         for prompt, active in enumerate(self._active):
-            if active.record.prompt_logprobs is None or active.id in self._with_logprobs:
+            if active.record.prompt_logprobs is None or prompt in self._with_logprobs:
                 continue
             active.record.sent = True  # while they are encoded it must not be placed again
             work = partial(self._layout.prompt_logprobs, prompt, active)
             chunks = await off_loop(_bulk_bytes(active), work)
-            self._with_logprobs.add(active.id)
+            self._with_logprobs.add(prompt)
             await self._write(send, chunks)
 
-    def _collect(self, shown: set[str]) -> bytes:
+    def _collect(self) -> bytes:
         """All that is new, as one piece: one write, however far the client is behind."""
         pieces = []
         for prompt, active in enumerate(self._active):
-            if active.request.wants_prompt_logprobs and active.id not in self._with_logprobs:
+            if active.request.wants_prompt_logprobs and prompt not in self._with_logprobs:
                 continue  # its prompt logprobs come first
             for delta in active.record.take():
                 active.record.sent = True  # not before: until then it may be placed again
-                if (delta.text or delta.calls or delta.reasoning) and active.id not in shown:
-                    shown.add(active.id)
+                if prompt not in self._shown and (delta.text or delta.calls or delta.reasoning):
+                    self._shown.add(prompt)
                     self._context.observer.first_byte(active, monotonic_ns())
                 pieces.append(self._layout.delta(prompt, delta))
         return b"".join(pieces)

@@ -225,6 +225,7 @@ class Calls:
             emulated=self._router.settings.emulated,
             keep_alive_s=self._router.settings.keep_alive_s,
             tasks=self._router.tasks,
+            deliveries=self._router.deliveries,
             errors=self._errors,
         )
 

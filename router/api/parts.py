@@ -8,11 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_type_hints
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from engine.core.errors import (
     ClientClosedError,
@@ -22,6 +23,7 @@ from engine.core.errors import (
 )
 from registry.stored_responses import StoredResponses
 from router.api.prepare import Preparer
+from router.http.connection import Deliveries
 from router.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_load import fitted_rates
@@ -54,6 +56,7 @@ class RouterParts:
     model: ServedModel
     metrics: Metrics
     tasks: BackgroundTasks
+    deliveries: Deliveries
     tracing: Tracing
     observer: Observer
     request_log: RequestLog
@@ -88,6 +91,7 @@ class RouterParts:
             model=model,
             metrics=metrics,
             tasks=tasks,
+            deliveries=Deliveries(),
             tracing=Tracing("router"),
             observer=observer,
             request_log=RequestLog(settings.logs, settings.api_keys, model.tokenizer),
@@ -102,11 +106,19 @@ class RouterParts:
 
 
 class Endpoints(APIRouter):
-    """The endpoints of one file, and the bodies that they parse themselves."""
+    """The endpoints of one file.
+
+    Attributes:
+        bodies: What those of `post_body` parse.
+        direct: Routes to those endpoints of `post_body` that return a response as it goes out.
+            They do without FastAPI's work on each call and stand before all other routes.
+            FastAPI's routes to the same endpoints document them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bodies: list[type[BaseModel]] = []
+        self.direct: list[Route] = []
 
     def post_body(self, path: str, kind: type[BaseModel]) -> Callable[[_Handler], _Handler]:
         """``post`` for an endpoint that reads a body of this ``kind`` with `read_body`."""
@@ -114,7 +126,13 @@ class Endpoints(APIRouter):
         reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
         content = {"application/json": {"schema": reference}}
         extra = {"requestBody": {"required": True, "content": content}}
-        return self.post(path, openapi_extra=extra)
+
+        def documented(handler: _Handler) -> _Handler:
+            if get_type_hints(handler).get("return") is Response:  # no work is left for FastAPI
+                self.direct.append(Route(path, handler, methods=["POST"], include_in_schema=False))
+            return self.post(path, openapi_extra=extra)(handler)
+
+        return documented
 
 
 async def read_body(request: Request, router: RouterParts, *, deadline_s: float = 0.0) -> bytes:

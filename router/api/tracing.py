@@ -43,6 +43,8 @@ def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller:
         context=extract(caller.traceparent),
         kind=SpanKind.SERVER,
     )
+    if not span.is_recording():
+        return span
     limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 from batonpb.decode_pb2 import PrefillReplacement
 
@@ -16,6 +16,13 @@ from router.requests.record import RequestRecord
 _LOG = logging.getLogger(__name__)
 
 
+class Wakeup(Protocol):
+    """Who is told that there is news: an `asyncio.Event`, or a stream that writes by itself."""
+
+    def set(self) -> None:
+        """There is."""
+
+
 class ActiveRequest:
     """One request from admission to its end.
 
@@ -24,7 +31,7 @@ class ActiveRequest:
         wakeup: Set whenever there is news; the active requests of one HTTP call share it.
     """
 
-    def __init__(self, record: RequestRecord, wakeup: asyncio.Event) -> None:
+    def __init__(self, record: RequestRecord, wakeup: Wakeup) -> None:
         self.record = record
         self.wakeup = wakeup
         self.placement: Placement | None = None  # the latest; kept when a later attempt fails

@@ -36,7 +36,7 @@ from router.placement.booked_load import LoadBook
 from router.placement.placer import Placer
 from router.placement.prefix_index import PrefixIndex
 from router.request import GenerationRequest
-from router.requests.active_request import ActiveRequest, as_error
+from router.requests.active_request import ActiveRequest, Wakeup, as_error
 from router.requests.admission import Admission
 from router.requests.dispatch import Dispatcher
 from router.requests.fair_queue import Waiting
@@ -122,7 +122,7 @@ class Gateway:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, wakeup: asyncio.Event) -> ActiveRequest:
+    def submit(self, request: GenerationRequest, wakeup: Wakeup) -> ActiveRequest:
         """Take a request in.
 
         Args:
@@ -145,9 +145,8 @@ class Gateway:
             loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
             self.kept.keep(active)
         self._active[active.id] = active
-        loop = asyncio.get_running_loop()
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
-        active.timer = loop.call_later(delay_s, self._expire, active)
+        active.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, active)
         if request.probe:
             active.record.ticket = self.tickets.draw()
             self._place(active)
@@ -247,7 +246,7 @@ class Gateway:
             self._active.pop(active.id, None)
         else:
             loop = asyncio.get_running_loop()
-            loop.call_later(_LINGER_S, self._linger_over, active)
+            active.timer = loop.call_later(_LINGER_S, self._linger_over, active)
         if active.record.error is None:
             self._placer.learn(active.request, active.record.completion_tokens)
         active.notify()
@@ -426,6 +425,7 @@ class Gateway:
         if active.cancelled_ns:
             self._observer.released(now_ns - active.cancelled_ns)
         if record.ended:  # for the client; now for the worker too
+            active.stop_timers()
             self._active.pop(active.id, None)
             if active.delivered_ns:
                 self._observer.over(active)

@@ -24,6 +24,7 @@ class Observer:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.series = LiveSeries()
+        self._gaps = metrics.histogram("baton_inter_token_seconds")
         self.fitted: Callable[[], Mapping[str, FittedRates]] = dict
         """Asked for the rates that workers report, when a request is over."""
 
@@ -107,8 +108,7 @@ class Observer:
             since_ns = now_ns - record.request.arrived_ns
             self.metrics.observe("baton_time_to_second_token_seconds", since_ns / 1e9)
         gap_s = (now_ns - before_ns) / 1e9 / fresh
-        for _ in range(fresh):
-            self.metrics.observe("baton_inter_token_seconds", gap_s)
+        self._gaps.observe(gap_s, fresh)
         self.series.tokens(gap_s, fresh)
         active.gaps.add(gap_s, fresh, record.completion_tokens - fresh, now_ns)
         if fresh == 1 and active.prefill_id is not None:

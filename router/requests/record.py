@@ -49,6 +49,13 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # of the client's stops, the one that ended it
 
+    @property
+    def only_text(self) -> bool:
+        """Whether text is all that is new, as of nearly every token."""
+        return not (
+            self.finish_reason or self.logprobs or self.calls or self.reasoning or self.token_ids
+        ) and bool(self.text)
+
 
 class RunResult(NamedTuple):
     """What to do after a run of tokens."""
@@ -56,6 +63,9 @@ class RunResult(NamedTuple):
     fresh_tokens: int = 0
     stopped: bool = False  # a stop string ended the choice: the worker must be told
     gap: bool = False  # tokens are missing: ask for a resume
+
+
+_ONE_TOKEN = RunResult(1)  # nearly every run
 
 
 class ChoiceRecord:
@@ -117,7 +127,7 @@ class ChoiceRecord:
         if run.finish_reason:
             self.completion_tokens += run.has_stop_token
             self._end(run.finish_reason, None, run.stop_token_id if run.has_stop_token else None)
-        return RunResult(fresh)
+        return _ONE_TOKEN if fresh == 1 else RunResult(fresh)
 
     def _push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         offset = self._detokenizer.text_length
@@ -326,12 +336,11 @@ class RequestRecord:
             self.moves.append(why)
             self._pauses = True
             return self.attempt
-        self.first_token_ns = self.second_token_ns = self.last_token_ns = 0
-        self.choices = self._fresh_choices()
-        self.prompt_logprobs, self._logprobs_intake = (
-            None,
-            PromptLogprobsIntake(self.prompt_tokens - 1),
-        )
+        if self.attempt > 1:
+            self.first_token_ns = self.second_token_ns = self.last_token_ns = 0
+            self.choices = self._fresh_choices()
+            self.prompt_logprobs = None
+            self._logprobs_intake = PromptLogprobsIntake(self.prompt_tokens - 1)
         return self.attempt
 
     @property
@@ -357,7 +366,8 @@ class RequestRecord:
     @property
     def completion_tokens(self) -> int:
         """Tokens generated, those that ended a choice included."""
-        return sum(choice.completion_tokens for choice in self.choices)
+        first, *others = self.choices
+        return first.completion_tokens + sum(choice.completion_tokens for choice in others)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -392,7 +402,7 @@ class RequestRecord:
         elif not self.second_token_ns:
             self.second_token_ns = now_ns
         self.last_token_ns = now_ns
-        if self.finished:
+        if (run.finish_reason or result.stopped) and self.finished:
             self.ended = True
             self.note("finished", now_ns)
         return result

@@ -18,6 +18,7 @@ from config.fleet_file import DEFAULT_MODEL
 from engine.artifacts.artifact import resolve_model
 from registry.types import WorkerRecord
 from router.app import Router
+from router.http_server import server_config
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.workers.directory import StaticDirectory
@@ -136,8 +137,9 @@ async def make_fleet(model):
         directory = StaticDirectory()
         settings = replace(base, **settings)
         router = Router(settings, served, directory, stored_responses=stored_responses)
+        app, metrics = router.app(), router.parts.metrics
         server = QuickServer(
-            uvicorn.Config(router.app(), port=0, log_level="critical", timeout_graceful_shutdown=1)
+            server_config(app, metrics, settings.clients, port=0, timeout_graceful_shutdown=1)
         )
         server.capture_signals = contextlib.nullcontext
         task = asyncio.create_task(server.serve())

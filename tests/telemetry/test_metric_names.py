@@ -21,6 +21,7 @@ KINDS = {
     "set": {"gauge"},
     "set_info": {"gauge"},
     "observe": {"histogram"},
+    "histogram": {"histogram"},
 }
 VALUE_ARGUMENTS = {"name", "value", "total"}
 DECLARED = {

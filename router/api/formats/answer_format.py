@@ -90,6 +90,7 @@ class DataEvents:
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._active_requests: Sequence[ActiveRequest] = ()
+        self._around: dict[tuple[int, int], TextEvent] = {}  # by prompt and choice
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """See `AnswerFormat`."""
@@ -102,7 +103,14 @@ class DataEvents:
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """See `AnswerFormat`."""
-        return self._event(self._chunks.chunk(prompt, delta))
+        if self._continuous_usage or not delta.only_text:
+            return self._event(self._chunks.chunk(prompt, delta))
+        place = (prompt, delta.choice)
+        event = self._around.get(place)
+        if event is None:
+            sample = Delta(delta.choice, text=TextEvent.SAMPLE)
+            event = self._around[place] = TextEvent(data_event(self._chunks.chunk(prompt, sample)))
+        return event.of(delta.text)
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
         if self._continuous_usage:
@@ -125,6 +133,28 @@ class DataEvents:
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """See `AnswerFormat`."""
         return self._chunks.whole(active_requests)
+
+
+class TextEvent:
+    """Events that differ in one text alone: the bytes around it are made once.
+
+    Args:
+        sample: The event whose text is `SAMPLE`.
+    """
+
+    SAMPLE = (
+        "baton text \u2063\u2062\u2064 sample"  # no other field of an event has such characters
+    )
+    _ENCODED = orjson.dumps(SAMPLE)
+
+    def __init__(self, sample: bytes) -> None:
+        self._before, found, self._behind = sample.partition(self._ENCODED)
+        if not found:
+            raise ValueError("the sample's text is not in it")
+
+    def of(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._before + orjson.dumps(text) + self._behind
 
 
 def data_event(payload: dict[str, Any]) -> bytes:

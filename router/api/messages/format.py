@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from pydantic_core import from_json
 
 from engine.core.errors import BatonError
 from router.api.errors import Refusal
-from router.api.formats.answer_format import named_event, usage
+from router.api.formats.answer_format import TextEvent, named_event, usage
 from router.api.formats.answer_parts import AnswerParts, Begin, End, Event, Kind, More, Part
 from router.api.messages.errors import MESSAGES_ERRORS
 from router.requests.active_request import ActiveRequest
@@ -111,7 +112,7 @@ def _event(event: Event) -> bytes:
             fields = {"content_block": _begun(part)}
             return _block_event("content_block_start", index, fields)
         case More(part, text):
-            return _block_event("content_block_delta", index, {"delta": _more(part, text)})
+            return _delta_event(part.kind, index).of(text)
         case End(part):
             return _block_event("content_block_stop", index, {})
 
@@ -129,10 +130,16 @@ def _begun(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-def _more(part: Part, text: str) -> dict[str, Any]:
-    if part.kind == "thinking":
+@lru_cache(maxsize=256)
+def _delta_event(kind: Kind, index: int) -> TextEvent:
+    delta = _more(kind, TextEvent.SAMPLE)
+    return TextEvent(_block_event("content_block_delta", index, {"delta": delta}))
+
+
+def _more(kind: Kind, text: str) -> dict[str, Any]:
+    if kind == "thinking":
         return {"type": "thinking_delta", "thinking": text}
-    if part.kind == "call":
+    if kind == "call":
         return {"type": "input_json_delta", "partial_json": text}
     return {"type": "text_delta", "text": text}
 

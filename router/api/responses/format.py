@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import BatonError, CancelledError_
 from engine.text.tokenizer import TextTokenizer
-from router.api.formats.answer_format import KEEP_ALIVE_COMMENT, named_event, usage
+from router.api.formats.answer_format import (
+    KEEP_ALIVE_COMMENT,
+    TextEvent,
+    named_event,
+    usage,
+)
 from router.api.formats.answer_parts import AnswerParts, Begin, End, Event, Kind, More, Part
 from router.requests.active_request import ActiveRequest
 from router.requests.record import Delta, ShownLogprob
@@ -42,6 +47,24 @@ def place_of(name: str) -> ItemPlace | None:
     return None if found is None else ItemPlace(f"resp_{found[1]}", found[2] == "in", int(found[3]))
 
 
+class _NumberedText:
+    """Events that differ in their number and in one text.
+
+    Args:
+        kind: Of the event.
+        fields: Its fields; the text is `TextEvent.SAMPLE`.
+    """
+
+    def __init__(self, kind: str, fields: dict[str, Any]) -> None:
+        whole = named_event(kind, {"type": kind, "sequence_number": 0, **fields})
+        self._before, _, behind = whole.partition(b'"sequence_number":0')
+        self._text = TextEvent(behind)
+
+    def of(self, number: int, text: str) -> bytes:
+        """The event with this number and this text."""
+        return b'%b"sequence_number":%d%b' % (self._before, number, self._text.of(text))
+
+
 class ResponsesFormat:
     """One response.
 
@@ -61,6 +84,7 @@ class ResponsesFormat:
         self._keep = keep
         self._answer = AnswerParts(self._new_id)
         self._number = 0
+        self._deltas: dict[int, _NumberedText] = {}  # by part
         self._tail = b""
         self._final: dict[str, Any] = {}
 
@@ -160,14 +184,23 @@ class ResponsesFormat:
         )
 
     def _more(self, part: Part, text: str, logprobs: Sequence[ShownLogprob]) -> bytes:
+        if logprobs:
+            place, shown = self._content_place(part), [self._logprob(entry) for entry in logprobs]
+            return self._event("response.output_text.delta", **place, delta=text, logprobs=shown)
+        event = self._deltas.get(part.index)
+        if event is None:
+            event = self._deltas[part.index] = _NumberedText(*self._delta_of(part))
+        return event.of(self._next_number(), text)
+
+    def _delta_of(self, part: Part) -> tuple[str, dict[str, Any]]:
+        """The event of more text without log-probabilities, and its fields."""
         if part.kind == "call":
-            place = {"item_id": part.id, "output_index": part.index}
-            return self._event("response.function_call_arguments.delta", **place, delta=text)
-        place = self._content_place(part)
+            place: dict[str, Any] = {"item_id": part.id, "output_index": part.index}
+            return "response.function_call_arguments.delta", {**place, "delta": TextEvent.SAMPLE}
+        fields = {**self._content_place(part), "delta": TextEvent.SAMPLE}
         if part.kind == "thinking":
-            return self._event("response.reasoning_text.delta", **place, delta=text)
-        shown = [self._logprob(entry) for entry in logprobs]
-        return self._event("response.output_text.delta", **place, delta=text, logprobs=shown)
+            return "response.reasoning_text.delta", fields
+        return "response.output_text.delta", {**fields, "logprobs": []}
 
     def _done(self, part: Part) -> bytes:
         return self._complete(part) + self._event(
@@ -194,8 +227,12 @@ class ResponsesFormat:
         return whole + self._event("response.content_part.done", **place, part=content)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        number, self._number = self._number, self._number + 1
+        number = self._next_number()
         return named_event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number - 1
 
     @staticmethod
     def _content_place(part: Part) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from router.app import Router
 from router.http_server import server_config
 from router.settings import RouterSettings
 from router.workers.directory import StaticDirectory
-from tests.router.conftest import MODEL, record_of, until
-from tests.router.emulated_worker import EmulatedWorker, Script
+from tests.router.conftest import MODEL, events_of, record_of, until
+from tests.router.emulated_worker import EmulatedWorker, Script, answer_token
 
 LONG_TOKEN = 9225  # a line end and 48 spaces
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -130,6 +130,34 @@ async def test_a_client_that_does_not_read_its_stream_is_dropped_and_the_request
     await until(lambda: router.open == 0)
     await until(lambda: len(router.server.server_state.tasks) == 0)
     await until(lambda: all(a.record.ended for a in router.router.gateway._active.values()))
+
+
+async def test_a_stream_waits_for_a_client_that_is_behind_and_goes_on(serve, model):
+    """What came while it did not read stands in one piece; not a token is missing."""
+    router = await serve(Script(step_s=0), write_timeout_s=20)
+    prompts, tokens = ["hi"] * 8, 4000
+    asked = {"model": MODEL, "prompt": prompts, "max_tokens": tokens, "stream": True, "seed": 1}
+    body = json.dumps(asked).encode()
+    head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    await router.send_and_not_read(head + body)
+    connections = router.server.server_state.connections
+    await until(lambda: any(c.flow and not c.writable for c in connections), 20)
+    await until(lambda: all(a.record.ended for a in router.router.gateway._active.values()), 20)
+    got, loop = b"", asyncio.get_running_loop()
+    while piece := await loop.sock_recv(router.sockets[0], 1 << 16):
+        got += piece
+    stream = got.partition(b"\r\n\r\n")[2]
+    texts = dict.fromkeys(range(len(prompts)), "")
+    while size := int(stream.partition(b"\r\n")[0], 16):  # chunks of HTTP
+        stream = stream.partition(b"\r\n")[2]
+        for event in events_of(stream[:size].decode()):
+            if event != "[DONE]":
+                choice = event["choices"][0]
+                texts[choice["index"]] += choice["text"]
+        stream = stream[size + 2 :]
+    expected = model.tokenizer.decode([answer_token(1, 0, i) for i in range(tokens)])
+    assert set(texts.values()) == {expected}
+    assert router.timeouts("write") == 0
 
 
 async def test_a_client_that_reads_slowly_but_reads_gets_all(serve):

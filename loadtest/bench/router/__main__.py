@@ -1,0 +1,253 @@
+"""What a router delivers for each second of CPU time, beside NVIDIA Dynamo's frontend.
+
+    python -m loadtest.bench.router --build        once: Dynamo, in an environment of its own
+    python -m loadtest.bench.router [--beside TREE] [--rounds 3] [--json FILE]
+
+Three processes: emulated workers that answer one frame for each step, the router (with a real Redis
+and real gRPC), and clients. Sides take turns: Dynamo with its own emulated workers, where it is
+built, and with ``--beside`` the router of another checkout. CPU seconds are those of the router's
+process alone, from ``/proc``. A process that takes 0.9 cores or more is named: it was the limit.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from config.fleet_file import DEFAULT_MODEL
+from loadtest.bench.router import dynamo
+from loadtest.bench.router.load import Result
+from loadtest.bench.router.processes import (
+    MODEL_NAME,
+    BenchError,
+    cpu_s,
+    free_port,
+    redis,
+    router,
+    rss_bytes,
+    running,
+    wait_for,
+    workers,
+)
+
+_LIMIT = 0.9  # of a core: then a process is the bottleneck
+_TREE = Path(__file__).parents[3]
+
+
+class Shape(NamedTuple):
+    """What one client asks for, again and again."""
+
+    words: int
+    answer_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.words} words, {self.answer_tokens} tokens"
+
+
+_LONG = 1000  # words, from which a prompt is what counts, and answers are short
+
+
+class Side(NamedTuple):
+    """A router that is up."""
+
+    port: int
+    router_pid: int
+    workers_pid: int
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One side under one load; medians of the rounds.
+
+    Attributes:
+        router_cores: CPU seconds of the router for each second.
+        limit: The process that took a whole core; empty: none.
+        stream_bytes: Memory that the router holds more than before, for each client.
+    """
+
+    side: str
+    load: str
+    clients: int
+    requests_per_s: float
+    tokens_per_s: float
+    requests_per_cpu_s: float
+    tokens_per_cpu_s: float
+    router_cores: float
+    events_per_request: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    gap_p50_s: float
+    gap_p99_s: float
+    stream_bytes: float
+    failed: int
+    limit: str
+
+
+def measure(name: str, side: Side, shape: Shape, clients: int, seconds: float) -> Figures:
+    """One load on one side."""
+    before_bytes = rss_bytes(side.router_pid)
+    command = [sys.executable, "-m", "loadtest.bench.router.load", "--port", str(side.port)]
+    asked = {"words": shape.words, "answer-tokens": shape.answer_tokens, "model": MODEL_NAME}
+    for option, value in {**asked, "clients": clients, "seconds": seconds}.items():
+        command += [f"--{option}", str(value)]
+    with running(command, stdout=subprocess.PIPE) as process:
+        if process.stdout is None or process.stdout.readline() != b"begin\n":
+            raise RuntimeError("the clients did not begin")
+        spent_s = -cpu_s(side.router_pid)
+        workers_s = -cpu_s(side.workers_pid)
+        time.sleep(seconds)
+        spent_s += cpu_s(side.router_pid)
+        workers_s += cpu_s(side.workers_pid)
+        held_bytes = rss_bytes(side.router_pid) - before_bytes
+        *notes, last = process.stdout.read().decode().splitlines()
+    for note in notes:
+        Console().print(note)
+    seen = msgspec.json.decode(last, type=Result)
+    if not seen.requests:
+        raise BenchError(f"{name} answered nothing: {' '.join(notes) or 'nor did it fail'}")
+    tokens = seen.requests * shape.answer_tokens
+    busy = {"router": spent_s / seconds, "workers": workers_s / seconds, "clients": seen.busy}
+    return Figures(
+        side=name,
+        load=str(shape),
+        clients=clients,
+        requests_per_s=seen.requests / seen.seconds,
+        tokens_per_s=tokens / seen.seconds,
+        requests_per_cpu_s=seen.requests / spent_s,
+        tokens_per_cpu_s=tokens / spent_s,
+        router_cores=busy["router"],
+        events_per_request=seen.events / max(seen.requests, 1),
+        ttft_p50_s=seen.ttft_p50_s,
+        ttft_p99_s=seen.ttft_p99_s,
+        gap_p50_s=seen.gap_p50_s,
+        gap_p99_s=seen.gap_p99_s,
+        stream_bytes=held_bytes / clients,
+        failed=seen.failed,
+        limit=" ".join(who for who, share in busy.items() if share >= _LIMIT),
+    )
+
+
+@contextlib.contextmanager
+def baton(tree: Path, count: int, step_s: float) -> Iterator[Side]:
+    """The router of a checkout, with Redis and workers."""
+    with (
+        redis() as url,
+        workers(url, count, step_s) as workers_pid,
+        router(tree, url, count) as (router_pid, port),
+    ):
+        time.sleep(1)
+        yield Side(port, router_pid, workers_pid)
+
+
+@contextlib.contextmanager
+def peer(count: int) -> Iterator[Side]:
+    """Dynamo's frontend and workers."""
+    made = dynamo.Dynamo(dynamo.cache_folder(), MODEL_NAME, free_port(), count)
+    try:
+        wait_for(lambda: _serves(made.port), f"Dynamo ({made.log_end()})")
+        frontend_pid, mocker_pid = made.pids
+        yield Side(made.port, frontend_pid, mocker_pid)
+    finally:
+        made.close()
+
+
+def _serves(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2) as answer:
+            return MODEL_NAME in answer.read().decode()
+    except OSError:
+        return False
+
+
+def median(rounds: list[Figures]) -> Figures:
+    """The medians of all numbers."""
+    numbers = {
+        name: statistics.median(getattr(figures, name) for figures in rounds)
+        for name, value in msgspec.structs.asdict(rounds[0]).items()
+        if isinstance(value, float)
+    }
+    return msgspec.structs.replace(rounds[-1], **numbers)
+
+
+def table(figures: list[Figures], rounds: int) -> Table:
+    """What a reader compares."""
+    shown = Table(title=f"a router's CPU second, median of {rounds}; times in ms")
+    for column in (
+        *("side", "load", "clients", "req/s", "req/CPU s", "tok/CPU s", "cores", "events/req"),
+        *("TTFT p50", "p99", "gap p50", "p99", "failed", "limit"),
+    ):
+        shown.add_column(column, justify="left" if column in ("side", "load", "limit") else "right")
+    for f in figures:
+        times = (f.ttft_p50_s, f.ttft_p99_s, f.gap_p50_s, f.gap_p99_s)
+        shown.add_row(
+            *(f.side, f.load, str(f.clients)),
+            *(f"{f.requests_per_s:.0f}", f"{f.requests_per_cpu_s:.0f}"),
+            *(f"{f.tokens_per_cpu_s:.0f}", f"{f.router_cores:.2f}", f"{f.events_per_request:.1f}"),
+            *(f"{1e3 * value:.1f}" for value in times),
+            *(str(f.failed), f.limit),
+        )
+    return shown
+
+
+def main(
+    clients: Annotated[str, typer.Option(help="Connections, one number for each load.")] = "64,256",
+    seconds: Annotated[float, typer.Option(help="That count, of each load.")] = 8.0,
+    rounds: Annotated[int, typer.Option(help="Rounds in turns; medians are shown.")] = 3,
+    count: Annotated[int, typer.Option("--workers", help="Emulated workers.")] = 4,
+    step_s: Annotated[float, typer.Option("--step-s", help="Between two steps.")] = 0.006,
+    beside: Annotated[Path | None, typer.Option(help="Another checkout, measured too.")] = None,
+    words: Annotated[str, typer.Option(help="Prompts, one number for each load.")] = "20,3000",
+    build: Annotated[bool, typer.Option("--build", help="Install Dynamo first.")] = False,
+    with_peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Dynamo, if built.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
+) -> None:
+    """Measure routers and print what they deliver for a second of CPU time."""
+    console = Console(width=max(Console().width, 150))
+    if build:
+        dynamo.build(dynamo.cache_folder(), DEFAULT_MODEL, console)
+    sides: dict[str, Callable[[], contextlib.AbstractContextManager[Side]]] = {
+        "baton": lambda: baton(_TREE, count, step_s)
+    }
+    if beside is not None:
+        other = beside.resolve()
+        sides[str(beside)] = lambda: baton(other, count, step_s)
+    if with_peer:
+        sides[f"dynamo {dynamo.VERSION}"] = lambda: peer(count)
+    shapes = [Shape(n, 16 if n >= _LONG else 64) for n in map(int, words.split(","))]
+    seen: dict[tuple[str, Shape, int], list[Figures]] = defaultdict(list)
+    for _ in range(rounds):
+        for name, side in list(sides.items()):
+            try:
+                with side() as up:
+                    for shape in shapes:
+                        for number in map(int, clients.split(",")):
+                            figures = measure(name, up, shape, number, seconds)
+                            seen[name, shape, number].append(figures)
+            except dynamo.PeerError as error:
+                console.print(f"{name}: not run ({error})")
+                del sides[name]
+    order = sorted(seen, key=lambda key: (key[1], key[2]))
+    medians = [median(seen[key]) for key in order]
+    console.print(table(medians, rounds))
+    if json_file is not None:
+        python = sys.version.split()[0]
+        machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": python}
+        built = [msgspec.structs.asdict(figures) for figures in medians]
+        text = json.dumps({"machine": machine, "step_s": step_s, "figures": built}, indent=1)
+        json_file.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

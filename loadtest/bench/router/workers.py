@@ -1,0 +1,236 @@
+"""Emulated workers for the bench: one process, and for each step one frame to each router.
+
+    python -m loadtest.bench.router.workers --redis URL --count 4 --step-s 0.006
+
+A prompt costs nothing, and every request gets a token a step. As with real workers
+(``decode_worker/session.py``), a frame grows while the router has not taken the last one.
+"""
+
+import asyncio
+import os
+import secrets
+import struct
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import grpc.aio
+import typer
+import uvloop
+from batonpb import common_pb2 as common
+from batonpb import decode_pb2 as pb
+from batonpb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
+
+from registry.redis_store import Registry
+from registry.types import WorkerRecord
+from registry.workers import Presence
+from telemetry.tasks import BackgroundTasks
+
+FLEET = "bench"
+_STATUS_S = 0.25
+_TOKENS = [struct.pack("<I", 1000 + 13 * place) for place in range(997)]  # what answers are made of
+_KV_GROUP = common.KvGroup(
+    id=0,
+    layer_ids=range(30),
+    num_kv_heads=3,
+    head_dim=64,
+    block_tokens=16,
+    dtype="bf16",
+    components=["k", "v"],
+)
+
+
+class _Stream:
+    """What one router is owed."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._running: dict[str, tuple[pb.Submission, int]] = {}  # and the next token's index
+        self.frame = pb.WorkerFrame()
+        self.dirty = asyncio.Event()
+
+    def begin(self, submission: pb.Submission) -> None:
+        self._running[submission.request_id] = (submission, 0)
+
+    def cancel(self, request_id: str) -> None:
+        found = self._running.pop(request_id, None)
+        if found is not None:
+            self._end(found[0])
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def step(self) -> None:
+        """One token for each request."""
+        frame, over = self.frame, []
+        for request_id, (submission, index) in self._running.items():
+            if not index:
+                self._route(submission)
+            last = index + 1 == submission.sampling.max_tokens
+            frame.tokens.add(
+                request_id=request_id,
+                attempt=submission.attempt,
+                index=index,
+                token_ids=_TOKENS[(submission.ticket + index) % len(_TOKENS)],
+                finish_reason="length" if last else "",
+            )
+            self._running[request_id] = (submission, index + 1)
+            if last:
+                over.append(submission)
+        for submission in over:
+            del self._running[submission.request_id]
+            self._end(submission)
+        if frame.tokens:
+            self.dirty.set()
+
+    def _route(self, submission: pb.Submission) -> None:
+        self.frame.routes.add(
+            request_id=submission.request_id,
+            attempt=submission.attempt,
+            prefill_worker_id=submission.prefill.worker_id or self._worker_id,
+            decode_worker_id=self._worker_id,
+            mode="disaggregated" if submission.HasField("prefill") else "colocated",
+        )
+
+    def _end(self, submission: pb.Submission) -> None:
+        self.frame.ends.add(request_id=submission.request_id, attempt=submission.attempt)
+        self.dirty.set()
+
+    def take(self) -> pb.WorkerFrame:
+        """Everything since the last time."""
+        frame, self.frame = self.frame, pb.WorkerFrame()
+        self.dirty.clear()
+        return frame
+
+
+class SteppedWorker(DecodeServicer):
+    """One worker of the process."""
+
+    def __init__(self, worker_id: str, step_s: float) -> None:
+        self.worker_id = worker_id
+        self.address = ""
+        self.incarnation = secrets.token_bytes(16)
+        self._step_s = step_s
+        self._steps = 0
+        self._streams: dict[int, _Stream] = {}
+        self._tasks = BackgroundTasks("bench worker")
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        server = grpc.aio.server()
+        add_DecodeServicer_to_server(self, server)
+        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self._server = server
+
+    async def run(self) -> None:
+        """Step for ever."""
+        loop = asyncio.get_running_loop()
+        next_s = status_s = loop.time()
+        while True:
+            next_s = max(next_s + self._step_s, loop.time())
+            await asyncio.sleep(next_s - loop.time())
+            self._steps += 1
+            for stream in self._streams.values():
+                stream.step()
+            if loop.time() >= status_s:
+                status_s = loop.time() + _STATUS_S
+                for stream in self._streams.values():
+                    stream.frame.status.CopyFrom(self._status())
+                    stream.dirty.set()
+
+    def record(self) -> WorkerRecord:
+        """For the registry."""
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            role="decode",
+            state="ready",
+            epoch=1,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            address=self.address,
+        )
+
+    async def Serve(  # noqa: N802 - the service's name
+        self, requests: AsyncIterator[pb.RouterFrame], context: Any
+    ) -> AsyncIterator[pb.WorkerFrame]:
+        """The stream of one router."""
+        stream = _Stream(self.worker_id)
+        self._streams[id(stream)] = stream
+        stream.frame.status.CopyFrom(self._status(first=True))
+        stream.dirty.set()
+        try:
+            async with self._tasks.beside(self._listen(requests, stream), "listen"):
+                while True:
+                    await stream.dirty.wait()
+                    yield stream.take()
+        finally:
+            del self._streams[id(stream)]
+
+    async def Submit(self, submission: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
+        """A long prompt; the bench has one router."""
+        for stream in self._streams.values():
+            stream.begin(submission)
+        return pb.SubmitAck()
+
+    async def _listen(self, requests: AsyncIterator[pb.RouterFrame], stream: _Stream) -> None:
+        async for frame in requests:
+            if frame.HasField("submit"):
+                stream.begin(frame.submit)
+            elif frame.HasField("cancel"):
+                stream.cancel(frame.cancel.request_id)
+
+    def _status(self, *, first: bool = False) -> common.WorkerStatus:
+        status = common.WorkerStatus(
+            identity=common.WorkerIdentity(
+                worker_id=self.worker_id,
+                incarnation=self.incarnation,
+                epoch=1,
+                role="decode",
+                host="bench",
+                address=self.address,
+                pid=os.getpid(),
+            ),
+            state="ready",
+            kv_blocks=common.BlockCounts(total=65536, free=65000),
+            running=sum(stream.running for stream in self._streams.values()),
+            threads=1,
+            steps=self._steps,
+            prefill_tokens_per_s=30_000,
+            decode_step_s=self._step_s,
+        )
+        if first:
+            status.capabilities.CopyFrom(
+                common.Capabilities(
+                    wire=common.WireRange(min=1, max=2),
+                    kv_groups=[_KV_GROUP],
+                    numerics_id="exact/bench",
+                    weights_digest=b"w" * 16,
+                    max_context_tokens=8192,
+                )
+            )
+        return status
+
+
+async def serve(redis: str, count: int, step_s: float) -> None:
+    """Run the workers until the process is killed."""
+    registry = await Registry.connect(redis, FLEET)
+    workers = [SteppedWorker(f"decode-{place}", step_s) for place in range(count)]
+    for worker in workers:
+        await worker.start()
+        Presence(registry, worker.record()).start()
+    print("ready", flush=True)
+    await asyncio.gather(*(worker.run() for worker in workers))
+
+
+def main(
+    redis: Annotated[str, typer.Option(help="URL of the registry.")],
+    count: Annotated[int, typer.Option(help="Workers.")] = 4,
+    step_s: Annotated[float, typer.Option("--step-s", help="Between two steps.")] = 0.006,
+) -> None:
+    """Run emulated workers."""
+    uvloop.run(serve(redis, count, step_s))
+
+
+if __name__ == "__main__":
+    typer.run(main)
