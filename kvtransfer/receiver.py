@@ -110,13 +110,14 @@ class HandoffReceiver:
     Args:
         geometry: Of the pool.
         prompt_tokens: Length of the prompt.
-        window_frames: Staging credit: frames asked for and not yet stored.
+        window_frames: Credit: frames asked for and not yet stored. While there is much to pull
+            they are asked for by halves of it, so that a pull is worth its round trip.
         stall_ns: Without progress for this long the peer is given up.
     """
 
     geometry: KvGeometry
     prompt_tokens: int
-    window_frames: int = 8
+    window_frames: int = 16
     stall_ns: int = 10_000_000_000
     state: ReceiverState = ReceiverState.RESERVING
     generation: int = 0
@@ -374,6 +375,8 @@ class HandoffReceiver:
         if self.state is not ReceiverState.PULLING or not self.blocks or self._paused:
             return []
         free = self.window_frames - len(self._asked)
+        if free < min(len(self._todo), self.window_frames // 2):
+            return []
         kv_slices = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
         self._asked.update(kv_slices)
         return [Pull(tuple(kv_slices), self.epoch)] if kv_slices else []
