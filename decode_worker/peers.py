@@ -11,6 +11,7 @@ from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
 from kvtransfer.edge import Edge
+from kvtransfer.kv_slice import FRAME_BYTES
 from kvtransfer.transport import FrameStream, Peer, TransportError
 from kvtransfer.transports import connect_all
 from wire.grpc_channels import Channels
@@ -118,6 +119,11 @@ class Peers:
         if target.transport:
             return [name for name in usable if name == target.transport]
         return self.edge(target.worker_id).ways(usable, now_ns)
+
+    def frame_bytes(self, target: PrefillTarget, now_ns: int) -> int:
+        """Size of the frames to ask a worker for, by the transport that is best now."""
+        best = self.ways(target, now_ns)[:1]
+        return self._transports[best[0]].frame_bytes if best else FRAME_BYTES
 
     def pull(self, target: PrefillTarget, request: pb.PullRequest, way: str) -> FrameStream:
         """Ask for frames by one transport.

@@ -9,6 +9,7 @@ import grpc.aio
 from batonpb import prefill_pb2 as pb
 
 from kvtransfer.chunk import ByteFrame
+from kvtransfer.kv_slice import FRAME_BYTES
 from kvtransfer.transport import (
     Frame,
     FrameSource,
@@ -31,6 +32,8 @@ class GrpcTransport:
         channels: Of this worker; whoever owns them closes them.
         fleet_token: For every call.
     """
+
+    frame_bytes = FRAME_BYTES
 
     def __init__(self, channels: Channels, fleet_token: str) -> None:
         self._channels = channels

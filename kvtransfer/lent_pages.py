@@ -10,6 +10,7 @@ write into the sender's pool, and what it reads too late it refuses.
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -97,7 +98,7 @@ def _tiles(
         for kv in (0, 1):
             for stretch in stretches:
                 yield tuple(
-                    pool.run(layer, kv, first, stretch.blocks, kv_slice)[:, : stretch.tokens]
+                    pool.run(layer, kv, first, stretch.blocks, kv_slice, stretch.tokens)
                     for (pool, _), first in zip(places, stretch.first_pages, strict=True)
                 )
 
@@ -106,16 +107,13 @@ def _stretches(
     kv_slice: KvSlice, block_tokens: int, longest: int, tables: Sequence[Sequence[int]]
 ) -> Iterator[_Stretch]:
     full, tail = divmod(kv_slice.valid_tokens, block_tokens)
-    begin = 0
-    while begin < full:
-        end = begin + 1
-        while (
-            end < full
-            and end - begin < longest
-            and all(table[end] == table[end - 1] + 1 for table in tables)
-        ):
-            end += 1
-        yield _Stretch(tuple(table[begin] for table in tables), end - begin, block_tokens)
-        begin = end
+    pages = np.asarray([table[:full] for table in tables])
+    # a block begins a run where its page does not follow the one before, in any of the tables
+    broken = np.flatnonzero((np.diff(pages, axis=1) != 1).any(axis=0)) + 1
+    edges = [0, *broken.tolist(), full] if full else []
+    for run_begin, run_end in pairwise(edges):
+        for begin in range(run_begin, run_end, longest):
+            first_pages = tuple(table[begin] for table in tables)
+            yield _Stretch(first_pages, min(longest, run_end - begin), block_tokens)
     if tail:
         yield _Stretch(tuple(table[full] for table in tables), 1, tail)

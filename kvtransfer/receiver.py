@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
 from kvtransfer.coverage import Coverage
-from kvtransfer.kv_slice import KvSlice, cut
+from kvtransfer.kv_slice import FRAME_BYTES, KvSlice, cut
 
 MAX_TRIES = 4  # of one frame
 MAX_REOPENS = 2
@@ -112,12 +112,14 @@ class HandoffReceiver:
         prompt_tokens: Length of the prompt.
         window_frames: Credit: frames asked for and not yet stored. While there is much to pull
             they are asked for by halves of it, so that a pull is worth its round trip.
+        frame_bytes: Rectangles are asked for in pieces of this size, from now on.
         stall_ns: Without progress for this long the peer is given up.
     """
 
     geometry: KvGeometry
     prompt_tokens: int
     window_frames: int = 16
+    frame_bytes: int = FRAME_BYTES
     stall_ns: int = 10_000_000_000
     state: ReceiverState = ReceiverState.RESERVING
     generation: int = 0
@@ -192,7 +194,7 @@ class HandoffReceiver:
             return self._give_up(reason, died=False)
         if not self._published.add(kv_slice):
             return self._give_up(f"published parts of {kv_slice} twice", died=False)
-        self._todo.extend(cut(kv_slice, self.geometry))
+        self._todo.extend(cut(kv_slice, self.geometry, self.frame_bytes))
         if not self._bind_asked:
             self._bind_asked = True
             return [Bind(self.generation)]

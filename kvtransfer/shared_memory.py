@@ -31,6 +31,7 @@ from wire.grpc_channels import Channels
 
 NAME = "shared_memory"
 ATTACH_S = 1.0
+FRAME_BYTES = 4 << 20  # should gRPC have to finish such a pull, it can carry them too
 MESSAGE_BYTES = 4 << 20
 GRANTED = b"\1"  # a descriptor needs a byte to travel with
 _LENGTH = struct.Struct("<I")
@@ -73,6 +74,8 @@ class SharedMemoryTransport:
         channels: Not used; the sockets are our own.
         fleet_token: Shown to each sender.
     """
+
+    frame_bytes = FRAME_BYTES
 
     def __init__(self, channels: Channels, fleet_token: str) -> None:
         self._fleet_token = fleet_token

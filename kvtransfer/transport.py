@@ -80,7 +80,12 @@ class FrameStream(Protocol):
 
 
 class Transport(Protocol):
-    """The pulling side; a worker has one object for all its peers."""
+    """The pulling side; a worker has one object for all its peers.
+
+    ``frame_bytes`` is the size of frames with which it comes near its full rate.
+    """
+
+    frame_bytes: int
 
     def reaches(self, peer: Peer) -> bool:
         """Whether KV of this peer can come this way."""
