@@ -88,23 +88,10 @@ class PoolView:
             rest = data[split:].reshape(*inner, tail, dim)
             self._data[layers, :, pages[full], :tail, heads] = rest.transpose(1, 2, 3, 0, 4)
 
-    def run(
-        self, layer: int, kv: int, first: int, count: int, kv_slice: KvSlice, tokens: int
-    ) -> Words:
-        """Pages that follow each other, as they lie: ``[block, token, head, words]``, a view.
-
-        Args:
-            layer: By its global id.
-            kv: 0 for keys, 1 for values.
-            first: The first page.
-            count: How many.
-            kv_slice: Its heads.
-            tokens: Of each page.
-        """
+    def row(self, layer: int, kv: int, kv_slice: KvSlice) -> Words:
+        """One layer's keys (``kv`` 0) or values of all pages: ``[block, token, head, words]``."""
         head = kv_slice.head_begin
-        return self._data[
-            layer, kv, first : first + count, :tokens, head : head + kv_slice.head_count
-        ]
+        return self._data[layer, kv, :, :, head : head + kv_slice.head_count]
 
     def _region(self, pages: Sequence[int], kv_slice: KvSlice) -> Words:
         layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -22,8 +23,7 @@ from kvtransfer.kv_slice import KvSlice
 TILE_BYTES = 256 << 10  # copied, then hashed while it is in the cache; above 64 KiB without the GIL
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """Blocks whose pages follow each other in every table."""
 
     first_pages: tuple[int, ...]
@@ -85,9 +85,7 @@ def hasher(kv_slice: KvSlice, bound: bytes) -> xxhash.xxh3_64:
     return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(b"pages" + bound + kv_slice.packed()))
 
 
-def _tiles(
-    kv_slice: KvSlice, *places: tuple[PoolView, Sequence[int]]
-) -> Iterator[tuple[Words, ...]]:
+def _tiles(kv_slice: KvSlice, *places: tuple[PoolView, Sequence[int]]) -> Iterator[list[Words]]:
     """The slice in order, in pieces that are one run in each of the pools."""
     geometry = places[0][0].geometry
     row_bytes = geometry.block_tokens * kv_slice.head_count * geometry.head_bytes
@@ -96,11 +94,12 @@ def _tiles(
     stretches = list(_stretches(kv_slice, geometry.block_tokens, longest, tables))
     for layer in range(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count):
         for kv in (0, 1):
-            for stretch in stretches:
-                yield tuple(
-                    pool.run(layer, kv, first, stretch.blocks, kv_slice, stretch.tokens)
-                    for (pool, _), first in zip(places, stretch.first_pages, strict=True)
-                )
+            rows = [pool.row(layer, kv, kv_slice) for pool, _ in places]
+            for firsts, blocks, tokens in stretches:
+                yield [
+                    row[first : first + blocks, :tokens]
+                    for row, first in zip(rows, firsts, strict=True)
+                ]
 
 
 def _stretches(

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from kvtransfer import grpc_transport, shared_memory, shared_memory_server
+from kvtransfer.pair import pulling, sending
 from kvtransfer.transport import ServingSide, Transport, TransportKind, TransportServer
 from wire.grpc_channels import Channels
 
@@ -13,6 +14,7 @@ TRANSPORTS: dict[str, TransportKind] = {
     shared_memory.NAME: TransportKind(
         shared_memory.SharedMemoryTransport, shared_memory_server.SharedMemoryServer
     ),
+    sending.NAME: TransportKind(pulling.PairTransport, sending.PairServer, by_default=False),
     FALLBACK: TransportKind(grpc_transport.GrpcTransport, grpc_transport.GrpcServer),
 }
 """By name, best first, as long as nothing else was measured (``kvtransfer/edge.py``)."""

@@ -31,7 +31,7 @@ from kvtransfer.transport import Frame, Peer, ServingSide, Transport
 from kvtransfer.transports import TRANSPORTS, servers
 from wire.compatibility import kv_group
 from wire.grpc_channels import Channels
-from wire.grpc_options import TokenInterceptor
+from wire.grpc_options import WORKER_OPTIONS, TokenInterceptor
 
 TOKEN = "token"
 KEY: Key = ("request", 1, 7)
@@ -110,7 +110,7 @@ class SendingEnd:
     @contextlib.asynccontextmanager
     async def served(self) -> AsyncIterator[Peer]:
         """By every transport, while the block runs."""
-        server = grpc.aio.server(interceptors=[TokenInterceptor(TOKEN)])
+        server = grpc.aio.server(interceptors=[TokenInterceptor(TOKEN)], options=WORKER_OPTIONS)
         port = server.add_insecure_port("127.0.0.1:0")
         side = ServingSide(server, TOKEN, self.incarnation, self.pool_fd)
         ways = servers(side, tuple(TRANSPORTS))
