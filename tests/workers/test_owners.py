@@ -12,6 +12,7 @@ from decode_worker.handoff import Handoff
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from kvtransfer.edge import Edge
+from kvtransfer.kv_slice import FRAME_BYTES
 from wire.tokens import pack_tokens
 
 GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
@@ -44,6 +45,7 @@ async def test_pulls_that_raise_are_failed_pulls() -> None:
     peers = Mock(greet=greet)
     peers.ways.return_value = ["grpc"]
     peers.edge.return_value = Edge()
+    peers.frame_bytes.return_value = FRAME_BYTES
     peers.pull.side_effect = RuntimeError("by design")
     handoff, listener = handoff_with(peers, failures)
     handoff.on_event(PrefillEvent(accepted=PrefillAccepted()))
