@@ -1,10 +1,15 @@
-"""Pulls frames of one hand-off, verifies them, and scatters them into their pages off the loop."""
+"""Pulls frames of one hand-off by the best transport, and has them stored off the event loop.
+
+A pull that a transport cannot finish is finished by the fallback, at once: the machine hears of a
+failed pull only when that fails too.
+"""
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget, Submission
@@ -13,12 +18,24 @@ from decode_worker.parts import WorkerParts
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import Action, HandoffReceiver, Pull
-from kvtransfer.transport import FrameStream, TransportError
+from kvtransfer.transport import Frame, FrameStream, TransportError
+from kvtransfer.transports import FALLBACK
 
 _LOG = logging.getLogger(__name__)
 
 _BUDGET_TIMES = 4  # as long as the edge's bandwidth says, and so long on top of it
 _BUDGET_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One pull by one transport."""
+
+    way: str
+    target: PrefillTarget
+    generation: int
+    epoch: int
+    bound: bytes
 
 
 class FramePuller:
@@ -55,86 +72,118 @@ class FramePuller:
             target: Whom to ask.
             generation: Of the reservation whose pages are written.
         """
-        self.began_ns = self.began_ns or time.monotonic_ns()
-        edge = self._peers.edge(target.worker_id)
-        size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in pull.kv_slices)
-        budget_s = _BUDGET_TIMES * size / edge.bytes_per_s + _BUDGET_S
-        began_s = asyncio.get_running_loop().time()
+        now_ns = time.monotonic_ns()
+        self.began_ns = self.began_ns or now_ns
+        key = (self._request_id, self._attempt, generation)
+        bound = chunk.binding(*key, target.incarnation)
         missing = deque(pull.kv_slices)
-        reason = f"{target.worker_id} sent fewer frames than were asked for"
+        reason = f"no transport reaches {target.worker_id}"
+        for way in self._peers.ways(target, now_ns):
+            reason = await self._try(_Attempt(way, target, generation, pull.epoch, bound), missing)
+            if not reason or not missing:
+                return
+        self._perform(self._machine.pull_failed(missing, reason, pull.epoch))
+
+    async def _try(self, attempt: _Attempt, missing: deque[KvSlice]) -> str:
+        """Pull what is missing, and take each frame that comes off it; why it broke, or ""."""
+        loop = asyncio.get_running_loop()
+        edge = self._peers.edge(attempt.target.worker_id)
+        size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in missing)
+        budget_s = _BUDGET_TIMES * size / edge.rate(attempt.way).bytes_per_s + _BUDGET_S
+        began_s = loop.time()
+        peer = attempt.target.worker_id
         try:
-            request = self._request(pull, target, generation)
-            frames = self._peers.pull(target, request)
+            request = self._request(missing, attempt)
+            frames = self._peers.pull(attempt.target, request, attempt.way)
             try:
-                bound = chunk.binding(
-                    self._request_id, self._attempt, generation, target.incarnation
-                )
-                await self._store_all(frames, missing, bound, pull.epoch, began_s + budget_s)
+                wanted = await self._store_all(frames, missing, attempt, began_s + budget_s)
             finally:
                 frames.close()
         except TimeoutError:
-            reason = f"a pull from {target.worker_id} outlasted its budget of {budget_s:.1f} s"
+            kind, reason = "late", f"outlasted its budget of {budget_s:.1f} s"
         except TransportError as error:
-            reason = f"a pull from {target.worker_id} broke: {error}"
-        if missing:
-            self._perform(self._machine.pull_failed(missing, reason, pull.epoch))
-        else:  # while prefill computes, only the time of the pull itself says how fast the edge is
-            edge.note(size, asyncio.get_running_loop().time() - began_s)
+            kind, reason = "broke", f"broke: {error}"
+        else:
+            if not wanted:
+                return ""
+            if not missing:
+                # While prefill computes, only the time of the pull says how fast the edge is.
+                edge.note(attempt.way, size, loop.time() - began_s)
+                return ""
+            kind, reason = "short", "brought fewer frames than were asked for"
+        self._note_failure(attempt, kind)
+        return f"a pull from {peer} by {attempt.way} {reason}"
 
-    def _request(self, pull: Pull, target: PrefillTarget, generation: int) -> pb.PullRequest:
+    def _request(self, missing: Sequence[KvSlice], attempt: _Attempt) -> pb.PullRequest:
         return pb.PullRequest(
             request_id=self._request_id,
             attempt=self._attempt,
-            generation=generation,
-            source_incarnation=target.incarnation,
-            kv_slices=[kv_slice.to_wire() for kv_slice in pull.kv_slices],
+            generation=attempt.generation,
+            source_incarnation=attempt.target.incarnation,
+            kv_slices=[kv_slice.to_wire() for kv_slice in missing],
         )
 
+    def _note_failure(self, attempt: _Attempt, kind: str) -> None:
+        """What the fallback cannot do is for the machine; what others cannot do it never hears."""
+        if attempt.way != FALLBACK:
+            self._peers.edge(attempt.target.worker_id).failed(attempt.way, time.monotonic_ns())
+            self._metrics.inc("baton_transfer_fallbacks", transport=attempt.way, reason=kind)
+
     async def _store_all(
-        self,
-        frames: FrameStream,
-        missing: deque[KvSlice],
-        bound: bytes,
-        epoch: int,
-        until_s: float,
-    ) -> None:
-        """Take each frame that comes off ``missing``, until all came or the pull is over."""
+        self, frames: FrameStream, missing: deque[KvSlice], attempt: _Attempt, until_s: float
+    ) -> bool:
+        """Store frames until all came or there are no more; False: nobody asks for them now."""
         while missing:
             async with asyncio.timeout_at(until_s):
-                frame = await frames.read()
-            if frame is None or not await self._store(frame, missing.popleft(), bound, epoch):
-                return
-
-    async def _store(self, frame: bytes, kv_slice: KvSlice, bound: bytes, epoch: int) -> bool:
-        """Verify and store one frame; False ends the pull (nobody asks for it any more)."""
-        if not self._machine.frame_arrived(kv_slice, epoch):
-            return False
-        blocks = self._machine.blocks
-        try:
-            await asyncio.to_thread(self._verify_and_write, frame, kv_slice, bound, blocks)
-        except chunk.ChunkError as error:
-            self._metrics.inc("baton_chunks_refused", cause=error.cause)
-            self._metrics.inc("baton_chunks_repaired")
-            actions = self._machine.frame_bad(kv_slice, epoch)
-        except _GoneError:
-            actions = self._machine.frame_gone(kv_slice, epoch)
-        except Exception:  # noqa: BLE001 - a fault of ours: the pages must come free all the same
-            _LOG.exception("a frame of %s could not be stored", self._request_id)
-            actions = self._machine.frame_bad(kv_slice, epoch)
-        else:
-            actions = self._machine.frame_stored(kv_slice, epoch, time.monotonic_ns())
-        self._perform(actions)
+                came = await frames.read()
+            if not came:
+                break
+            kv_slices = [missing.popleft() for _ in range(min(len(came), len(missing)))]
+            if not await self._store(list(zip(came, kv_slices, strict=False)), attempt):
+                return False
         return True
 
-    def _verify_and_write(
-        self, frame: bytes, kv_slice: KvSlice, bound: bytes, blocks: tuple[int, ...]
-    ) -> None:
-        header, payload = chunk.decode(frame)
-        if header.HasField("error"):
-            raise _GoneError(header.error.message)
-        chunk.verify(header, payload, kv_slice, self._pool.geometry, bound)
-        self._pool.write(blocks, kv_slice, payload)
+    async def _store(self, frames: list[tuple[Frame, KvSlice]], attempt: _Attempt) -> bool:
+        """Verify and store frames; False ends the pull."""
+        machine, epoch = self._machine, attempt.epoch
+        wanted = [
+            (frame, kv_slice)
+            for frame, kv_slice in frames
+            if machine.frame_arrived(kv_slice, epoch)
+        ]
+        faults = await asyncio.to_thread(self._store_each, wanted, machine.blocks, attempt.bound)
+        for (_, kv_slice), fault in zip(wanted, faults, strict=True):
+            match fault:
+                case None:
+                    moved_bytes = kv_slice.payload_bytes(self._pool.geometry)
+                    self._metrics.inc("baton_pulled_bytes", moved_bytes, transport=attempt.way)
+                    actions = machine.frame_stored(kv_slice, epoch, time.monotonic_ns())
+                case chunk.GoneError():
+                    actions = machine.frame_gone(kv_slice, epoch)
+                case _:
+                    self._note_damage(fault, attempt)
+                    actions = machine.frame_bad(kv_slice, epoch)
+            self._perform(actions)
+        return len(wanted) == len(frames)
 
+    def _store_each(
+        self, frames: list[tuple[Frame, KvSlice]], blocks: Sequence[int], bound: bytes
+    ) -> list[Exception | None]:
+        """What became of each; whatever it was, the pages must come free."""
+        faults: list[Exception | None] = []
+        for frame, kv_slice in frames:
+            try:
+                frame.store(self._pool, blocks, kv_slice, bound)
+            except Exception as fault:  # noqa: BLE001 - told to the machine, frame by frame
+                faults.append(fault)
+            else:
+                faults.append(None)
+        return faults
 
-class _GoneError(Exception):
-    """The peer does not hold these blocks (any more)."""
+    def _note_damage(self, fault: Exception, attempt: _Attempt) -> None:
+        if isinstance(fault, chunk.ChunkError):
+            self._metrics.inc("baton_chunks_refused", cause=fault.cause)
+            self._metrics.inc("baton_chunks_repaired")
+            self._note_failure(attempt, "damaged")
+        else:  # a fault of ours
+            _LOG.error("a frame of %s could not be stored", self._request_id, exc_info=fault)

@@ -281,6 +281,8 @@ class Handoff:
         now_ns = time.monotonic_ns()
         match event.WhichOneof("event"):
             case "accepted":
+                frame_bytes = self._parts.peers.frame_bytes(self._target, now_ns)
+                self._machine.frame_bytes = frame_bytes
                 self._perform(self._machine.accepted(event.accepted.resumed, now_ns))
             case "heartbeat":
                 self._perform(self._machine.peer_lives(now_ns))

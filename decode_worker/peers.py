@@ -2,9 +2,6 @@
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Iterable
-from itertools import accumulate
 from typing import Any
 
 import grpc
@@ -13,54 +10,16 @@ from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
-from kvtransfer.transport import FrameStream
-from kvtransfer.transports import TRANSPORTS, transport_to
+from kvtransfer.edge import Edge
+from kvtransfer.kv_slice import FRAME_BYTES
+from kvtransfer.transport import FrameStream, Peer, TransportError
+from kvtransfer.transports import connect_all
 from wire.grpc_channels import Channels
 from wire.grpc_options import token_metadata
 
 HANDSHAKE_S = 1.0
 _AGAIN_S = 0.05  # between handshakes with an address where somebody listens and nobody answers
 ControlCall = grpc.aio.StreamStreamCall[Any, Any]
-_ASSUMED_BYTES_PER_S = 200e6  # of an edge that was not measured yet, for a pull's budget
-_SAMPLES = 9
-_LEAST_SAMPLE_BYTES = 1 << 16  # smaller ones say more about latency than about bandwidth
-
-
-class EdgeRate:
-    """Bandwidth from one prefill worker to here, fitted to hand-offs.
-
-    The median byte of the last pulls: half of the bytes came at this rate or faster. A small pull
-    tells of latency, and one that waited for the wire behind another's tells of nothing; an edge
-    that is believed slow is avoided, so that nobody would learn better.
-    """
-
-    def __init__(self) -> None:
-        self._pulls: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)  # bytes/s, bytes
-        self._bytes_per_s = _ASSUMED_BYTES_PER_S
-
-    @property
-    def measured(self) -> bool:
-        """Whether a hand-off said anything yet."""
-        return bool(self._pulls)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """As measured, or what is assumed until then."""
-        return self._bytes_per_s
-
-    def note(self, payload_bytes: int, seconds: float) -> None:
-        """One pull moved that much in that time."""
-        if payload_bytes >= _LEAST_SAMPLE_BYTES and seconds > 0:
-            self._pulls.append((payload_bytes / seconds, payload_bytes))
-            self._bytes_per_s = _median_byte(self._pulls)
-
-
-def _median_byte(pulls: Iterable[tuple[float, int]]) -> float:
-    fastest_first = sorted(pulls, reverse=True)
-    half_bytes = sum(payload_bytes for _, payload_bytes in fastest_first) / 2
-    came_bytes = accumulate(payload_bytes for _, payload_bytes in fastest_first)
-    middle = next(i for i, so_far_bytes in enumerate(came_bytes) if so_far_bytes >= half_bytes)
-    return fastest_first[middle][0]
 
 
 class PeerGoneError(Exception):
@@ -80,19 +39,17 @@ class Peers:
     """
 
     def __init__(self, capabilities: common_pb2.Capabilities, fleet_token: str) -> None:
-        self.edges: dict[str, EdgeRate] = {}
+        self.edges: dict[str, Edge] = {}
         self._capabilities = capabilities
         self._metadata = token_metadata(fleet_token)
         self._channels = Channels()
-        self._transports = [
-            kind.connect(self._channels, fleet_token) for kind in TRANSPORTS.values()
-        ]
-        self._greeted: dict[str, bytes] = {}
+        self._transports = connect_all(self._channels, fleet_token)
+        self._greeted: dict[str, Peer] = {}  # by address
         self._addresses: dict[str, str] = {}  # of the latest life of each worker
 
-    def edge(self, worker_id: str) -> EdgeRate:
+    def edge(self, worker_id: str) -> Edge:
         """The edge from a prefill worker to here."""
-        return self.edges.setdefault(worker_id, EdgeRate())
+        return self.edges.setdefault(worker_id, Edge())
 
     async def greet(self, target: PrefillTarget, again: bool = False) -> None:
         """Shake hands once per incarnation.
@@ -105,14 +62,16 @@ class Peers:
             PeerGoneError: Its address refuses connections, or another incarnation answers there.
             PeerRefusedError: The two cannot work together, or no answer can be had.
         """
-        if not again and self._greeted.get(target.address) == target.incarnation:
+        if not again and self._knows(target):
             return
         reply = await self._handshake(target)
         if reply.identity.incarnation != target.incarnation:
             raise PeerGoneError(f"{target.worker_id} was restarted")
         if reply.HasField("refusal"):
             raise PeerRefusedError(f"{target.worker_id}: {reply.refusal.message}")
-        self._greeted[target.address] = target.incarnation
+        if not self._knows(target):
+            self._greeted[target.address] = Peer(target, reply.capabilities)
+            self.edge(target.worker_id).begin_life()
         before = self._addresses.get(target.worker_id, target.address)
         self._addresses[target.worker_id] = target.address
         if before != target.address:
@@ -153,17 +112,42 @@ class Peers:
         call: ControlCall = stub.Prefill(metadata=self._metadata)
         return call
 
-    def pull(self, target: PrefillTarget, request: pb.PullRequest) -> FrameStream:
-        """Ask for frames, by the best transport that reaches the worker.
+    def ways(self, target: PrefillTarget, now_ns: int) -> list[str]:
+        """Transports to pull from a worker by: the best, and what to fall back to behind it."""
+        peer = self._peer(target)
+        usable = [name for name, way in self._transports.items() if way.reaches(peer)]
+        if target.transport:
+            return [name for name in usable if name == target.transport]
+        return self.edge(target.worker_id).ways(usable, now_ns)
+
+    def frame_bytes(self, target: PrefillTarget, now_ns: int) -> int:
+        """Size of the frames to ask a worker for, by the transport that is best now."""
+        best = self.ways(target, now_ns)[:1]
+        return self._transports[best[0]].frame_bytes if best else FRAME_BYTES
+
+    def pull(self, target: PrefillTarget, request: pb.PullRequest, way: str) -> FrameStream:
+        """Ask for frames by one transport.
 
         Raises:
-            TransportError: None does.
+            TransportError: It does not reach the worker.
         """
-        return transport_to(target, self._transports).pull(target, request)
+        peer = self._peer(target)
+        if not self._transports[way].reaches(peer):
+            raise TransportError(f"{way} does not reach {target.worker_id}")
+        return self._transports[way].pull(peer, request)
+
+    def _knows(self, target: PrefillTarget) -> bool:
+        greeted = self._greeted.get(target.address)
+        return greeted is not None and greeted.target.incarnation == target.incarnation
+
+    def _peer(self, target: PrefillTarget) -> Peer:
+        if self._knows(target):
+            return self._greeted[target.address]
+        return Peer(target, common_pb2.Capabilities())  # of whom nothing but the address is known
 
     async def close(self) -> None:
         """Close all connections."""
-        for transport in self._transports:
+        for transport in self._transports.values():
             await transport.close()
         await self._channels.close()
 

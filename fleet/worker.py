@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,8 @@ from fleet.canary import Canary
 from fleet.engine_metrics import EngineMetrics
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
-from kvtransfer.transports import TRANSPORTS
+from kvtransfer.transport import ServingSide, TransportServer
+from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
 from registry.kv_events import KvEventPublisher
 from registry.redis_store import Registry
@@ -73,6 +74,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str = ""
     log_format: LogFormat = "text"
     fault_injection: str = ""  # damage frames on purpose, see kvtransfer.fault_injection
+    transports: tuple[str, ...] = ()  # by which its KV may be had besides gRPC; none named: all
     canary_s: float = CANARY_S
 
 
@@ -151,7 +153,11 @@ class Worker:
             )
             port = server.add_insecure_port(f"{settings.host}:0")
             identity = _identity(settings, engine.client.ready, f"{settings.host}:{port}")
-            capabilities = _capabilities(settings, engine.client.ready)
+            side = ServingSide(
+                server, settings.fleet_token, identity.incarnation, engine.client.pool_fd
+            )
+            senders = servers(side, settings.transports)
+            capabilities = _capabilities(settings, engine.client.ready, senders)
             peers = Peers(capabilities, settings.fleet_token)
             undo.push_async_callback(peers.close)
             decode, prefill = _services(
@@ -159,8 +165,9 @@ class Worker:
             )
             decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
             prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
-            for transport in TRANSPORTS.values():
-                transport.serve(server, prefill.pull)
+            for sender in senders:
+                await sender.start(prefill.source)
+                undo.push_async_callback(sender.close)
 
             publisher = KvEventPublisher(
                 registry,
@@ -335,7 +342,9 @@ def _identity(settings: WorkerSettings, ready: Ready, address: str) -> common_pb
     )
 
 
-def _capabilities(settings: WorkerSettings, ready: Ready) -> common_pb2.Capabilities:
+def _capabilities(
+    settings: WorkerSettings, ready: Ready, senders: Sequence[TransportServer]
+) -> common_pb2.Capabilities:
     return common_pb2.Capabilities(
         wire=own_wire(),
         kv_groups=[kv_group(ready.geometry)],
@@ -343,6 +352,7 @@ def _capabilities(settings: WorkerSettings, ready: Ready) -> common_pb2.Capabili
         weights_digest=ready.weights_digest,
         model=settings.served_model_name,
         max_context_tokens=ready.max_context_tokens,
+        transports=[sender.offer for sender in senders if sender.offer is not None],
     )
 
 

@@ -8,6 +8,7 @@ elsewhere fail just as damaged ones do.
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,10 @@ class ChunkError(ValueError):
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class GoneError(Exception):
+    """The peer does not hold these blocks (any more)."""
 
 
 def binding(request_id: str, attempt: int, generation: int, source_incarnation: bytes) -> bytes:
@@ -82,6 +87,11 @@ class PoolView:
         if tail:
             rest = data[split:].reshape(*inner, tail, dim)
             self._data[layers, :, pages[full], :tail, heads] = rest.transpose(1, 2, 3, 0, 4)
+
+    def row(self, layer: int, kv: int, kv_slice: KvSlice) -> Words:
+        """One layer's keys (``kv`` 0) or values of all pages: ``[block, token, head, words]``."""
+        head = kv_slice.head_begin
+        return self._data[layer, kv, :, :, head : head + kv_slice.head_count]
 
     def _region(self, pages: Sequence[int], kv_slice: KvSlice) -> Words:
         layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)
@@ -159,13 +169,37 @@ def verify(
     """
     if len(payload) != expected.payload_bytes(geometry):
         raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
+    check_claim(header, expected, bound)
+    if digests(payload, expected, geometry, bound) != header.digests:
+        raise ChunkError(f"digest mismatch at {expected}", "digest")
+
+
+def check_claim(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None:
+    """Whether a header speaks of what was asked for.
+
+    Raises:
+        ChunkError: Of another hand-off, life or place.
+    """
     said = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
     if said != bound:
         raise ChunkError("the frame belongs to another hand-off or another life", "claim")
     if KvSlice.from_wire(header.kv_slice) != expected:
         raise ChunkError(f"asked for {expected}, got {KvSlice.from_wire(header.kv_slice)}", "place")
-    if digests(payload, expected, geometry, bound) != header.digests:
-        raise ChunkError(f"digest mismatch at {expected}", "digest")
+
+
+@dataclass(frozen=True, slots=True)
+class ByteFrame:
+    """A frame as ``encode`` made it; see ``transport.Frame``."""
+
+    frame: bytes
+
+    def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
+        """Verify, then scatter."""
+        header, payload = decode(self.frame)
+        if header.HasField("error"):
+            raise GoneError(header.error.message)
+        verify(header, payload, kv_slice, pool.geometry, bound)
+        pool.write(blocks, kv_slice, payload)
 
 
 def manifest_digest(kv_slices: Sequence[KvSlice]) -> int:

@@ -16,6 +16,9 @@ class FrameTamperer:
 
     flip: one bit of the payload; swap: the payload of the frame before; replay: header and payload
     of the frame before; incarnation: another life's header; torn: half of the payload.
+
+    What is lent has no payload: there the same is done to the list of its pages, and for flip to
+    its digest.
     """
 
     kind: str
@@ -40,32 +43,65 @@ class FrameTamperer:
 
     def apply(self, header: pb.ChunkHeader, payload: bytes) -> tuple[pb.ChunkHeader, bytes]:
         """The frame as it will be sent."""
+        previous = self._take_turn(header, payload)
+        if previous is None:
+            return header, payload
+        match self.kind:
+            case "flip":
+                return header, _flipped(payload)
+            case "swap":
+                return _changed(header, payload_bytes=len(previous[1])), previous[1]
+            case "replay":
+                return previous
+            case "incarnation":
+                return _changed(header, source_incarnation=b"\0" * 16), payload
+            case _:
+                half = payload[: len(payload) // 2]
+                return _changed(header, payload_bytes=len(half)), half
+
+    def apply_to_loan(self, header: pb.ChunkHeader) -> pb.ChunkHeader:
+        """The header as it will be sent."""
+        previous = self._take_turn(header, b"")
+        if previous is None:
+            return header
+        match self.kind:
+            case "flip":
+                return _changed(header, digests=_flipped(header.digests))
+            case "swap":
+                return _with_pages(header, list(previous[0].pages))
+            case "replay":
+                return previous[0]
+            case "incarnation":
+                return _changed(header, source_incarnation=b"\0" * 16)
+            case _:
+                return _with_pages(header, list(header.pages)[: len(header.pages) // 2])
+
+    def _take_turn(
+        self, header: pb.ChunkHeader, payload: bytes
+    ) -> tuple[pb.ChunkHeader, bytes] | None:
+        """The frame before this one if this one is to be damaged, else None."""
         self.count += 1
         previous, self._previous = self._previous, (header, payload)
         if self.count % self.every or (previous is None and self.kind in ("swap", "replay")):
-            return header, payload
+            return None
         self.damaged += 1
-        match self.kind:
-            case "flip":
-                middle = len(payload) // 2
-                flipped = bytes([payload[middle] ^ 1])
-                return header, payload[:middle] + flipped + payload[middle + 1 :]
-            case "swap" if previous:
-                return _with_size(header, previous[1]), previous[1]
-            case "replay" if previous:
-                return previous
-            case "incarnation":
-                other = pb.ChunkHeader()
-                other.CopyFrom(header)
-                other.source_incarnation = b"\0" * 16
-                return other, payload
-            case _:
-                half = payload[: len(payload) // 2]
-                return _with_size(header, half), half
+        return previous or (header, payload)
 
 
-def _with_size(header: pb.ChunkHeader, payload: bytes) -> pb.ChunkHeader:
+def _flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def _changed(header: pb.ChunkHeader, **fields: object) -> pb.ChunkHeader:
     changed = pb.ChunkHeader()
     changed.CopyFrom(header)
-    changed.payload_bytes = len(payload)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _with_pages(header: pb.ChunkHeader, pages: list[int]) -> pb.ChunkHeader:
+    changed = _changed(header)
+    changed.pages[:] = pages
     return changed

@@ -1,15 +1,23 @@
 """The gRPC byte transport: raw frames on ``/baton.v1.KvTransfer/Pull``."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 from batonpb import prefill_pb2 as pb
-from batonpb.decode_pb2 import PrefillTarget
 
-from kvtransfer.transport import FrameSource, FrameStream, TransportGoneError
+from kvtransfer.chunk import ByteFrame
+from kvtransfer.kv_slice import FRAME_BYTES
+from kvtransfer.transport import (
+    Frame,
+    FrameSource,
+    FrameStream,
+    Peer,
+    ServingSide,
+    TransportGoneError,
+)
 from wire.grpc_channels import Channels
 from wire.grpc_options import token_metadata
 
@@ -25,17 +33,19 @@ class GrpcTransport:
         fleet_token: For every call.
     """
 
+    frame_bytes = FRAME_BYTES
+
     def __init__(self, channels: Channels, fleet_token: str) -> None:
         self._channels = channels
         self._metadata = token_metadata(fleet_token)
 
-    def reaches(self, peer: PrefillTarget) -> bool:
+    def reaches(self, peer: Peer) -> bool:
         """Every peer has an address."""
-        return bool(peer.address)
+        return bool(peer.target.address)
 
-    def pull(self, peer: PrefillTarget, request: pb.PullRequest) -> FrameStream:
+    def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
         """Ask a peer for frames."""
-        method: Any = self._channels.to(peer.address).unary_stream(
+        method: Any = self._channels.to(peer.target.address).unary_stream(
             PULL, request_serializer=pb.PullRequest.SerializeToString
         )
         return _GrpcFrames(method(request, metadata=self._metadata))
@@ -48,7 +58,7 @@ class _GrpcFrames:
     def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, bytes]") -> None:
         self._call = call
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> Sequence[Frame]:
         try:
             frame = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -58,20 +68,36 @@ class _GrpcFrames:
             if task is not None and task.cancelling():
                 raise  # it is we who are cancelled, not the call
             raise TransportGoneError("its channel was closed") from error
-        return frame if isinstance(frame, bytes) else None  # gRPC's own mark for the end
+        return [ByteFrame(frame)] if isinstance(frame, bytes) else []  # gRPC's mark for the end
 
     def close(self) -> None:
         self._call.cancel()
 
 
-def serve(server: grpc.aio.Server, source: FrameSource) -> None:
-    """Serve ``PULL``: the source's bytes go out as they are."""
+class GrpcServer:
+    """Serves ``PULL``: the source's bytes go out as they are.
 
-    async def pull(request: pb.PullRequest, _: Any) -> AsyncIterator[bytes]:
-        async for frame in source(request):
-            yield frame
+    Args:
+        side: Of this worker; whoever owns its gRPC server starts and stops it.
+    """
 
-    rpc: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-        pull, request_deserializer=pb.PullRequest.FromString
-    )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Pull": rpc}),))
+    offer = None  # a peer's address is enough
+
+    def __init__(self, side: ServingSide) -> None:
+        self._server = side.grpc_server
+
+    async def start(self, source: FrameSource) -> None:
+        """Add the method to the server."""
+
+        async def pull(request: pb.PullRequest, _: Any) -> AsyncIterator[bytes]:
+            async for frame in source.frames(request):
+                yield frame
+
+        rpc: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+            pull, request_deserializer=pb.PullRequest.FromString
+        )
+        handler = grpc.method_handlers_generic_handler(SERVICE, {"Pull": rpc})
+        self._server.add_generic_rpc_handlers((handler,))
+
+    async def close(self) -> None:
+        """The method ends with the server."""

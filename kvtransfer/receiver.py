@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
 from kvtransfer.coverage import Coverage
-from kvtransfer.kv_slice import KvSlice, cut
+from kvtransfer.kv_slice import FRAME_BYTES, KvSlice, cut
 
 MAX_TRIES = 4  # of one frame
 MAX_REOPENS = 2
@@ -110,13 +110,16 @@ class HandoffReceiver:
     Args:
         geometry: Of the pool.
         prompt_tokens: Length of the prompt.
-        window_frames: Staging credit: frames asked for and not yet stored.
+        window_frames: Credit: frames asked for and not yet stored. While there is much to pull
+            they are asked for by halves of it, so that a pull is worth its round trip.
+        frame_bytes: Rectangles are asked for in pieces of this size, from now on.
         stall_ns: Without progress for this long the peer is given up.
     """
 
     geometry: KvGeometry
     prompt_tokens: int
-    window_frames: int = 8
+    window_frames: int = 16
+    frame_bytes: int = FRAME_BYTES
     stall_ns: int = 10_000_000_000
     state: ReceiverState = ReceiverState.RESERVING
     generation: int = 0
@@ -191,7 +194,7 @@ class HandoffReceiver:
             return self._give_up(reason, died=False)
         if not self._published.add(kv_slice):
             return self._give_up(f"published parts of {kv_slice} twice", died=False)
-        self._todo.extend(cut(kv_slice, self.geometry))
+        self._todo.extend(cut(kv_slice, self.geometry, self.frame_bytes))
         if not self._bind_asked:
             self._bind_asked = True
             return [Bind(self.generation)]
@@ -374,6 +377,8 @@ class HandoffReceiver:
         if self.state is not ReceiverState.PULLING or not self.blocks or self._paused:
             return []
         free = self.window_frames - len(self._asked)
+        if free < min(len(self._todo), self.window_frames // 2):
+            return []
         kv_slices = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
         self._asked.update(kv_slices)
         return [Pull(tuple(kv_slices), self.epoch)] if kv_slices else []

@@ -2,9 +2,15 @@
 
     OPEN ──prompt done──▶ OPEN (all published) ──release──────────────▶ CLOSED
       └──cancel, lease lapse, failure──▶ REVOKED ──last read ended──▶ CLOSED
+                                            └──only loans left, overdue──▶ CLOSED
 
 Blocks are given back in two phases. While frames are being read from the pages the hand-off is only
 *revoked*: readers notice before they send. The engine hears of it when nobody reads any more.
+
+Readers in this process end by themselves. Pages may also be *lent* to a process that maps the pool:
+it lets go, or the kernel says that it is gone. One that does neither, because it is frozen or
+broken, is left behind ``DRAIN_NS`` after the end: it can only read, and verifies what it has read
+over a copy of its own (``kvtransfer/lent_pages.py``), so that its pages may belong to others.
 """
 
 import enum
@@ -15,6 +21,8 @@ from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
 from kvtransfer.coverage import Coverage
 from kvtransfer.kv_slice import KvSlice
+
+DRAIN_NS = 250_000_000
 
 
 class SenderState(enum.Enum):
@@ -51,9 +59,15 @@ class AnnounceCommit:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Nobody reads the pages: the engine may have them (``cancel`` = it was not finished)."""
+    """The engine may have the pages.
+
+    Args:
+        cancel: It was not finished.
+        overdue: So many loans of slices were not ended; 0: nobody reads the pages.
+    """
 
     cancel: bool
+    overdue: int = 0
 
 
 Action = Announce | AnnounceFirst | AnnounceCommit | GiveBack
@@ -81,7 +95,9 @@ class HandoffSender:
     published_kv: Coverage = field(init=False)
     done: PromptDone | None = None
     reading: int = 0
+    lent: int = 0
     renewed_ns: int = 0
+    revoked_ns: int = 0  # when it was first seen to be
 
     def __post_init__(self) -> None:
         self.renewed_ns = self.now_ns
@@ -140,6 +156,15 @@ class HandoffSender:
         self.reading -= 1
         return self._settle()
 
+    def lend(self, slices: int) -> None:
+        """Pages of so many slices are about to be read by another process."""
+        self.lent += slices
+
+    def loan_ended(self, slices: int) -> list[Action]:
+        """It reads them no more."""
+        self.lent -= slices
+        return self._settle()
+
     def renew(self, now_ns: int) -> None:
         """Decode is alive and still needs this."""
         self.renewed_ns = now_ns
@@ -153,9 +178,14 @@ class HandoffSender:
         return self._revoke()
 
     def tick(self, now_ns: int) -> list[Action]:
-        """Let the lease lapse when it has not been renewed."""
+        """Let the lease lapse when it has not been renewed; leave overdue readers behind."""
         if self.state is SenderState.OPEN and now_ns - self.renewed_ns > self.lease_ns:
+            self.revoked_ns = now_ns
             return self._revoke()
+        if self.state is SenderState.REVOKED:
+            self.revoked_ns = self.revoked_ns or now_ns
+            if now_ns - self.revoked_ns >= DRAIN_NS:
+                return self._settle(wait_for_loans=False)
         return []
 
     def _revoke(self) -> list[Action]:
@@ -164,8 +194,10 @@ class HandoffSender:
             return self._settle()
         return []
 
-    def _settle(self) -> list[Action]:
-        if self.state is SenderState.REVOKED and not self.reading:
-            self.state = SenderState.CLOSED
-            return [GiveBack(cancel=self.done is None)]
-        return []
+    def _settle(self, wait_for_loans: bool = True) -> list[Action]:
+        if self.state is not SenderState.REVOKED or self.reading:
+            return []
+        if self.lent and wait_for_loans:
+            return []
+        self.state = SenderState.CLOSED
+        return [GiveBack(cancel=self.done is None, overdue=self.lent)]

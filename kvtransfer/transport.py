@@ -1,18 +1,21 @@
-"""What a transport of KV frames must offer, to the side that pulls and to the side that sends.
+"""What a transport of KV must offer, to the side that pulls and to the side that sends.
 
-A transport carries frames (``kvtransfer.chunk``) as bytes and knows nothing of what is in them. It
-may lose, tear or reorder: whoever pulls checks digests and slices. How to add one:
-``kvtransfer/transports.py``.
+Whoever pulls gets frames and has them stored; a frame knows how it is checked and written, and
+nothing else does. A transport may lose, tear or reorder: ``Frame.store`` believes only a digest
+that fits the slice that was asked for. How to add one: ``kvtransfer/transports.py``.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
+from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from kvtransfer.chunk import PoolView
+from kvtransfer.kv_slice import KvSlice
 from wire.grpc_channels import Channels
 
 
@@ -24,35 +27,126 @@ class TransportGoneError(TransportError):
     """The connection to the peer broke, or the peer ended it with an error."""
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One life of a prefill worker.
+
+    Args:
+        target: As the router named it.
+        capabilities: As it said in the handshake, with the transports that it offers.
+    """
+
+    target: PrefillTarget
+    capabilities: common_pb2.Capabilities
+
+    def offer(self, transport: str) -> common_pb2.TransportOffer | None:
+        """What it offers by that name."""
+        for offer in self.capabilities.transports:
+            if offer.name == transport:
+                return offer
+        return None
+
+
+class Frame(Protocol):
+    """The answer for one slice."""
+
+    def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
+        """Check it against what was asked for and write it into pages; takes time.
+
+        Args:
+            pool: Ours.
+            blocks: Pages of the prompt's blocks in it.
+            kv_slice: What was asked for.
+            bound: ``chunk.binding`` of the hand-off.
+
+        Raises:
+            ChunkError: It is not what was asked for. Nothing of it is left in the pages.
+            GoneError: The peer does not hold the slice (any more).
+        """
+
+
 class FrameStream(Protocol):
     """Frames of one pull, in the order in which they were asked for."""
 
-    async def read(self) -> bytes | None:
-        """The next frame; None when the peer has sent its last one.
+    async def read(self) -> Sequence[Frame]:
+        """The next frames, as many as there are; none when the peer has sent its last one.
 
         Raises:
             TransportError: There will be no more.
         """
 
     def close(self) -> None:
-        """Stop; whatever is on its way is dropped. May be called more than once."""
+        """Stop; to be called when the frames read are stored. May be called more than once."""
 
 
 class Transport(Protocol):
-    """The pulling side; a worker has one object for all its peers."""
+    """The pulling side; a worker has one object for all its peers.
 
-    def reaches(self, peer: PrefillTarget) -> bool:
-        """Whether frames of this peer can come this way."""
+    ``frame_bytes`` is the size of frames with which it comes near its full rate.
+    """
 
-    def pull(self, peer: PrefillTarget, request: pb.PullRequest) -> FrameStream:
+    frame_bytes: int
+
+    def reaches(self, peer: Peer) -> bool:
+        """Whether KV of this peer can come this way."""
+
+    def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
         """Ask a peer for frames."""
 
     async def close(self) -> None:
         """End all connections that are the transport's own."""
 
 
-FrameSource = Callable[[pb.PullRequest], AsyncIterator[bytes]]
-"""The sending side: frames of the slices asked for, in that order."""
+class Loan(Protocol):
+    """Pages that somebody else reads."""
+
+    @property
+    def chunks(self) -> Sequence[pb.ChunkHeader]:
+        """One for each slice asked for: its pages and their digest, or why there are none."""
+
+    def end(self) -> None:
+        """Nobody reads them any more; to be called once."""
+
+
+class FrameSource(Protocol):
+    """The sending side: what a worker's pool holds for a hand-off."""
+
+    def frames(self, request: pb.PullRequest) -> AsyncIterator[bytes]:
+        """Copies of the slices asked for, in that order, as frames of ``kvtransfer.chunk``."""
+
+    async def lend(self, request: pb.PullRequest) -> Loan:
+        """The slices asked for, as pages to be read where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSide:
+    """What a worker has to serve KV with.
+
+    Args:
+        grpc_server: Not started yet.
+        fleet_token: That readers must know.
+        incarnation: Of the worker.
+        pool_fd: Its KV pool, opened for reading.
+    """
+
+    grpc_server: grpc.aio.Server
+    fleet_token: str
+    incarnation: bytes
+    pool_fd: int
+
+
+class TransportServer(Protocol):
+    """The sending side of one transport."""
+
+    @property
+    def offer(self) -> common_pb2.TransportOffer | None:
+        """What peers must know to pull this way; None if nothing."""
+
+    async def start(self, source: FrameSource) -> None:
+        """Begin to serve."""
+
+    async def close(self) -> None:
+        """End all connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +155,10 @@ class TransportKind:
 
     Args:
         connect: Makes the pulling side from the worker's channels and the fleet token.
-        serve: Offers a source of frames beside (or through) the worker's gRPC server.
+        serve: Makes the sending side.
+        by_default: Whether workers offer it that were not told by what to serve.
     """
 
     connect: Callable[[Channels, str], Transport]
-    serve: Callable[[grpc.aio.Server, FrameSource], None]
+    serve: Callable[[ServingSide], TransportServer]
+    by_default: bool = True

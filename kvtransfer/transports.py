@@ -1,25 +1,34 @@
 """The transports that there are. To add one: a file beside ``grpc_transport.py``, a line here."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
-from batonpb.decode_pb2 import PrefillTarget
+from kvtransfer import grpc_transport, shared_memory, shared_memory_server
+from kvtransfer.pair import pulling, sending
+from kvtransfer.transport import ServingSide, Transport, TransportKind, TransportServer
+from wire.grpc_channels import Channels
 
-from kvtransfer import grpc_transport
-from kvtransfer.transport import Transport, TransportError, TransportKind
+FALLBACK = "grpc"
+"""Reaches every peer, and is taken whenever another one fails."""
 
 TRANSPORTS: dict[str, TransportKind] = {
-    "grpc": TransportKind(grpc_transport.GrpcTransport, grpc_transport.serve),
+    shared_memory.NAME: TransportKind(
+        shared_memory.SharedMemoryTransport, shared_memory_server.SharedMemoryServer
+    ),
+    sending.NAME: TransportKind(pulling.PairTransport, sending.PairServer, by_default=False),
+    FALLBACK: TransportKind(grpc_transport.GrpcTransport, grpc_transport.GrpcServer),
 }
-"""By name, best first: a pull takes the first one that reaches the peer. gRPC reaches all."""
+"""By name, best first, as long as nothing else was measured (``kvtransfer/edge.py``)."""
 
 
-def transport_to(peer: PrefillTarget, transports: Sequence[Transport]) -> Transport:
-    """The best transport to a peer.
+def connect_all(channels: Channels, fleet_token: str) -> dict[str, Transport]:
+    """The pulling side of every transport, best first."""
+    return {name: kind.connect(channels, fleet_token) for name, kind in TRANSPORTS.items()}
 
-    Raises:
-        TransportError: None of them reaches it.
-    """
-    for transport in transports:
-        if transport.reaches(peer):
-            return transport
-    raise TransportError(f"no transport reaches {peer.worker_id}")
+
+def servers(side: ServingSide, names: Collection[str] = ()) -> list[TransportServer]:
+    """The sending sides of the transports named, or of the usual ones; always of the fallback."""
+    return [
+        kind.serve(side)
+        for name, kind in TRANSPORTS.items()
+        if name == FALLBACK or (name in names if names else kind.by_default)
+    ]

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -22,7 +23,7 @@ from engine.process import messages
 from engine.process.handle import EngineHandle
 from kvtransfer import chunk, sender
 from kvtransfer.fault_injection import FrameTamperer
-from kvtransfer.kv_slice import KvSlice
+from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from telemetry.metrics import Metrics
 from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing, extract
@@ -33,8 +34,6 @@ from wire.tokens import unpack_tokens
 
 HEARTBEAT_S = 0.5
 _REMEMBERED_ATTEMPTS = 4096
-
-Key = tuple[str, int, int]  # request, attempt, generation
 
 
 class Handoff:
@@ -78,8 +77,16 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._capabilities = capabilities
         self._metrics = metrics
         self._tracing = tracing
-        self._tamperer = tamperer
+        self.source = PoolSource(
+            pool,
+            identity.incarnation,
+            self._held,
+            lambda sent_bytes: metrics.inc("baton_transfer_bytes", sent_bytes, direction="sent"),
+            tamperer,
+        )
+        """What decode workers pull from, by whatever transport."""
         self._handoffs: dict[Key, Handoff] = {}
+        self._replaced: list[Handoff] = []  # by one with their key, while somebody reads from them
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._tasks = BackgroundTasks(
             "prefill service", lambda name: metrics.inc("baton_task_failures", task=name)
@@ -127,15 +134,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 if event.HasField("failed"):
                     return
 
-    async def pull(self, request: pb.PullRequest) -> AsyncIterator[bytes]:
-        """Frames of the slices asked for, in that order, while the hand-off is open."""
-        key = (request.request_id, request.attempt, request.generation)
-        bound = chunk.binding(*key, self._identity.incarnation)
-        for message in request.kv_slices:
-            kv_slice = KvSlice.from_wire(message)
-            frame = await self._frame(key, kv_slice, bound, request)
-            yield frame
-
     # ---------------------------------------------------------------- hand-offs
 
     def _open(self, start: pb.PrefillStart) -> tuple[Handoff, bool]:
@@ -162,6 +160,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         engine_id = f"p/{start.request_id}/{start.attempt}/{self._serial}"
         command = submit_from_wire(start, engine_id, Kind.PREFILL, start.skip_blocks)
         handoff = Handoff(engine_id, start, machine)
+        if existing is not None:
+            self._replaced.append(existing)
         self._handoffs[key] = handoff
         self._attempts[start.request_id] = start.attempt
         self._attempts.move_to_end(start.request_id)
@@ -218,6 +218,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 if handoff.machine.done is None:
                     span.end()
 
+    def _held(self, key: Key) -> HeldKv | None:
+        """For the source of frames."""
+        handoff = self._handoffs.get(key)
+        if handoff is None:
+            return None
+        return HeldKv(handoff.machine, partial(self._perform, handoff))
+
     def _ended(self, key: Key, handoff: Handoff, report: ev.Ended) -> None:
         if report.error_code and report.error_code != "cancelled":
             error = common_pb2.Error(code=report.error_code, message=report.error_message)
@@ -246,52 +253,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     )
                     handoff.events.put_nowait(pb.PrefillEvent(commit=record))
                 case sender.GiveBack():
+                    if action.overdue:
+                        self._metrics.inc("baton_loans_overdue", action.overdue)
                     if action.cancel:
                         self._engine.client.send(messages.Cancel(handoff.engine_id))
                     else:
                         self._engine.client.send(messages.Release(handoff.engine_id))
-
-    # ---------------------------------------------------------------- frames
-
-    async def _frame(
-        self, key: Key, kv_slice: KvSlice, bound: bytes, request: pb.PullRequest
-    ) -> bytes:
-        header = pb.ChunkHeader(
-            request_id=key[0],
-            attempt=key[1],
-            generation=key[2],
-            source_incarnation=self._identity.incarnation,
-            kv_slice=kv_slice.to_wire(),
-        )
-        handoff = self._handoffs.get(key)
-        same_life = request.source_incarnation == self._identity.incarnation
-        if handoff is None or not same_life or not handoff.machine.may_read(kv_slice):
-            return self._gone(header, "these blocks are not held here (any more)")
-        handoff.machine.read_begins()
-        try:
-            payload, digests = await asyncio.to_thread(
-                self._read, handoff.machine.blocks, kv_slice, bound
-            )
-        finally:
-            still_open = handoff.machine.state is sender.SenderState.OPEN
-            self._perform(handoff, handoff.machine.read_ended())
-        if not still_open:  # revoked while we read: the bytes may belong to someone else
-            return self._gone(header, "the hand-off has ended")
-        header.payload_bytes, header.digests = len(payload), digests
-        self._metrics.inc("baton_transfer_bytes", len(payload), direction="sent")
-        if self._tamperer is not None:
-            header, payload = self._tamperer.apply(header, payload)
-        return chunk.encode(header, payload)
-
-    def _read(
-        self, blocks: tuple[int, ...], kv_slice: KvSlice, bound: bytes
-    ) -> tuple[bytes, bytes]:
-        payload = self._pool.read(blocks, kv_slice)
-        return payload, chunk.digests(payload, kv_slice, self._pool.geometry, bound)
-
-    def _gone(self, header: pb.ChunkHeader, why: str) -> bytes:
-        header.error.CopyFrom(common_pb2.Error(code="gone", message=why, retryable=True))
-        return chunk.encode(header, b"")
 
     # ---------------------------------------------------------------- time
 
@@ -300,7 +267,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now_ns = time.monotonic_ns()
-            for handoff in list(self._handoffs.values()):
+            self._replaced = [
+                old for old in self._replaced if old.machine.state is not sender.SenderState.CLOSED
+            ]
+            for handoff in [*self._handoffs.values(), *self._replaced]:
                 was_open = handoff.machine.state is sender.SenderState.OPEN
                 self._perform(handoff, handoff.machine.tick(now_ns))
                 if was_open and handoff.machine.state is not sender.SenderState.OPEN:

@@ -286,6 +286,15 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         ),
     ),
     "baton_transfer_seconds": _seconds("First chunk asked for to commit."),
+    "baton_pulled_bytes": _count("KV payload bytes that were pulled and verified.", "transport"),
+    "baton_transfer_fallbacks": _count(
+        "Pulls that gRPC had to finish, by the transport that could not: late, broke, short, "
+        "damaged.",
+        *("transport", "reason"),
+    ),
+    "baton_loans_overdue": _count(
+        "Slices lent to a reader on this host that were taken back before it let go."
+    ),
     "baton_chunks_refused": _count("Chunks that failed verification, by cause.", "cause"),
     "baton_chunks_repaired": _count("Chunks pulled again after damage."),
     "baton_orphans": _count("Requests that lapsed by lease."),

@@ -26,6 +26,18 @@ def kv_group(geometry: KvGeometry) -> pb.KvGroup:
     )
 
 
+def geometry_of(group: pb.KvGroup, num_blocks: int) -> KvGeometry:
+    """The pool of a worker with that kv group: ``kv_group`` backwards."""
+    return KvGeometry(
+        num_layers=len(group.layer_ids),
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        num_blocks=num_blocks,
+        dtype=group.dtype,
+        block_tokens=group.block_tokens,
+    )
+
+
 def kv_format(capabilities: pb.Capabilities) -> str:
     """Shape and dtype of a block, such as ``bf16/30x3x64/16``; part of every block's name."""
     return ";".join(

@@ -1,6 +1,7 @@
 """The shell's handle on a step-loop process: start it, send commands, hear reports."""
 
 import asyncio
+import fcntl
 import logging
 import mmap
 import os
@@ -102,6 +103,7 @@ class EngineClient:
         tasks: What runs in the background; ended with the process.
         ready: What the engine said when it was loaded.
         pool: Its KV pool.
+        pool_fd: The pool's memory file, opened for reading; closed with the process.
     """
 
     def __init__(
@@ -113,9 +115,11 @@ class EngineClient:
         tasks: BackgroundTasks,
         ready: messages.Ready,
         pool: memoryview,
+        pool_fd: int,
     ) -> None:
         self.ready = ready
         self.pool = pool
+        self.pool_fd = pool_fd
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = process
         self._writer = writer
@@ -150,7 +154,8 @@ class EngineClient:
         async with AsyncExitStack() as undo:
             tasks = BackgroundTasks("engine client", count_task_failure)
             undo.push_async_callback(tasks.close)
-            pool_fd = os.memfd_create("baton-kv")  # the kernel frees it with its last user
+            # The kernel frees it with its last user. Whoever maps it may rely on its size.
+            pool_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 process, control = await _spawn(settings, pool_fd, stderr)
                 undo.push_async_callback(_kill, process)
@@ -160,9 +165,11 @@ class EngineClient:
                 async with tasks.beside(_tell_exit(process, listening, inbox), "loading"):
                     ready = await inbox.until_ready(timeout_s)
                 pool = memoryview(mmap.mmap(pool_fd, ready.geometry.pool_bytes))
+                fcntl.fcntl(pool_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+                reading_fd = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY)
             finally:
                 os.close(pool_fd)
-            client = cls(process, writer, inbox, listening, tasks, ready, pool)
+            client = cls(process, writer, inbox, listening, tasks, ready, pool, reading_fd)
             undo.pop_all()
         return client
 
@@ -199,6 +206,9 @@ class EngineClient:
         if not self.exited.done():
             self.exited.set_result(code)
         self._writer.close()
+        if self.pool_fd >= 0:
+            os.close(self.pool_fd)
+            self.pool_fd = -1
         return code
 
     async def _watch(self, listening: asyncio.Task[None]) -> None:

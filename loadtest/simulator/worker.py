@@ -13,7 +13,6 @@ from hashlib import blake2b
 from batonpb.common_pb2 import BlockCounts, WorkerStatus
 from batonpb.common_pb2 import EdgeRate as EdgeRateMessage
 
-from decode_worker.peers import EdgeRate
 from engine.core import events as ev
 from engine.core.core import EngineCore, Publication
 from engine.core.errors import BatonError
@@ -26,6 +25,7 @@ from engine.core.sequence import EngineRequest, TokenSequence
 from engine.emulated import EmulatedAdapters
 from engine.emulated_timing import WorkerTiming
 from engine.process.step_rates import StepRates
+from kvtransfer.edge import EdgeRate
 from loadtest.simulator.clock import VirtualClock
 
 Handler = Callable[[ev.Event], None]

@@ -33,20 +33,32 @@ class KvGroup(_message.Message):
     def __init__(self, id: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., components: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("wire", "kv_groups", "numerics_id", "weights_digest", "model", "max_context_tokens")
+    __slots__ = ("wire", "kv_groups", "numerics_id", "weights_digest", "model", "max_context_tokens", "transports")
     WIRE_FIELD_NUMBER: _ClassVar[int]
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     wire: WireRange
     kv_groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
     numerics_id: str
     weights_digest: bytes
     model: str
     max_context_tokens: int
-    def __init__(self, wire: _Optional[_Union[WireRange, _Mapping]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., numerics_id: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ...) -> None: ...
+    transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
+    def __init__(self, wire: _Optional[_Union[WireRange, _Mapping]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., numerics_id: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ...) -> None: ...
+
+class TransportOffer(_message.Message):
+    __slots__ = ("name", "place", "address")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    place: str
+    address: str
+    def __init__(self, name: _Optional[str] = ..., place: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerIdentity(_message.Message):
     __slots__ = ("worker_id", "incarnation", "epoch", "role", "host", "address", "pid")

@@ -202,7 +202,7 @@ class KvSlice(_message.Message):
     def __init__(self, kv_group: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_count: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_count: _Optional[int] = ..., block_begin: _Optional[int] = ..., block_count: _Optional[int] = ..., valid_tokens: _Optional[int] = ...) -> None: ...
 
 class ChunkHeader(_message.Message):
-    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slice", "payload_bytes", "digests", "error")
+    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slice", "payload_bytes", "digests", "error", "pages")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,7 @@ class ChunkHeader(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     generation: int
@@ -219,4 +220,65 @@ class ChunkHeader(_message.Message):
     payload_bytes: int
     digests: bytes
     error: _common_pb2.Error
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slice: _Optional[_Union[KvSlice, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slice: _Optional[_Union[KvSlice, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PoolRequest(_message.Message):
+    __slots__ = ("serial", "attach", "pull", "let_go")
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    LET_GO_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    attach: PoolAttach
+    pull: PullRequest
+    let_go: Release
+    def __init__(self, serial: _Optional[int] = ..., attach: _Optional[_Union[PoolAttach, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., let_go: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+
+class PoolAttach(_message.Message):
+    __slots__ = ("fleet_token", "incarnation")
+    FLEET_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    fleet_token: str
+    incarnation: bytes
+    def __init__(self, fleet_token: _Optional[str] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
+
+class PoolLoan(_message.Message):
+    __slots__ = ("serial", "chunks")
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkHeader]
+    def __init__(self, serial: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkHeader, _Mapping]]] = ...) -> None: ...
+
+class PairRequest(_message.Message):
+    __slots__ = ("serial", "open", "pull")
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    open: PairOpen
+    pull: PullRequest
+    def __init__(self, serial: _Optional[int] = ..., open: _Optional[_Union[PairOpen, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+
+class PairOpen(_message.Message):
+    __slots__ = ("incarnation", "host")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    incarnation: bytes
+    host: str
+    def __init__(self, incarnation: _Optional[bytes] = ..., host: _Optional[str] = ...) -> None: ...
+
+class PairReply(_message.Message):
+    __slots__ = ("serial", "store_port", "posted_bytes", "ended", "failed")
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    POSTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    store_port: int
+    posted_bytes: int
+    ended: Release
+    failed: _common_pb2.Error
+    def __init__(self, serial: _Optional[int] = ..., store_port: _Optional[int] = ..., posted_bytes: _Optional[int] = ..., ended: _Optional[_Union[Release, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...

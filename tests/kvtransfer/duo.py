@@ -4,75 +4,17 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.core import events as ev
-from engine.core.core import EngineCore
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
+from engine.core.sequence import EngineRequest, Kind
 from engine.core.speculative.proposers import Speculation
-from engine.emulated import EmulatedRunner
 from kvtransfer import chunk, receiver, sender
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender, SenderState
+from tests.kvtransfer.frames import byte_frame, lent_frame
+from tests.kvtransfer.step_by_step import Engine, golden, spec_of
 
-SEED = b"s" * 16
-PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
 LEASE_NS = 3_000_000_000
-LAYERS = 3
 DEEDS = ("damaged", "gone at the peer")  # what a peer does while it lives
-
-
-def spec_of(kind: Kind, ticket: int = 0, skip_blocks: int = 0) -> RequestSpec:
-    return RequestSpec(
-        kind=kind, params=PARAMS, hash_seed=SEED, ticket=ticket, skip_blocks=skip_blocks
-    )
-
-
-class Engine:
-    """A core, its pool, and its view for frames."""
-
-    def __init__(self, blocks: int, speculation: Speculation | None = None) -> None:
-        geometry = KvGeometry(
-            num_layers=LAYERS, num_kv_heads=2, head_dim=4, num_blocks=blocks, dtype="bf16"
-        )
-        data = bytearray(geometry.pool_bytes)
-        self.core = EngineCore(
-            EmulatedRunner(geometry, data),
-            SchedulerConfig(8, 32),
-            group_layers_bytes=1,
-            check_every_step=True,
-            speculation=speculation,
-        )
-        self.view = chunk.PoolView(data, geometry)
-
-    def step(self, now_ns: int) -> list[ev.Event]:
-        plan = self.core.plan(now_ns)
-        early = self.core.take_admissions()
-        if not plan.rows:
-            return early + self.core.take_events()
-        published: list[ev.Event] = []
-        publications = self.core.publications(plan)
-
-        def done(layers: int) -> None:
-            events = [p.on_layers_done(layers, LAYERS) for p in publications]
-            published.extend(event for event in events if event)
-
-        results = self.core.runner.execute(plan, done)
-        return early + published + self.core.apply(plan, results, now_ns, 1)
-
-
-def golden(prompt: list[int]) -> list[int]:
-    engine = Engine(64)
-    engine.core.scheduler.submit(
-        EngineRequest(request_id="g", prompt=prompt, spec=spec_of(Kind.FULL)), 0
-    )
-    tokens: list[int] = []
-    for now_ns in range(50):
-        for event in engine.step(now_ns):
-            if isinstance(event, ev.Tokens):
-                tokens += [token.token for token in event.tokens]
-    return tokens
 
 
 @dataclass
@@ -88,10 +30,11 @@ class Handover:
     target_life: int = 1  # of the one that the router named
     out_generation: int = 0
     out_id: str = ""
+    left: list[tuple[HandoffSender, str]] = field(default_factory=list)  # pages still lent, say
     opened: int = 0  # number of the stream, so that an old one's words are not heard
     heard: deque = field(default_factory=deque)  # prefill -> decode: (stream, action)
     asked: deque = field(default_factory=deque)  # slices: (generation, life, kv_slice, epoch)
-    arrived: deque = field(default_factory=deque)  # frames being checked
+    arrived: deque = field(default_factory=deque)  # frames being checked: (frame, ...)
     first: int | None = None
     tokens: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -207,12 +150,12 @@ class Duo:
                     ),
                 )
 
-    def fetch(self, handover: Handover, damage: str = "") -> None:
-        """A frame that was asked for is read and arrives, perhaps damaged or twice."""
+    def fetch(self, handover: Handover, damage: str = "", lend: bool = False) -> None:
+        """A frame that was asked for arrives, perhaps damaged or twice: a copy, or pages lent."""
         if not handover.asked:
             return
         generation, life, kv_slice, epoch = handover.asked.popleft()
-        out = handover.out
+        out, out_id = handover.out, handover.out_id
         if life != self.life or damage == "lost":  # nobody answers any more, or not in time
             self.act(handover, handover.intake.pull_failed([kv_slice], "broken", epoch))
             return
@@ -220,31 +163,45 @@ class Duo:
             if handover.intake.frame_arrived(kv_slice, epoch):
                 self.act(handover, handover.intake.frame_gone(kv_slice, epoch))
             return
-        out.read_begins()
-        payload = self.prefill.view.read(out.blocks, kv_slice)
-        self.give(handover, out.read_ended())
-        bound = chunk.binding(handover.name, 1, generation, bytes([life]) * 16)
-        digests = chunk.digests(payload, kv_slice, self.prefill.view.geometry, bound)
-        if damage == "flip":
-            payload = bytes([payload[0] ^ 1]) + payload[1:]
+        claim = (handover.name, 1, generation, bytes([life]) * 16)
+        make = lent_frame if lend else byte_frame
         for _ in range(2 if damage == "twice" else 1):
+            out.read_begins()
+            frame = make(self.prefill.view, out.blocks, kv_slice, claim, damage == "flip")
+            if lend:
+                out.lend(1)
+            self.give(out_id, out.read_ended())
+            loan = (self.prefill, out, out_id) if lend else None
+            bound = chunk.binding(*claim)
             if handover.intake.frame_arrived(kv_slice, epoch):
                 handover.arrived.append(
-                    (handover.intake.blocks, kv_slice, payload, digests, bound, epoch)
+                    (handover.intake.blocks, kv_slice, frame, bound, epoch, loan)
                 )
+            else:
+                self.let_go(loan)
 
     def store(self, handover: Handover) -> None:
-        """A frame that arrived is checked and written, in a thread of its own as it were."""
+        """A frame that arrived is checked and written, in a thread of its own as it were.
+
+        Pages that were lent are read only now: they may long have gone to somebody else.
+        """
         if not handover.arrived:
             return
-        table, kv_slice, payload, digests, bound, epoch = handover.arrived.popleft()
-        if chunk.digests(payload, kv_slice, self.decode.view.geometry, bound) != digests:
+        table, kv_slice, frame, bound, epoch, loan = handover.arrived.popleft()
+        self.assert_ours(handover, table, kv_slice)
+        try:
+            frame.store(self.decode.view, table, kv_slice, bound)
+        except chunk.ChunkError:
             self.act(handover, handover.intake.frame_bad(kv_slice, epoch))
         else:
-            self.assert_ours(handover, table, kv_slice)
-            self.decode.view.write(table, kv_slice, payload)
             self.act(handover, handover.intake.frame_stored(kv_slice, epoch, self.now_ns))
+        self.let_go(loan)
         self.finish_cancel(handover)
+
+    def let_go(self, loan: tuple | None) -> None:
+        """The reader is done with pages that were lent; their owner may be another life by now."""
+        if loan is not None and loan[0] is self.prefill:
+            self.give(loan[2], loan[1].loan_ended(1))
 
     def heartbeat(self, handover: Handover) -> None:
         """The prefill worker says that it lives."""
@@ -264,7 +221,7 @@ class Duo:
         """
         self.prefill, self.life = Engine(self.prefill_blocks), self.life + 1
         for handover in self.requests.values():
-            handover.out = None
+            handover.out, handover.left = None, []
             handover.heard.append((handover.opened, "died"))
 
     def replace(self, handover: Handover) -> None:
@@ -292,10 +249,23 @@ class Duo:
         """Nobody renews for longer than the lease."""
         self.now_ns += LEASE_NS + 1
         for handover in self.requests.values():
-            if handover.out is not None:
-                self.give(handover, handover.out.tick(self.now_ns))
-                if handover.out.state is not SenderState.OPEN:
-                    handover.heard.append((handover.opened, "ended"))
+            self.tick_sender(handover)
+            if handover.out is not None and handover.out.state is not SenderState.OPEN:
+                handover.heard.append((handover.opened, "ended"))
+
+    def overdue(self) -> None:
+        """Loans of what has ended are not waited for any longer."""
+        for _ in range(2):
+            self.now_ns += sender.DRAIN_NS
+            for handover in self.requests.values():
+                if handover.out is None or handover.out.state is not SenderState.OPEN:
+                    self.tick_sender(handover)
+
+    def tick_sender(self, handover: Handover) -> None:
+        if handover.out is not None:
+            self.give(handover.out_id, handover.out.tick(self.now_ns))
+        for out, out_id in handover.left:
+            self.give(out_id, out.tick(self.now_ns))
 
     # -- inside ----------------------------------------------------------------
 
@@ -322,7 +292,7 @@ class Duo:
                     handover.opened += 1
                     if handover.out is not None:
                         end = handover.out.release if action.release else handover.out.cancel
-                        self.give(handover, end())
+                        self.give(handover.out_id, end())
                 case receiver.AskForPeer():
                     assert handover.intake.state is ReceiverState.NO_PEER
                     own_deed = any(word in action.reason for word in DEEDS)
@@ -356,6 +326,8 @@ class Duo:
             handover.out.renew(self.now_ns)
             handover.heard.extend((stream, said) for said in handover.out.replay())
             return
+        if handover.out is not None:
+            handover.left.append((handover.out, handover.out_id))
         handover.life = self.life
         handover.out_generation = action.generation
         handover.out = HandoffSender(
@@ -374,10 +346,10 @@ class Duo:
     def say(self, handover: Handover, actions: list[sender.Action]) -> None:
         handover.heard.extend((handover.opened, action) for action in actions)
 
-    def give(self, handover: Handover, actions: list[sender.Action]) -> None:
+    def give(self, out_id: str, actions: list[sender.Action]) -> None:
         for action in actions:
             if isinstance(action, sender.GiveBack):
-                self.prefill.core.scheduler.cancel(handover.out_id)
+                self.prefill.core.scheduler.cancel(out_id)
 
     def finish_cancel(self, handover: Handover) -> None:
         if handover.cancelled and not handover.intake.writing:
@@ -408,6 +380,7 @@ class Duo:
             for handover in self.requests.values():
                 if handover.out is not None:
                     handover.out.renew(self.now_ns)
+                self.tick_sender(handover)
                 if handover.intake.state is ReceiverState.NO_PEER:
                     self.act(handover, handover.intake.tick(self.now_ns))
                 self.replace(handover)

@@ -68,6 +68,31 @@ def test_damage_is_repaired_by_pulling_again():
     assert handover.tokens == GOLDEN[90]
 
 
+def test_pages_that_are_read_after_their_loan_ran_out_are_refused():
+    """A reader that stood still: by the time it reads, the pages hold another prompt's KV."""
+    duo = Duo(prefill_blocks=6)
+    late = duo.submit(list(range(90)))
+    while not late.asked:
+        duo.step_prefill()
+        duo.step_decode()
+        duo.hear_engine()
+        duo.hear(late)
+    duo.fetch(late, lend=True)
+    duo.lapse()
+    duo.overdue()
+    other = duo.submit([7] * 90)
+    for _ in range(20):
+        duo.step_prefill()
+        duo.step_decode()
+        duo.hear_engine()
+        duo.hear(other)
+    duo.store(late)
+    assert late.intake.repairs == 1
+    duo.settle()
+    assert late.tokens == GOLDEN[90]
+    assert other.tokens == golden([7] * 90)
+
+
 def test_the_decode_side_may_speculate():
     known = {(tuple(range(length)), 0): answer for length, answer in GOLDEN.items()}
     speculation = oracle(known, 1.0)
@@ -152,10 +177,14 @@ class Handovers(RuleBasedStateMachine):
     def heartbeat(self, index):
         self.duo.heartbeat(self.pick(index))
 
-    @rule(index=st.integers(0, 5), damage=st.sampled_from(["", "", "", "flip", "twice", "lost"]))
+    @rule(
+        index=st.integers(0, 5),
+        damage=st.sampled_from(["", "", "", "flip", "twice", "lost"]),
+        lend=st.booleans(),
+    )
     @precondition(lambda self: self.duo.requests)
-    def fetch(self, index, damage):
-        self.duo.fetch(self.pick(index), damage)
+    def fetch(self, index, damage, lend):
+        self.duo.fetch(self.pick(index), damage, lend)
 
     @rule(index=st.integers(0, 5), count=st.integers(1, 3))
     @precondition(lambda self: self.duo.requests)
@@ -191,6 +220,10 @@ class Handovers(RuleBasedStateMachine):
     @rule()
     def lapse(self):
         self.duo.lapse()
+
+    @rule()
+    def overdue(self):
+        self.duo.overdue()
 
     @invariant()
     def nothing_leaks(self):

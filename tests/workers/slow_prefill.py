@@ -4,18 +4,25 @@ import time
 from typing import Any
 
 from fleet.worker import main
-from prefill_worker.service import PrefillService
+from kvtransfer.pool_source import PoolSource
 
-READ_S = 0.1
+READ_S = 0.1  # of one slice
 
 
-def read_slowly(service: PrefillService, *arguments: Any) -> tuple[bytes, bytes]:
-    """Instead of ``PrefillService._read``."""
+def copy_slowly(source: PoolSource, *arguments: Any) -> tuple[bytes, bytes]:
+    """Instead of ``PoolSource._copy``."""
     time.sleep(READ_S)
-    return _read(service, *arguments)
+    return _copy(source, *arguments)
+
+
+def digest_slowly(source: PoolSource, blocks: Any, kv_slices: Any, bound: bytes) -> list[bytes]:
+    """Instead of ``PoolSource._digests``."""
+    time.sleep(READ_S * len(kv_slices))
+    return _digests(source, blocks, kv_slices, bound)
 
 
 if __name__ == "__main__":
-    _read = PrefillService._read
-    PrefillService._read = read_slowly  # type: ignore[method-assign]
+    _copy, _digests = PoolSource._copy, PoolSource._digests
+    PoolSource._copy = copy_slowly  # type: ignore[method-assign]
+    PoolSource._digests = digest_slowly  # type: ignore[method-assign]
     main()

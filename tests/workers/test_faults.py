@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from functools import partial
 
 import pytest
 from batonpb import decode_pb2 as pb
@@ -11,7 +10,8 @@ from batonpb import decode_pb2 as pb
 from decode_worker import service
 from decode_worker.parts import WorkerParts
 from kvtransfer import receiver
-from kvtransfer.chunk import PoolView
+from kvtransfer.kv_slice import cut
+from kvtransfer.lent_pages import LentFrame
 from tests.workers.harness import WorkerProcess, routed, worker_here, workers
 
 PROMPT = list(range(3, 203))
@@ -22,16 +22,16 @@ async def test_a_fault_while_a_frame_is_stored_leaves_no_page_behind(
     monkeypatch: pytest.MonkeyPatch, faults: int
 ) -> None:
     """Defect 7: repaired, or given up with a typed reason; in both cases all pages come free."""
-    write, left = PoolView.write, faults
+    store, left = LentFrame.store, faults
 
-    def faulty(self, blocks, kv_slice, payload) -> None:
+    def faulty(self, *arguments) -> None:
         nonlocal left
         left -= 1
         if left >= 0:
             raise IndexError("by design")
-        write(self, blocks, kv_slice, payload)
+        store(self, *arguments)
 
-    monkeypatch.setattr(PoolView, "write", faulty)
+    monkeypatch.setattr(LentFrame, "store", faulty)
     async with workers("prefill-0") as (prefill,), worker_here("decode-0") as decode:
         async with routed(decode) as router:
             await router.submit("a", PROMPT, prefill)
@@ -96,7 +96,7 @@ async def test_prefill_shells_that_are_killed_with_pulls_in_flight_are_told_as_d
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Defect 1: two of five were told as alive, and did not count for the query of death."""
-    monkeypatch.setattr(receiver, "cut", partial(receiver.cut, frame_bytes=1 << 12))
+    monkeypatch.setattr(receiver, "cut", lambda *slice_of: cut(*slice_of[:2], frame_bytes=1 << 12))
     names = [f"prefill-{number}" for number in range(5)]
     slow = "tests.workers.slow_prefill"
     prefills = await asyncio.gather(*(WorkerProcess.start(name, slow) for name in names))

@@ -19,6 +19,7 @@ from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published
 from decode_worker.handoff import Handoff
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
+from kvtransfer.kv_slice import FRAME_BYTES
 from tests.workers.harness import TOKEN, MiniRouter, routed, workers
 from wire.grpc_options import open_channel, token_metadata
 from wire.tokens import pack_tokens, unpack_tokens
@@ -80,6 +81,7 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     submission = pb.Submission(request_id="a", prompt_tokens=pack_tokens(range(400)))
     submission.sampling.max_tokens = 1
     pool, peers = SimpleNamespace(geometry=geometry), AsyncMock()
+    peers.frame_bytes = Mock(return_value=FRAME_BYTES)
     parts = SimpleNamespace(
         engine=Mock(),
         pool=pool,

@@ -11,6 +11,8 @@ from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published, Renew
 from decode_worker.handoff import Handoff
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
+from kvtransfer.edge import Edge
+from kvtransfer.kv_slice import FRAME_BYTES
 from wire.tokens import pack_tokens
 
 GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
@@ -41,7 +43,9 @@ async def test_pulls_that_raise_are_failed_pulls() -> None:
         await asyncio.sleep(60)
 
     peers = Mock(greet=greet)
-    peers.edge.return_value = SimpleNamespace(bytes_per_s=1e9)
+    peers.ways.return_value = ["grpc"]
+    peers.edge.return_value = Edge()
+    peers.frame_bytes.return_value = FRAME_BYTES
     peers.pull.side_effect = RuntimeError("by design")
     handoff, listener = handoff_with(peers, failures)
     handoff.on_event(PrefillEvent(accepted=PrefillAccepted()))

@@ -11,7 +11,7 @@ from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
-from decode_worker.peers import EdgeRate, PeerGoneError, PeerRefusedError, Peers
+from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
 
 
 class Answering(prefill_pb2_grpc.PrefillServicer):
@@ -93,19 +93,3 @@ async def test_a_life_that_was_replaced_leaves_no_channel_behind() -> None:
             await server.stop(None)
         assert len(ours._channels._by_address) == 1
         assert len(ours._greeted) == 1
-
-
-def test_an_edge_is_as_fast_as_half_of_its_bytes_came() -> None:
-    """What waited for the wire, and what was too small to tell, must not make it look slow."""
-    edge = EdgeRate()
-    assert not edge.measured
-    edge.note(1_000, 1.0)  # tells of latency only
-    assert not edge.measured
-    edge.note(100_000_000, 0.01)
-    assert edge.bytes_per_s == 1e10
-    edge.note(100_000, 0.001)
-    edge.note(90_000_000, 9.0)
-    assert edge.bytes_per_s == 1e10
-    for _ in range(9):
-        edge.note(100_000_000, 0.1)
-    assert edge.bytes_per_s == pytest.approx(1e9), "a change is believed after some pulls"

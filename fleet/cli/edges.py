@@ -1,0 +1,174 @@
+"""What each edge of a running fleet carries, by each transport that both its ends have.
+
+Every pair takes part in a real hand-off for each transport: a probe, which no metric counts and no
+cache keeps. The figure is the decode worker's own, of its pulls.
+"""
+
+import asyncio
+import random
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from batonpb import common_pb2, decode_pb2_grpc
+from batonpb import decode_pb2 as pb
+
+from kvtransfer.transports import FALLBACK, TRANSPORTS
+from registry.redis_store import Registry
+from registry.types import WorkerRecord
+from wire.compatibility import own_wire
+from wire.grpc_options import open_channel, token_metadata
+from wire.tokens import pack_tokens
+
+PROMPT_TOKENS = 512
+PROBE_S = 30.0
+_TOKEN_IDS = range(3, 200)  # that any vocabulary has
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeFigure:
+    """One edge by one transport; ``bytes_per_s`` 0: not measured, and ``why``."""
+
+    prefill_id: str
+    decode_id: str
+    transport: str
+    bytes_per_s: float = 0.0
+    why: str = ""
+
+
+class _Line:
+    """A router's stream to one worker, with just what a probe needs."""
+
+    def __init__(self, record: WorkerRecord, call: Any, router_id: str) -> None:
+        self.record = record
+        self.capabilities = common_pb2.Capabilities()
+        self._call = call
+        self._router_id = router_id
+
+    async def greet(self) -> None:
+        """Say who we are, and hear what the worker can."""
+        hello = pb.Hello(router_id=self._router_id, wire=own_wire())
+        await self._call.write(pb.RouterFrame(hello=hello))
+        frame = await self._until(lambda frame: frame.HasField("status"))
+        self.capabilities = frame.status.capabilities
+
+    async def probe(self, prefill: WorkerRecord, transport: str) -> EdgeFigure:
+        """One hand-off from there to here."""
+        name = f"doctor-{secrets.token_hex(8)}"
+        tokens = min(PROMPT_TOKENS, self.capabilities.max_context_tokens // 2)
+        submission = pb.Submission(
+            request_id=name,
+            attempt=1,
+            prompt_tokens=pack_tokens([random.choice(_TOKEN_IDS) for _ in range(tokens)]),
+            sampling=common_pb2.SamplingParams(
+                max_tokens=2, n=1, top_p=1.0, repetition_penalty=1.0, logprobs=-1, ignore_eos=True
+            ),
+            hash_seed=secrets.token_bytes(16),
+            prefill=pb.PrefillTarget(
+                worker_id=prefill.worker_id,
+                incarnation=prefill.incarnation,
+                address=prefill.address,
+                transport=transport,
+            ),
+            router_id=self._router_id,
+            lease_ms=int(PROBE_S * 1000),
+            probe=True,
+        )
+        await self._call.write(pb.RouterFrame(submit=submission))
+        why = ""
+        ended = await self._until(
+            lambda frame: (
+                any(n.request_id == name for n in frame.prefill_needed)
+                or any(end.request_id == name for end in frame.ends)
+            )
+        )
+        for needed in ended.prefill_needed:
+            if needed.request_id == name:
+                why = needed.reason.message
+                cancel = pb.Cancel(request_id=name, attempt=1)
+                await self._call.write(pb.RouterFrame(cancel=cancel))
+        for end in ended.ends:
+            if end.request_id == name and end.HasField("error"):
+                why = end.error.message
+        if why:
+            return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
+        status = (await self._until(lambda frame: frame.HasField("status"))).status
+        for edge in status.edges:
+            if edge.prefill_worker_id == prefill.worker_id:
+                rate = edge.bytes_per_s
+                return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, rate)
+        why = "too little was handed over to tell"
+        return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
+
+    async def _until(self, there: Callable[[pb.WorkerFrame], bool]) -> pb.WorkerFrame:
+        async with asyncio.timeout(PROBE_S):
+            while True:
+                frame = await self._call.read()
+                if not isinstance(frame, pb.WorkerFrame):
+                    raise ConnectionError(f"{self.record.worker_id} ended the stream")
+                if there(frame):
+                    return frame
+
+
+async def measure_edges(redis_url: str, fleet: str, fleet_token: str) -> list[EdgeFigure]:
+    """Every pair of a prefill and a decode worker, one after the other.
+
+    Raises:
+        ConnectionError: A worker, or Redis, does not answer.
+    """
+    registry = await Registry.connect(redis_url, fleet)
+    try:
+        _, records = await registry.records()
+    finally:
+        await registry.close()
+    router_id = f"doctor-{secrets.token_hex(4)}"
+    async with AsyncExitStack() as undo:
+        lines = [
+            await undo.enter_async_context(_line(record, router_id, fleet_token))
+            for record in sorted(records.values(), key=lambda record: record.worker_id)
+            if record.state == "ready"
+        ]
+        pairs = [
+            (prefill, decode)
+            for decode in lines
+            for prefill in lines
+            if (prefill.record.role, decode.record.role) == ("prefill", "decode")
+        ]
+        return [
+            await _measure(prefill, decode, transport)
+            for prefill, decode in pairs
+            for transport in _common(prefill.capabilities, decode.capabilities)
+        ]
+
+
+async def _measure(prefill: _Line, decode: _Line, transport: str) -> EdgeFigure:
+    try:
+        return await decode.probe(prefill.record, transport)
+    except TimeoutError:
+        why = f"nothing came of it in {PROBE_S:.0f} s"
+        return EdgeFigure(prefill.record.worker_id, decode.record.worker_id, transport, why=why)
+
+
+def _common(prefill: common_pb2.Capabilities, decode: common_pb2.Capabilities) -> list[str]:
+    """Transports that both have, in one place."""
+    ours = {(offer.name, offer.place) for offer in decode.transports}
+    both = {offer.name for offer in prefill.transports if (offer.name, offer.place) in ours}
+    return [name for name in TRANSPORTS if name in both or name == FALLBACK]
+
+
+@asynccontextmanager
+async def _line(record: WorkerRecord, router_id: str, fleet_token: str) -> AsyncIterator[_Line]:
+    channel = open_channel(record.address)
+    try:
+        call: Any = decode_pb2_grpc.DecodeStub(channel).Serve(metadata=token_metadata(fleet_token))
+        line = _Line(record, call, router_id)
+        await line.greet()
+        yield line
+    except grpc.aio.AioRpcError as error:
+        raise ConnectionError(f"{record.worker_id}: {error.details()}") from error
+    finally:
+        await channel.close()

@@ -1,0 +1,118 @@
+"""KV read where the sender has it: pages to pages, one copy, and one digest over what arrived.
+
+Both pools have one layout, so nothing is brought into wire order. The digest covers the slice in
+the order (layer, K|V, token, head, dim), whatever pages hold it; its seed covers hand-off, life and
+place. The reader computes it over its own copy: bytes that the sender has overwritten meanwhile
+fail like any others. That is why a reader who is late, frozen or dead can be left behind: it cannot
+write into the sender's pool, and what it reads too late it refuses.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from batonpb import prefill_pb2 as pb
+
+from kvtransfer.chunk import ChunkError, GoneError, PoolView, Words, check_claim
+from kvtransfer.kv_slice import KvSlice
+
+TILE_BYTES = 256 << 10  # copied, then hashed while it is in the cache; above 64 KiB without the GIL
+
+
+class _Stretch(NamedTuple):
+    """Blocks whose pages follow each other in every table."""
+
+    first_pages: tuple[int, ...]
+    blocks: int
+    tokens: int  # of each block
+
+
+def page_digest(pool: PoolView, pages: Sequence[int], kv_slice: KvSlice, bound: bytes) -> bytes:
+    """Digest of a slice that lies in these pages, 8 bytes.
+
+    Args:
+        pool: That holds it.
+        pages: One for each block of the slice.
+        kv_slice: Its place.
+        bound: ``chunk.binding`` of the hand-off.
+    """
+    digest = hasher(kv_slice, bound)
+    for (tile,) in _tiles(kv_slice, (pool, pages)):
+        digest.update(np.ascontiguousarray(tile).data)
+    return struct.pack("<Q", digest.intdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class LentFrame:
+    """Pages of a peer; see ``transport.Frame``.
+
+    Args:
+        header: With pages and their digest.
+        source: The peer's pool, mapped.
+    """
+
+    header: pb.ChunkHeader
+    source: PoolView
+
+    def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
+        """Copy into our pages, which nobody reads before the commit, and verify the copy."""
+        header = self.header
+        if header.HasField("error"):
+            raise GoneError(header.error.message)
+        pages = list(header.pages)
+        if len(pages) != kv_slice.block_count:
+            raise ChunkError(f"{len(pages)} pages for {kv_slice}", "size")
+        check_claim(header, kv_slice, bound)
+        if max(pages) >= self.source.geometry.num_blocks:
+            raise ChunkError(f"page {max(pages)} is outside the pool", "torn")
+        ours = blocks[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+        digest = hasher(kv_slice, bound)
+        for target, lent in _tiles(kv_slice, (pool, ours), (self.source, pages)):
+            target[...] = lent
+            digest.update(np.ascontiguousarray(target).data)
+        if struct.pack("<Q", digest.intdigest()) != header.digests:
+            for (target,) in _tiles(kv_slice, (pool, ours)):
+                target[...] = 0  # a NaN behind a mask would still be one
+            raise ChunkError(f"digest mismatch at {kv_slice}", "digest")
+
+
+def hasher(kv_slice: KvSlice, bound: bytes) -> xxhash.xxh3_64:
+    """The digest of a slice, before any byte of it."""
+    return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(b"pages" + bound + kv_slice.packed()))
+
+
+def _tiles(kv_slice: KvSlice, *places: tuple[PoolView, Sequence[int]]) -> Iterator[list[Words]]:
+    """The slice in order, in pieces that are one run in each of the pools."""
+    geometry = places[0][0].geometry
+    row_bytes = geometry.block_tokens * kv_slice.head_count * geometry.head_bytes
+    longest = max(1, TILE_BYTES // row_bytes)
+    tables = [table for _, table in places]
+    stretches = list(_stretches(kv_slice, geometry.block_tokens, longest, tables))
+    for layer in range(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count):
+        for kv in (0, 1):
+            rows = [pool.row(layer, kv, kv_slice) for pool, _ in places]
+            for firsts, blocks, tokens in stretches:
+                yield [
+                    row[first : first + blocks, :tokens]
+                    for row, first in zip(rows, firsts, strict=True)
+                ]
+
+
+def _stretches(
+    kv_slice: KvSlice, block_tokens: int, longest: int, tables: Sequence[Sequence[int]]
+) -> Iterator[_Stretch]:
+    full, tail = divmod(kv_slice.valid_tokens, block_tokens)
+    pages = np.asarray([table[:full] for table in tables])
+    # a block begins a run where its page does not follow the one before, in any of the tables
+    broken = np.flatnonzero((np.diff(pages, axis=1) != 1).any(axis=0)) + 1
+    edges = [0, *broken.tolist(), full] if full else []
+    for run_begin, run_end in pairwise(edges):
+        for begin in range(run_begin, run_end, longest):
+            first_pages = tuple(table[begin] for table in tables)
+            yield _Stretch(first_pages, min(longest, run_end - begin), block_tokens)
+    if tail:
+        yield _Stretch(tuple(table[full] for table in tables), 1, tail)

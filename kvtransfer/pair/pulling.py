@@ -1,0 +1,209 @@
+"""The pulling side of a two-rank group.
+
+Receives are posted in the order in which the control stream says that sends were. One that does not
+end in time ends the group: the helper process is killed, and whoever waits pulls another way.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from itertools import count
+from typing import Any
+
+import grpc
+import grpc.aio
+from batonpb import prefill_pb2 as pb
+
+from kvtransfer.chunk import ByteFrame
+from kvtransfer.kv_slice import FRAME_BYTES
+from kvtransfer.pair.helper import RECEIVER, SLOT_BYTES, START_S, Helper
+from kvtransfer.pair.sending import CONTROL, NAME
+from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
+from telemetry.tasks import BackgroundTasks
+from wire.grpc_channels import Channels
+from wire.grpc_options import token_metadata
+
+RECEIVE_S = 2.0  # of one frame whose send was posted
+_Posted = tuple[pb.PairReply, int, "asyncio.Future[None] | None"]
+
+
+class PairTransport:
+    """A group, and a helper process, for each peer that is pulled from.
+
+    Args:
+        channels: Of this worker, for control streams; whoever owns them closes them.
+        fleet_token: For every call.
+    """
+
+    frame_bytes = FRAME_BYTES
+
+    def __init__(self, channels: Channels, fleet_token: str) -> None:
+        self._channels = channels
+        self._metadata = token_metadata(fleet_token)
+        self._edges: dict[bytes, _ReceivingEdge] = {}  # by incarnation
+        self._tasks = BackgroundTasks("pair")
+
+    def reaches(self, peer: Peer) -> bool:
+        """Whether it offers groups."""
+        return peer.offer(NAME) is not None
+
+    def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
+        """Ask a peer for frames; the first pull opens the group, which takes seconds."""
+        incarnation = peer.target.incarnation
+        edge = self._edges.get(incarnation)
+        if edge is None:
+            edge = self._edges[incarnation] = _ReceivingEdge(peer)
+            self._tasks.spawn(self._keep(edge, incarnation), "edge")
+        return _PostedFrames(edge, request)
+
+    async def _keep(self, edge: "_ReceivingEdge", incarnation: bytes) -> None:
+        method: Any = self._channels.to(edge.peer.target.address).stream_stream(
+            CONTROL,
+            request_serializer=pb.PairRequest.SerializeToString,
+            response_deserializer=pb.PairReply.FromString,
+        )
+        try:
+            await edge.run(method(metadata=self._metadata))
+        finally:
+            self._edges.pop(incarnation, None)
+
+    async def close(self) -> None:
+        """End all groups."""
+        await self._tasks.close()
+
+
+class _ReceivingEdge:
+    """One sender: its control stream, the group, and the pulls under way."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.stands: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests: asyncio.Queue[pb.PairRequest] = asyncio.Queue()
+        self._serials = count(1)
+        self._posted: asyncio.Queue[_Posted] = asyncio.Queue()
+        self._broken: asyncio.Future[TransportError] = asyncio.get_running_loop().create_future()
+        self._pulls: dict[int, asyncio.Queue[bytes | TransportError | None]] = {}
+        self._over: TransportError | None = None
+
+    def ask(self, request: pb.PullRequest) -> tuple[int, "asyncio.Queue[Any]"]:
+        """Ask for frames; the pull's number, and where they will be put, None behind the last."""
+        serial = next(self._serials)
+        frames: asyncio.Queue[bytes | TransportError | None] = asyncio.Queue()
+        if self._over is not None:
+            frames.put_nowait(self._over)
+        else:
+            self._pulls[serial] = frames
+            self._requests.put_nowait(pb.PairRequest(serial=serial, pull=request))
+        return serial, frames
+
+    def forget(self, serial: int) -> None:
+        """Nobody waits for this pull's frames; those that were posted are received all the same."""
+        self._pulls.pop(serial, None)
+
+    async def run(self, call: Any) -> None:
+        """From the first word to the end of the group, whatever ends it."""
+        tasks = BackgroundTasks("pair")
+        helper = Helper(tasks)
+        over = TransportError("the worker is closing")
+        try:
+            await self._open(call, helper)
+            tasks.spawn(self._write(call), "ask")
+            tasks.spawn(self._until_it_breaks(self._listen(call, helper)), "listen")
+            tasks.spawn(self._until_it_breaks(self._hand_on(helper)), "hand on")
+            over = await self._broken
+        except TransportError as error:
+            over = error
+        except grpc.aio.AioRpcError as error:
+            over = TransportGoneError(f"its control stream broke: {error.details()}")
+        finally:
+            self._over = over
+            call.cancel()
+            await helper.kill()
+            await tasks.close()
+            if not self.stands.done():
+                self.stands.set_exception(over)
+                self.stands.exception()
+            for frames in self._pulls.values():
+                frames.put_nowait(over)
+
+    async def _open(self, call: Any, helper: Helper) -> None:
+        host = self.peer.target.address.rpartition(":")[0].strip("[]")
+        opening = pb.PairOpen(incarnation=self.peer.target.incarnation, host=host)
+        await call.write(pb.PairRequest(open=opening))
+        opened = await call.read()
+        if not isinstance(opened, pb.PairReply):
+            raise TransportError("the peer opened no group")
+        try:
+            async with asyncio.timeout(START_S):
+                await helper.start(RECEIVER, f"{host}:{opened.store_port}", host)
+                await helper.until_it_stands()
+        except TimeoutError as error:
+            raise TransportError(f"no group after {START_S:.0f} s") from error
+        self.stands.set_result(None)
+
+    async def _until_it_breaks(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+            why = TransportError("the peer ended the group")
+        except TransportError as error:
+            why = error
+        except grpc.aio.AioRpcError as error:
+            why = TransportGoneError(f"its control stream broke: {error.details()}")
+        if not self._broken.done():
+            self._broken.set_result(why)
+
+    async def _write(self, call: Any) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._requests.get())
+
+    async def _listen(self, call: Any, helper: Helper) -> None:
+        """Post a receive for each send that was posted."""
+        while isinstance(reply := await call.read(), pb.PairReply):
+            if not reply.HasField("posted_bytes"):
+                self._posted.put_nowait((reply, 0, None))
+                continue
+            if reply.posted_bytes > SLOT_BYTES:
+                raise TransportError(f"a frame of {reply.posted_bytes} bytes")
+            slot = await helper.credit()
+            self._posted.put_nowait((reply, slot, helper.order(slot, reply.posted_bytes)))
+
+    async def _hand_on(self, helper: Helper) -> None:
+        """What was received, to the pull that it belongs to, in that order."""
+        while True:
+            reply, slot, received = await self._posted.get()
+            frame: bytes | TransportError | None = None
+            if received is not None:
+                try:
+                    async with asyncio.timeout(RECEIVE_S):
+                        await received
+                except TimeoutError as error:
+                    raise TransportError(f"nothing came for {RECEIVE_S:.0f} s") from error
+                frame = bytes(helper.slot(slot, reply.posted_bytes))
+                helper.give_back(slot)
+            elif reply.HasField("failed"):
+                frame = TransportGoneError(reply.failed.message)
+            frames = self._pulls.get(reply.serial)
+            if frames is not None:
+                frames.put_nowait(frame)
+
+
+class _PostedFrames:
+    def __init__(self, edge: _ReceivingEdge, request: pb.PullRequest) -> None:
+        self._edge = edge
+        self._request = request
+        self._serial = 0
+        self._frames: asyncio.Queue[Any] | None = None
+
+    async def read(self) -> Sequence[Frame]:
+        if self._frames is None:
+            await asyncio.shield(self._edge.stands)
+            self._serial, self._frames = self._edge.ask(self._request)
+        frame = await self._frames.get()
+        if isinstance(frame, TransportError):
+            self._frames.put_nowait(frame)
+            raise frame
+        return [] if frame is None else [ByteFrame(frame)]
+
+    def close(self) -> None:
+        self._edge.forget(self._serial)

@@ -1,0 +1,169 @@
+"""The sending side of every transport: slices of hand-offs, copied out of the pool or lent.
+
+What may be read, and until when the pages are held, ``kvtransfer.sender.HandoffSender`` says.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from batonpb import common_pb2
+from batonpb import prefill_pb2 as pb
+
+from kvtransfer import chunk
+from kvtransfer.fault_injection import FrameTamperer
+from kvtransfer.kv_slice import KvSlice
+from kvtransfer.lent_pages import page_digest
+from kvtransfer.sender import Action, HandoffSender, SenderState
+
+Key = tuple[str, int, int]
+"""Request, attempt and generation: which hand-off."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldKv:
+    """One hand-off's KV.
+
+    Args:
+        machine: Knows the pages.
+        perform: Takes the machine's actions.
+    """
+
+    machine: HandoffSender
+    perform: Callable[[list[Action]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLoan:
+    """See ``transport.Loan``."""
+
+    chunks: Sequence[pb.ChunkHeader]
+    end: Callable[[], None]
+
+
+class PoolSource:
+    """See ``transport.FrameSource``.
+
+    Args:
+        pool: Ours.
+        incarnation: Our life; requests for another one are told "gone".
+        find: The hand-off by its key, or None.
+        note_sent: Called with payload bytes that leave, or are lent.
+        tamperer: Damages frames on purpose (fault injection), or None.
+    """
+
+    def __init__(
+        self,
+        pool: chunk.PoolView,
+        incarnation: bytes,
+        find: Callable[[Key], HeldKv | None],
+        note_sent: Callable[[int], None] = lambda _: None,
+        tamperer: FrameTamperer | None = None,
+    ) -> None:
+        self._pool = pool
+        self._incarnation = incarnation
+        self._find = find
+        self._note_sent = note_sent
+        self._tamperer = tamperer
+
+    async def frames(self, request: pb.PullRequest) -> AsyncIterator[bytes]:
+        """Frames of the slices asked for, in that order, while the hand-off is open."""
+        for message in request.kv_slices:
+            yield await self._frame(request, KvSlice.from_wire(message))
+
+    async def lend(self, request: pb.PullRequest) -> PageLoan:
+        """Pages of the slices asked for, as far as they may be read."""
+        asked = [KvSlice.from_wire(message) for message in request.kv_slices]
+        held = self._held(request)
+        readable = [s for s in asked if held is not None and held.machine.may_read(s)]
+        if held is None or not readable:
+            return PageLoan([self._gone(request, kv_slice) for kv_slice in asked], lambda: None)
+        bound, blocks = self._bound(request), held.machine.blocks
+        digests = await _while_open(held, lambda: self._digests(blocks, readable, bound))
+        lent = dict(zip(readable, digests or [], strict=False))
+        chunks = [
+            self._lent(request, kv_slice, blocks, lent[kv_slice])
+            if kv_slice in lent
+            else self._gone(request, kv_slice)
+            for kv_slice in asked
+        ]
+        held.machine.lend(len(lent))
+        return PageLoan(chunks, lambda: held.perform(held.machine.loan_ended(len(lent))))
+
+    async def _frame(self, request: pb.PullRequest, kv_slice: KvSlice) -> bytes:
+        held = self._held(request)
+        if held is None or not held.machine.may_read(kv_slice):
+            return chunk.encode(self._gone(request, kv_slice), b"")
+        bound, blocks = self._bound(request), held.machine.blocks
+        read = await _while_open(held, lambda: self._copy(blocks, kv_slice, bound))
+        if read is None:  # revoked while we read: the bytes may belong to someone else
+            return chunk.encode(self._gone(request, kv_slice), b"")
+        payload, digests = read
+        header = self._header(request, kv_slice)
+        header.payload_bytes, header.digests = len(payload), digests
+        self._note_sent(len(payload))
+        if self._tamperer is not None:
+            header, payload = self._tamperer.apply(header, payload)
+        return chunk.encode(header, payload)
+
+    def _held(self, request: pb.PullRequest) -> HeldKv | None:
+        if request.source_incarnation != self._incarnation:
+            return None
+        return self._find((request.request_id, request.attempt, request.generation))
+
+    def _bound(self, request: pb.PullRequest) -> bytes:
+        key = (request.request_id, request.attempt, request.generation)
+        return chunk.binding(*key, self._incarnation)
+
+    def _copy(self, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> tuple[bytes, bytes]:
+        """Payload and digests; runs in a thread."""
+        payload = self._pool.read(blocks, kv_slice)
+        return payload, chunk.digests(payload, kv_slice, self._pool.geometry, bound)
+
+    def _digests(
+        self, blocks: Sequence[int], kv_slices: Sequence[KvSlice], bound: bytes
+    ) -> list[bytes]:
+        """One digest for each slice; runs in a thread."""
+        return [page_digest(self._pool, _pages(blocks, s), s, bound) for s in kv_slices]
+
+    def _lent(
+        self, request: pb.PullRequest, kv_slice: KvSlice, blocks: Sequence[int], digest: bytes
+    ) -> pb.ChunkHeader:
+        header = self._header(request, kv_slice)
+        header.pages.extend(_pages(blocks, kv_slice))
+        header.digests = digest
+        self._note_sent(kv_slice.payload_bytes(self._pool.geometry))
+        return header if self._tamperer is None else self._tamperer.apply_to_loan(header)
+
+    def _gone(self, request: pb.PullRequest, kv_slice: KvSlice) -> pb.ChunkHeader:
+        header = self._header(request, kv_slice)
+        why = "these blocks are not held here (any more)"
+        header.error.CopyFrom(common_pb2.Error(code="gone", message=why, retryable=True))
+        return header
+
+    def _header(self, request: pb.PullRequest, kv_slice: KvSlice) -> pb.ChunkHeader:
+        return pb.ChunkHeader(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            generation=request.generation,
+            source_incarnation=self._incarnation,
+            kv_slice=kv_slice.to_wire(),
+        )
+
+
+def _pages(blocks: Sequence[int], kv_slice: KvSlice) -> Sequence[int]:
+    return blocks[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+
+
+async def _while_open(held: HeldKv, read: Callable[[], T]) -> T | None:
+    """What was read, in a thread; None if the hand-off ended meanwhile."""
+    held.machine.read_begins()
+    try:
+        result = await asyncio.to_thread(read)
+    finally:
+        still_open = held.machine.state is SenderState.OPEN
+        held.perform(held.machine.read_ended())
+    return result if still_open else None

@@ -1,0 +1,255 @@
+"""Shared memory on one host, the pulling side: KV is copied from the sender's pages into ours.
+
+The sender's pool is a memory file. Its descriptor comes over a Unix socket (SCM_RIGHTS, and not
+``/proc/PID/fd``: that would need the right to trace the sender, and one view of process ids), from
+a sender that was shown the fleet token; we map it for reading. The socket stays open: the sender
+lends pages over it, pull by pull, and the kernel closes it with whoever dies, so that loans end
+and mappings go with the process that they depend on.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from batonpb import common_pb2
+from batonpb import prefill_pb2 as pb
+from google.protobuf.message import DecodeError, Message
+
+from kvtransfer.chunk import PoolView
+from kvtransfer.lent_pages import LentFrame
+from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
+from telemetry.tasks import BackgroundTasks
+from wire.compatibility import geometry_of
+from wire.grpc_channels import Channels
+
+NAME = "shared_memory"
+ATTACH_S = 1.0
+FRAME_BYTES = 4 << 20  # should gRPC have to finish such a pull, it can carry them too
+MESSAGE_BYTES = 4 << 20
+GRANTED = b"\1"  # a descriptor needs a byte to travel with
+_LENGTH = struct.Struct("<I")
+
+
+def this_place() -> str:
+    """Names the kernel and its network namespace, beyond which no Unix socket reaches; "" if none.
+
+    Addresses without a file belong to a network namespace: containers that share one share pools.
+    """
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot_id}/{Path('/proc/self/ns/net').stat().st_ino}"
+    return ""
+
+
+def framed(message: Message) -> bytes:
+    """A message as it goes over the socket."""
+    body = message.SerializeToString()
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_message(reader: asyncio.StreamReader) -> bytes:
+    """The next message's bytes.
+
+    Raises:
+        IncompleteReadError: The connection ended.
+        DecodeError: It is longer than any message is.
+    """
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > MESSAGE_BYTES:
+        raise DecodeError(f"a message of {length} bytes")
+    return await reader.readexactly(length)
+
+
+class SharedMemoryTransport:
+    """Pulls from workers in the same place.
+
+    Args:
+        channels: Not used; the sockets are our own.
+        fleet_token: Shown to each sender.
+    """
+
+    frame_bytes = FRAME_BYTES
+
+    def __init__(self, channels: Channels, fleet_token: str) -> None:
+        self._fleet_token = fleet_token
+        self._place = this_place()
+        self._lines: dict[bytes, asyncio.Future[_Line]] = {}  # by incarnation
+        self._tasks = BackgroundTasks("shared memory")
+
+    def reaches(self, peer: Peer) -> bool:
+        """Whether it offers its pool, and is where we are."""
+        offer = peer.offer(NAME)
+        return offer is not None and bool(self._place) and offer.place == self._place
+
+    def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
+        """Ask a peer to lend pages."""
+        return _LentFrames(self, peer, request)
+
+    async def close(self) -> None:
+        """End all connections and mappings."""
+        await self._tasks.close()
+
+    async def line_to(self, peer: Peer) -> "_Line":
+        """The connection to a peer, opened if there is none.
+
+        Raises:
+            TransportError: It cannot be opened.
+        """
+        incarnation = peer.target.incarnation
+        line = self._lines.get(incarnation)
+        if line is None:
+            line = self._lines[incarnation] = asyncio.get_running_loop().create_future()
+            self._tasks.spawn(self._keep_line(peer, line), "line")
+        return await asyncio.shield(line)
+
+    async def _keep_line(self, peer: Peer, opened: "asyncio.Future[_Line]") -> None:
+        """Connect, and hear what the sender says until it ends or the connection does."""
+        try:
+            line = await self._connect(peer)
+            opened.set_result(line)
+            await line.listen()
+        except TransportError as error:
+            opened.set_exception(error)
+            opened.exception()  # marks it as seen, should nobody wait any more
+        finally:
+            self._lines.pop(peer.target.incarnation, None)
+            if not opened.done():
+                opened.set_exception(TransportError("the worker is closing"))
+                opened.exception()
+
+    async def _connect(self, peer: Peer) -> "_Line":
+        offer = peer.offer(NAME)
+        group = peer.capabilities.kv_groups[0] if peer.capabilities.kv_groups else None
+        if offer is None or group is None:
+            raise TransportError(f"{peer.target.worker_id} offers no pool")
+        with contextlib.ExitStack() as undo:
+            link = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            link.setblocking(False)
+            try:
+                async with asyncio.timeout(ATTACH_S):
+                    pool = await self._attach(link, offer.address, peer.target.incarnation, group)
+                    reader, writer = await asyncio.open_connection(sock=link)
+            except (OSError, ValueError) as error:  # TimeoutError is an OSError
+                reason = str(error) or type(error).__name__
+                raise TransportError(f"its pool cannot be mapped: {reason}") from error
+            undo.pop_all()
+        return _Line(reader, writer, pool)
+
+    async def _attach(
+        self, link: socket.socket, address: str, incarnation: bytes, group: common_pb2.KvGroup
+    ) -> PoolView:
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(link, "\0" + address)
+        attach = pb.PoolAttach(fleet_token=self._fleet_token, incarnation=incarnation)
+        await loop.sock_sendall(link, framed(pb.PoolRequest(attach=attach)))
+        pool_fd = await _receive_descriptor(link)
+        try:
+            size_bytes = os.fstat(pool_fd).st_size
+            if not fcntl.fcntl(pool_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("the file may shrink, and reading behind its end would kill us")
+            pool = mmap.mmap(pool_fd, size_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(pool_fd)
+        one_block = geometry_of(group, 1)
+        geometry = geometry_of(group, size_bytes // one_block.block_bytes)
+        return PoolView(memoryview(pool)[: geometry.pool_bytes], geometry)
+
+
+async def _receive_descriptor(link: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def note() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(link, note)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(link)
+    granted, descriptors, _, _ = socket.recv_fds(link, len(GRANTED), 1)
+    if granted != GRANTED or len(descriptors) != 1:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ValueError("it was refused")
+    return descriptors[0]
+
+
+class _Line:
+    """The connection to one life of a peer, and its pool. Who holds no line holds no mapping."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pool: PoolView
+    ) -> None:
+        self.pool = pool
+        self._reader = reader
+        self._writer = writer
+        self._serials = count(1)
+        self._waiting: dict[int, asyncio.Future[pb.PoolLoan]] = {}
+
+    async def listen(self) -> None:
+        """Hand answers to whoever waits for them, until the connection ends."""
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError):
+            try:
+                while True:
+                    loan = pb.PoolLoan.FromString(await read_message(self._reader))
+                    waiting = self._waiting.pop(loan.serial, None)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(loan)
+            finally:
+                self._writer.close()
+                for waiting in self._waiting.values():
+                    if not waiting.done():
+                        waiting.set_exception(TransportGoneError("the peer closed its socket"))
+                        waiting.exception()
+
+    def ask(self, request: pb.PullRequest) -> tuple[int, "asyncio.Future[pb.PoolLoan]"]:
+        """Ask for pages; the number of the loan, and what is to come."""
+        if self._writer.is_closing():
+            raise TransportGoneError("the peer closed its socket")
+        serial = next(self._serials)
+        waiting = self._waiting[serial] = asyncio.get_running_loop().create_future()
+        self._writer.write(framed(pb.PoolRequest(serial=serial, pull=request)))
+        return serial, waiting
+
+    def let_go(self, serial: int) -> None:
+        """The pages are read, or will not be."""
+        self._waiting.pop(serial, None)
+        if not self._writer.is_closing():
+            self._writer.write(framed(pb.PoolRequest(serial=serial, let_go=pb.Release())))
+
+
+class _LentFrames:
+    """One pull: one answer, with all pages."""
+
+    def __init__(
+        self, transport: SharedMemoryTransport, peer: Peer, request: pb.PullRequest
+    ) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._request = request
+        self._line: _Line | None = None
+        self._serial = 0
+        self._asked = False
+
+    async def read(self) -> Sequence[Frame]:
+        if self._asked:
+            return []
+        self._asked = True
+        line = self._line = await self._transport.line_to(self._peer)
+        self._serial, coming = line.ask(self._request)
+        loan = await coming
+        return [LentFrame(chunk, line.pool) for chunk in loan.chunks]
+
+    def close(self) -> None:
+        line, self._line = self._line, None
+        if line is not None and self._serial:
+            line.let_go(self._serial)

@@ -1,0 +1,140 @@
+"""Shared memory on one host, the sending side: lends pages of the pool to readers that map it.
+
+Who shows the fleet token gets the pool's descriptor, opened for reading. Each pull is a loan: it
+ends when the reader lets go, or when the kernel closes the connection because the reader is gone.
+A reader that does neither is the source's to leave behind (``kvtransfer/sender.py``).
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from hmac import compare_digest
+
+from batonpb import common_pb2
+from batonpb import prefill_pb2 as pb
+from google.protobuf.message import DecodeError
+
+from kvtransfer.shared_memory import ATTACH_S, GRANTED, NAME, framed, read_message, this_place
+from kvtransfer.transport import FrameSource, Loan, ServingSide
+from telemetry.tasks import BackgroundTasks
+
+_LOG = logging.getLogger(__name__)
+
+_MOST_LOANS = 256  # of one reader at a time
+
+
+class SharedMemoryServer:
+    """Serves one worker's pool on a Unix socket without a file.
+
+    Args:
+        side: Of this worker.
+    """
+
+    def __init__(self, side: ServingSide) -> None:
+        self._side = side
+        self._address = f"baton-kv/{side.incarnation.hex()}"
+        self._place = this_place()
+        self._tasks = BackgroundTasks("shared memory")
+        self._server: asyncio.Server | None = None
+
+    @property
+    def offer(self) -> common_pb2.TransportOffer | None:
+        """Where to knock; None where the kernel has no such sockets."""
+        if not self._place:
+            return None
+        return common_pb2.TransportOffer(name=NAME, place=self._place, address=self._address)
+
+    async def start(self, source: FrameSource) -> None:
+        """Listen. Where that fails, readers fail to connect and pull by gRPC."""
+        if not self._place:
+            return
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            lender = _Lender(self._side, source, reader, writer)
+            self._tasks.spawn(lender.run(), "lender")
+
+        try:
+            self._server = await asyncio.start_unix_server(accept, "\0" + self._address)
+        except OSError as error:
+            _LOG.warning("no shared memory for readers on this host: %s", error)
+
+    async def close(self) -> None:
+        """Stop listening, and end all loans."""
+        if self._server is not None:
+            self._server.close()
+        await self._tasks.close()
+
+
+class _Lender:
+    """One reader's connection.
+
+    Args:
+        side: Of this worker.
+        source: Lends the pages.
+        reader: From the reader.
+        writer: To it.
+    """
+
+    def __init__(
+        self,
+        side: ServingSide,
+        source: FrameSource,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._side = side
+        self._source = source
+        self._reader = reader
+        self._writer = writer
+        self._loans: dict[int, Loan | None] = {}  # None: the source has not answered yet
+        self._tasks = BackgroundTasks("lender")
+
+    async def run(self) -> None:
+        """Lend until the reader goes; nothing stays lent."""
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError, ValueError):
+                async with asyncio.timeout(ATTACH_S):
+                    first = pb.PoolRequest.FromString(await read_message(self._reader))
+                if not self._may_read(first.attach):
+                    return
+                self._grant()
+                while True:
+                    self._take(pb.PoolRequest.FromString(await read_message(self._reader)))
+        finally:
+            loans, self._loans = self._loans, {}
+            for loan in loans.values():
+                if loan is not None:
+                    loan.end()
+            self._writer.close()
+            await self._tasks.close()
+
+    def _may_read(self, attach: pb.PoolAttach) -> bool:
+        known = compare_digest(attach.fleet_token.encode(), self._side.fleet_token.encode())
+        return known and attach.incarnation == self._side.incarnation
+
+    def _grant(self) -> None:
+        with self._writer.get_extra_info("socket").dup() as link:
+            socket.send_fds(link, [GRANTED], [self._side.pool_fd])
+
+    def _take(self, request: pb.PoolRequest) -> None:
+        match request.WhichOneof("request"):
+            case "pull":
+                if request.serial in self._loans or len(self._loans) >= _MOST_LOANS:
+                    raise ValueError(f"loan {request.serial} cannot be given")
+                self._loans[request.serial] = None
+                self._tasks.vital(self._lend(request), "lend", lambda _: self._writer.close())
+            case "let_go":
+                loan = self._loans.pop(request.serial, None)
+                if loan is not None:
+                    loan.end()
+            case other:
+                raise ValueError(f"{other} is no request of a reader")
+
+    async def _lend(self, request: pb.PoolRequest) -> None:
+        loan = await self._source.lend(request.pull)
+        if request.serial not in self._loans:  # let go, or the connection ended, meanwhile
+            loan.end()
+            return
+        self._loans[request.serial] = loan
+        self._writer.write(framed(pb.PoolLoan(serial=request.serial, chunks=loan.chunks)))

@@ -1,0 +1,48 @@
+"""What a bare two-rank gloo group moves: ``python -m loadtest.bench.gloo_stream RANK PORT``.
+
+Rank 0 says its store's port. Each line on standard input is a number of messages to move; "done"
+is answered when they are.
+"""
+
+import sys
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from engine.process.pair import SENDER, Pair
+
+MESSAGE_BYTES = 1 << 20
+MEETING = timedelta(seconds=30)
+
+
+def main() -> None:
+    """Move messages until standard input closes."""
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        world_size=2,
+        is_master=rank == SENDER,
+        timeout=MEETING,
+        wait_for_workers=False,
+    )
+    if rank == SENDER:
+        _say(str(store.port))
+    pair = Pair(rank, store, "127.0.0.1", "cpu")
+    message = torch.ones(MESSAGE_BYTES, dtype=torch.uint8)
+    _say("ready")
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            pair.move(message)
+        _say("done")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

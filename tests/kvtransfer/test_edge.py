@@ -1,0 +1,74 @@
+"""Which transport an edge is pulled by: what both have, what was measured, what failed when."""
+
+import pytest
+
+from kvtransfer.edge import FIRST_COOL_DOWN_NS, MAX_COOL_DOWN_NS, Edge, EdgeRate
+
+BOTH = ["shared_memory", "grpc"]
+MIB = 1 << 20
+
+
+def test_an_edge_is_as_fast_as_half_of_its_bytes_came() -> None:
+    """What waited for the wire, and what was too small to tell, must not make it look slow."""
+    edge = EdgeRate()
+    assert not edge.measured
+    edge.note(1_000, 1.0)  # tells of latency only
+    assert not edge.measured
+    edge.note(100_000_000, 0.01)
+    assert edge.bytes_per_s == 1e10
+    edge.note(100_000, 0.001)
+    edge.note(90_000_000, 9.0)
+    assert edge.bytes_per_s == 1e10
+    for _ in range(9):
+        edge.note(100_000_000, 0.1)
+    assert edge.bytes_per_s == pytest.approx(1e9), "a change is believed after some pulls"
+
+
+def test_the_first_that_both_have_is_taken_with_the_fallback_behind_it() -> None:
+    edge = Edge()
+    assert edge.ways(BOTH, 0) == BOTH
+    assert edge.ways(["grpc"], 0) == ["grpc"]
+    assert edge.ways([], 0) == []
+    assert edge.ways(["shared_memory"], 0) == ["shared_memory"]
+
+
+def test_one_that_was_measured_to_be_clearly_faster_is_taken_and_the_other_tried_now_and_then() -> (
+    None
+):
+    edge = Edge()
+    edge.note("shared_memory", 10 * MIB, 0.010)
+    assert edge.ways(BOTH, 0) == BOTH
+    edge.note("grpc", 10 * MIB, 0.009)
+    assert edge.ways(BOTH, 0) == BOTH, "not clearly"
+    for _ in range(9):
+        edge.note("grpc", 10 * MIB, 0.001)
+    taken = [edge.ways(BOTH, 0)[0] for _ in range(64)]
+    assert taken.count("grpc") == 62
+    assert edge.bytes_per_s == pytest.approx(10 * MIB / 0.001)
+
+
+def test_one_that_failed_is_left_alone_and_tried_again_later_and_later() -> None:
+    edge, now_ns, pause_ns = Edge(), 1, FIRST_COOL_DOWN_NS
+    for _ in range(8):
+        assert edge.ways(BOTH, now_ns) == BOTH
+        edge.failed("shared_memory", now_ns)
+        edge.failed("shared_memory", now_ns + 1)  # a second pull that had begun before
+        assert edge.ways(BOTH, now_ns + pause_ns - 1) == ["grpc"]
+        now_ns += pause_ns
+        pause_ns = min(2 * pause_ns, MAX_COOL_DOWN_NS)
+    edge.note("shared_memory", MIB, 0.001)
+    edge.failed("shared_memory", now_ns)
+    assert edge.ways(BOTH, now_ns + FIRST_COOL_DOWN_NS) == BOTH, "a pull that went well forgives"
+
+
+def test_the_fallback_is_never_left_alone() -> None:
+    edge = Edge()
+    edge.failed("grpc", 0)
+    assert edge.ways(BOTH, 0) == BOTH
+
+
+def test_what_one_life_could_not_do_the_next_may() -> None:
+    edge = Edge()
+    edge.failed("shared_memory", 0)
+    edge.begin_life()
+    assert edge.ways(BOTH, 1) == BOTH
