@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import typer
 
-from fleet.cli.common import fail, running_fleet
+from fleet.cli.common import bearer, fail, running_fleet
 from fleet.local.state import FleetState
 from registry.orders import Answer, Orders
 from registry.redis_store import Registry, RegistryUnavailableError
@@ -88,7 +88,7 @@ def _by_router(
         answer = httpx.post(
             f"{place.url}/fleet/orders",
             json=body,
-            headers={"authorization": f"Bearer {place.fleet_token}"},
+            headers=bearer(place.fleet_token),
             timeout=timeout_s + 5.0,
             trust_env=False,
         )

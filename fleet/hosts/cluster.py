@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fleet.hosts.rig import HOME, Host, RigError
@@ -68,25 +68,31 @@ def open_ssh(operator: Host, hosts: Iterable[Host]) -> None:
         operator.output(f"{accept} root@{host.address} true")
 
 
-def start_redis(host: Host, password: str) -> str:
-    """Run a Redis for the fleet on a host; its URL, for the others."""
-    lines = f"port {REDIS_PORT}\nbind 0.0.0.0\nrequirepass {password}\nsave ''\ndir /tmp\n"
-    host.write("/run/redis.conf", lines)
-    host.start([str(server_binary()), "/run/redis.conf"], stdout=subprocess.DEVNULL)
+def start_redis(host: Host, password: str, port: int = REDIS_PORT) -> str:
+    """Run a Redis on a host; its URL, for the others."""
+    lines = f"port {port}\nbind 0.0.0.0\nrequirepass {password}\nsave ''\ndir /tmp\n"
+    host.write(f"/run/redis-{port}.conf", lines)
+    host.start([str(server_binary()), f"/run/redis-{port}.conf"], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + _SSH_LIMIT_S
-    while "refused" in host.output(f"bash -c '</dev/tcp/127.0.0.1/{REDIS_PORT}' 2>&1", ok=False):
+    while "refused" in host.output(f"bash -c '</dev/tcp/127.0.0.1/{port}' 2>&1", ok=False):
         if time.monotonic() > deadline:
             raise RigError("Redis did not start")
         time.sleep(0.1)
-    return f"redis://:{password}@{host.address}:{REDIS_PORT}/0"
+    return f"redis://:{password}@{host.address}:{port}/0"
 
 
-def start_ray(host: Host, head: Host, *flags: str, timeout_s: float = 120.0) -> None:
+def start_ray(
+    host: Host,
+    head: Host,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+) -> None:
     """Join a host to the Ray of ``head``, which has to be the first."""
     base = ["ray", "start", "--disable-usage-stats", f"--node-ip-address={host.address}"]
     base += ["--node-manager-port=6380", "--object-manager-port=6381"]
     base += ["--min-worker-port=11000", "--max-worker-port=11999", "--object-store-memory=80000000"]
-    settings = dict(NODE_SETTINGS)
+    settings = {**NODE_SETTINGS, **(environment or {})}
     if host is head:
         settings |= HEAD_SETTINGS
         base += ["--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false"]

@@ -106,6 +106,7 @@ class Host:
     environment: dict[str, str] = field(default_factory=dict)
     _holder: "subprocess.Popen[bytes] | None" = None
     _first_pid: int = 0
+    _started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     @property
     def running(self) -> bool:
@@ -132,11 +133,14 @@ class Host:
             raise RigError(f"{self.name} is off")
         words = ["bash", "-c", command] if isinstance(command, str) else list(command)
         inside = ["env", "-i", *(f"{k}={v}" for k, v in self._variables(environment).items())]
-        return subprocess.Popen(
+        self._started = [process for process in self._started if process.poll() is None]
+        process: subprocess.Popen[bytes] = subprocess.Popen(
             [*_enter(self._first_pid), *_NAMESPACES, f"--wdns={folder}", *inside, *words],
             preexec_fn=die_with_parent(),
             **options,
         )
+        self._started.append(process)
+        return process
 
     def output(
         self,
@@ -231,7 +235,8 @@ class Host:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._first_pid, signal.SIGKILL)
-        self._holder.wait(_START_LIMIT_S)
+        for process in (*self._started, self._holder):  # the kernel ends what was in it
+            process.wait(_START_LIMIT_S)
         for stream in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
             if stream is not None:
                 stream.close()

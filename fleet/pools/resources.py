@@ -91,6 +91,7 @@ def worker_settings(
         "host": host,
         "log_dir": log_dir,
         "log_format": config.logs.format,
+        "ports": config.pools.ports or "",
     }
 
 
