@@ -46,6 +46,7 @@ class Place:
     group: PlacementGroup
     address: str  # of the node; empty where Ray chose it
     port: int  # of its raylet
+    node_id: str = ""  # Ray's: a node that joins again has a new one
 
 
 class Placements:
@@ -63,7 +64,7 @@ class Placements:
         self._chooses = chooses
         self._places: dict[str, Place] = {}
         self._roles: dict[str, Role] = {}
-        self._failed_s: dict[str, float] = {}
+        self._failed_s: dict[str, float] = {}  # node id -> when
         self._one_by_one = asyncio.Lock()  # what one takes, the next one must see
         self.closed: set[str] = set()  # addresses of nodes that take nothing
 
@@ -112,9 +113,12 @@ class Placements:
             ) from error
         return place.group
 
-    def note_failure(self, address: str) -> None:
-        """A node does not do what it should: for a while others are taken first."""
-        self._failed_s[address] = time.monotonic()
+    async def lost(self) -> set[str]:
+        """The slots whose node Ray has given up: what is started there waits for ever."""
+        if not self._chooses or not self._places:
+            return set()
+        alive = {node.id for node in await self.nodes()}
+        return {w for w, place in self._places.items() if place.node_id not in alive}
 
     def remove(self, worker_id: str) -> None:
         """Give a slot's place back."""
@@ -143,9 +147,8 @@ class Placements:
                 _LOG.info("%s: its place is given back, nobody lives there", worker_id)
                 remove_placement_group(group)
                 continue
-            role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
             address, port = (node.address, node.port) if node is not None else ("", 0)
-            self._keep(worker_id, role, Place(group, address, port))
+            self._keep(worker_id, role_of(worker_id), Place(group, address, port, node_id))
 
     async def nodes(self) -> list[Node]:
         """The cluster's nodes that live. Free CPUs are without what this fleet has been given."""
@@ -165,17 +168,19 @@ class Placements:
         """A group on the best node, or on the next one if that fails."""
         while True:
             async with self._one_by_one:
+                nodes = await self.nodes()
+                failed = {n.address for n in nodes if n.id in self._failed_lately()}
                 node = choose(
                     role,
                     self._cpus(role),
-                    await self.nodes(),
+                    nodes,
                     {w: (p.address, self._roles[w]) for w, p in self._places.items()},
                     closed=self.closed,
-                    avoid=avoid | self._failed_lately(),
+                    avoid=avoid | failed,
                 )
                 if node is not None:
                     group = self._reserve(worker_id, role, node.address)
-                    place = Place(group, node.address, node.port)
+                    place = Place(group, node.address, node.port, node.id)
                     self._keep(worker_id, role, place)
                     reserved = False
                     try:
@@ -223,15 +228,21 @@ class Placements:
 
     def _failed_lately(self) -> set[str]:
         since_s = time.monotonic() - AVOID_S
-        return {address for address, at_s in self._failed_s.items() if at_s > since_s}
+        return {node_id for node_id, at_s in self._failed_s.items() if at_s > since_s}
 
     async def _answers(self, place: Place) -> bool:
-        """Whether somebody listens at the node's raylet: Ray itself learns of a death later."""
-        if not place.address or await listens(place.address, place.port):
+        """Whether Ray counts on the node, and its raylet listens: Ray learns of a death later."""
+        alive = {node.id for node in await self.nodes()}
+        if place.node_id in alive and await listens(place.address, place.port):
             return True
         _LOG.warning("the node at %s does not answer", place.address)
-        self.note_failure(place.address)
+        self._failed_s[place.node_id] = time.monotonic()
         return False
+
+
+def role_of(worker_id: str) -> Role:
+    """The role in a worker's id."""
+    return "prefill" if worker_id.startswith("prefill") else "decode"
 
 
 async def listens(address: str, port: int) -> bool:

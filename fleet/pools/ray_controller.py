@@ -30,7 +30,7 @@ from fleet.pools.controller import (
 )
 from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, process_of
 from fleet.pools.orders import OrderDesk
-from fleet.pools.placement import Placements
+from fleet.pools.placement import Placements, role_of
 from fleet.pools.ray_worker import WorkerActor, log_to
 from fleet.pools.resources import (
     NAMESPACE,
@@ -53,6 +53,7 @@ _LOG = logging.getLogger("fleet.pools.controller")
 
 _REFRESH_S = 5.0  # of the slots' records in Redis
 _STEP_S = 0.25
+_NODES_EVERY_S = 2.0
 _STOP_LIMIT_S = 4.0
 _NS = 1_000_000_000
 
@@ -95,6 +96,7 @@ class ControllerActor:
             await self._adopt()
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
+            self._tasks.keep(self._watch_nodes, "nodes")
             self._running = True
 
     async def identity(self) -> tuple[str, str]:
@@ -237,6 +239,18 @@ class ControllerActor:
             async with self._tasks.beside(lose_patience(), "freeze"):
                 return exit_reason(await life.actor.wait.remote())
 
+    async def _watch_nodes(self) -> None:
+        """End the lives of nodes that Ray has given up: one that starts there would wait for ever.
+
+        Ray tells of those that had started; of a pending one it says nothing.
+        """
+        while True:
+            await asyncio.sleep(_NODES_EVERY_S)
+            for worker_id in await self._placements.lost():
+                if (life := self._lives.get(worker_id)) is not None:
+                    _LOG.info("%s life %d: its node is lost", worker_id, life.epoch)
+                    life.end()
+
     def _settings(self, launch: Launch) -> dict[str, Any]:
         return self._settings_of(launch.worker_id, launch.role, launch.epoch)
 
@@ -313,7 +327,7 @@ class ControllerActor:
             _LOG.info("%s life %d: adopted", worker_id, epoch)
             started = process is not None and process.started
             self._machine.adopt(worker_id, epoch, ready=started, now_ns=_now_ns())
-            role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+            role = role_of(worker_id)
             life = self._watch(worker_id, epoch, actor, actor.record.remote())
             self._follow(Launch(worker_id, role, epoch), life)
             if process is not None and self._differs(worker_id, role, process):

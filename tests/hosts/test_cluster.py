@@ -236,7 +236,7 @@ def test_redis_comes_back_empty(cluster: Cluster) -> None:
     """Fault table: loss of the Redis host. The fleet serves on, and nobody takes the lease."""
     client = cluster.host("client")
     load = cluster.load(25)
-    client.output("kill -9 $(pgrep -f 'redis-server.*:6399')")
+    client.output("kill -9 $(pgrep -f 'redis-server.*[:]6399')")
     time.sleep(8)
     start_redis(client, "a-password")
     result = load.result()
@@ -286,7 +286,7 @@ def test_a_file_that_changed_rolls_what_must_roll(cluster: Cluster) -> None:
     """The supervisor is killed; the next one finds workers of other settings and renews them."""
     head = cluster.host("head")
     before = {w["id"]: w["epoch"] for w in cluster.fleet()}
-    head.output("kill -9 $(pgrep -f 'fleet.cli.main up')")  # of the host's own processes
+    head.output("kill -9 $(pgrep -f 'fleet[.]cli.main up')")  # of the host's own processes
     cluster.ups["head"].wait(10)
     changed = FLEET.replace("prefill: 1, decode: 2", "prefill: 1, decode: 1")
     cluster.up("head", file=changed.replace("blocks_per_worker: 512", "blocks_per_worker: 256"))
@@ -299,7 +299,7 @@ def test_a_file_that_changed_rolls_what_must_roll(cluster: Cluster) -> None:
 def test_down_cleans_a_cluster_that_nobody_runs(cluster: Cluster) -> None:
     """Finding B: whatever is left of a fleet is ended by name, without this machine's state."""
     head = cluster.host("head")
-    head.output("kill -9 $(pgrep -f 'fleet.cli.main up')")
+    head.output("kill -9 $(pgrep -f 'fleet[.]cli.main up')")
     cluster.ups["head"].wait(10)
     head.output("rm -r ~/.local/state/baton")
     text = baton(head, "down", f"{HOME}/fleet.yaml", "--address", "auto", timeout_s=120)
