@@ -25,7 +25,7 @@ def rig() -> Iterator[Rig]:
 
 def reaches(rig: Rig, source: str, target: str) -> bool:
     """Whether a TCP connection is refused by a host, which then is there, or gets no answer."""
-    script = f"timeout 2 bash -c '</dev/tcp/{target}/9' 2>&1"
+    script = f"timeout 1 bash -c '</dev/tcp/{target}/9' 2>&1"
     return "refused" in rig.hosts[source].output(script, ok=False)
 
 
