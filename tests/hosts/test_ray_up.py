@@ -87,6 +87,11 @@ def test_from_hosts_without_anything_to_a_fleet_and_back(rig: Rig) -> None:
     head.output([*LOGIN, "baton down"], timeout_s=60, environment=SETTINGS)
     assert fleet.wait(30) == 0, head.output(said)
     print(in_repository(operator, "ray down deploy/ray-cluster-local.yaml -y"))
+    for name in ("n1", "n2"):  # `ray down` ends hosts of one's own on the head alone
+        operator.output(
+            f"ssh -o BatchMode=yes root@{rig.hosts[name].address} /opt/baton/bin/ray stop 2>&1",
+            ok=False,
+        )
     for name in ("head", "n1", "n2"):
         wait_for(lambda name=name: "raylet" not in rig.hosts[name].output("ps -e"), 30)
 
