@@ -52,7 +52,10 @@ def open_ssh(operator: Host, hosts: Iterable[Host]) -> None:
     Raises:
         RigError: There is no sshd (Debian's openssh-server), or it does not start.
     """
-    operator.output("command -v sshd ssh ssh-keygen")
+    operator.output(
+        "for tool in ssh ssh-keygen sshd; do command -v $tool > /dev/null ||"
+        " { echo no $tool here: openssh-client and openssh-server have them; exit 1; }; done"
+    )
     operator.output(
         f"mkdir -p {HOME}/.ssh && ssh-keygen -q -t ed25519 -N '' -f {HOME}/.ssh/id_ed25519"
     )
@@ -65,7 +68,8 @@ def open_ssh(operator: Host, hosts: Iterable[Host]) -> None:
         host.output(f"$(command -v sshd) -f /dev/null {flags}")
     accept = f"ssh -o StrictHostKeyChecking=accept-new -o ConnectTimeout={_SSH_LIMIT_S:g}"
     for host in hosts:
-        operator.output(f"{accept} root@{host.address} true")
+        for known_as in (host.address, host.name):
+            operator.output(f"{accept} root@{known_as} true")
 
 
 def start_redis(host: Host, password: str, port: int = REDIS_PORT) -> str:
