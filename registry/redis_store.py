@@ -9,7 +9,9 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     kv:<incarnation>:set  the hashes of the blocks it holds                60 s
     kv:<incarnation>:meta hash: sequence, checksum                         60 s
     kv:events             stream of batches                                MAXLEN ~
-    orders, answer:<id>   what operators ask of the controller             10 s
+    orders, answer:<id>   what operators ask, see orders.py                10 s, 60 s
+    wanted                what they asked of the pools' sizes and nodes    see wanted.py
+    lease                 who runs the fleet                               see lease.py
     adapters              hash: name -> entry of a LoRA adapter            1 day
     tickets               the last ticket that a router took               1 day
     responses:…           what clients asked to be kept                    see stored_responses.py
@@ -51,14 +53,6 @@ _LOG = logging.getLogger(__name__)
 
 class RegistryUnavailableError(ConnectionError):
     """Redis did not answer, or refused; nothing is known about whether the call took effect."""
-
-
-class Order(msgspec.Struct, frozen=True):
-    """Something an operator asks of the controller."""
-
-    token: str
-    verb: str
-    worker_ids: tuple[str, ...]
 
 
 class Registry:
@@ -189,58 +183,17 @@ class Registry:
             try:
                 records[name] = msgspec.msgpack.decode(value, type=WorkerRecord)
             except msgspec.DecodeError as error:  # wrong types and unknown values among them
-                self._skip(name, str(error))
+                self.skip(name, str(error))
             else:
                 self._skipped.pop(name, None)
         return records
 
-    def _skip(self, name: str, reason: str) -> None:
+    def skip(self, name: str, reason: str) -> None:
         """Log a record that cannot be read when it is new, or is wrong in a new way."""
         if self._skipped.get(name) != reason:
             self._skipped[name] = reason
             _LOG.warning("the registry's record of %r cannot be read: %s", name, reason)
             self.on_skipped(name)
-
-    # --- operators to the controller -------------------------------------------------------------
-
-    async def ask(self, verb: str, worker_ids: Sequence[str], timeout_s: float = 5.0) -> str | None:
-        """Ask the controller for something.
-
-        Args:
-            verb: ``drain``, ``restart`` or ``roll``.
-            worker_ids: Which workers; empty for all.
-            timeout_s: How long to wait for the answer.
-
-        Returns:
-            ``""`` when it is being done, why not otherwise; None when no controller answered.
-        """
-        order = Order(token=secrets.token_hex(8), verb=verb, worker_ids=tuple(worker_ids))
-        await self.send(
-            ("LPUSH", self.key("orders"), msgspec.msgpack.encode(order)),
-            ("PEXPIRE", self.key("orders"), 10_000),
-        )
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            (answer,) = await self.send(("GET", self.key("answer", order.token)))
-            if answer is not None:
-                return bytes(answer).decode()
-            await asyncio.sleep(0.05)
-        return None
-
-    async def take_order(self) -> "Order | None":
-        """The oldest order, for the controller."""
-        (raw,) = await self.send(("RPOP", self.key("orders")))
-        if raw is None:
-            return None
-        try:
-            return msgspec.msgpack.decode(raw, type=Order)
-        except msgspec.DecodeError as error:
-            self._skip("orders", str(error))
-            return None
-
-    async def answer(self, order: "Order", text: str) -> None:
-        """Answer an order: ``""`` when it is being done."""
-        await self.send(("SET", self.key("answer", order.token), text, "PX", 10_000))
 
     # --- adapters that clients may name, shared by the routers -----------------------------------
 

@@ -23,6 +23,7 @@ import uvloop
 
 from config.fleet_file import ConfigError, load_config
 from registry.kv_events import EventFeed
+from registry.orders import Orders
 from registry.redis_store import Registry
 from registry.stored_responses import StoredResponses, StoreLimits
 from registry.workers import RegistryWatcher
@@ -116,6 +117,7 @@ async def serve(
         shared_adapters=registry,
         shared_tickets=registry,
         stored_responses=StoredResponses(registry, limits),
+        fleet_orders=Orders(registry),
     )
     metrics = router.parts.metrics
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")

@@ -61,6 +61,12 @@ def is_operator(headers: Mapping[str, str], settings: RouterSettings) -> bool:
     return key is not None and key.role == "operator"
 
 
+def has_operator_key(headers: Mapping[str, str], settings: RouterSettings) -> bool:
+    """Whether the caller shows an operator's key, where the fleet has no keys for requests too."""
+    key = _key_of(headers, settings)
+    return key is not None and key.role == "operator"
+
+
 def check_operator(headers: Mapping[str, str], settings: RouterSettings) -> None:
     """Refuse all but operators, where the fleet has API keys.
 

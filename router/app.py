@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from registry.orders import Orders
 from registry.stored_responses import StoredResponses
 from router.adapter_table import AdapterSharedTable
-from router.api import errors, generation, models, operations, page
+from router.api import errors, generation, models, operations, orders, page
 from router.api.call_headers import CallHeaders
 from router.api.messages import endpoints as messages
 from router.api.messages.errors import MESSAGES_ERRORS
@@ -58,6 +59,7 @@ class Router:
         shared_adapters: Where routers share the adapters loaded at run time; None: nowhere.
         shared_tickets: Where routers share the order of requests; None: reports tell of others.
         stored_responses: Where responses are kept for later turns; None: nowhere.
+        fleet_orders: The way to the fleet's controller; None: there is none.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Router:
         shared_adapters: AdapterSharedTable | None = None,
         shared_tickets: TicketSource | None = None,
         stored_responses: StoredResponses | None = None,
+        fleet_orders: Orders | None = None,
     ) -> None:
+        self._orders = fleet_orders
         self.parts = RouterParts.build(settings, model, directory, stored_responses)
         self._directory = directory
         self._shared_adapters = shared_adapters
@@ -147,8 +151,10 @@ class Router:
         bodies: list[type[BaseModel]] = []
         served: list[BaseRoute] = []
         direct: list[BaseRoute] = []
-        for routes in _ENDPOINTS:
-            endpoints = routes(self.parts)
+        made = [routes(self.parts) for routes in _ENDPOINTS]
+        if self._orders is not None:
+            made.append(orders.routes(self.parts, self._orders))
+        for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies
             served += endpoints.routes

@@ -5,7 +5,7 @@ import sys
 from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, Protocol
 
 import httpx
 import typer
@@ -25,6 +25,20 @@ FileArgument = Annotated[
         help="Fleet file. Default: $BATON_CONFIG, else deploy/local.yaml.", metavar="FILE"
     ),
 ]
+
+
+class Reachable(Protocol):
+    """A fleet's router, and a key that is an operator's there."""
+
+    @property
+    def url(self) -> str:
+        """Of the router."""
+
+    @property
+    def fleet_token(self) -> str:
+        """The key."""
+
+
 FleetOption = Annotated[
     str | None, typer.Option("--fleet", help="Which fleet, when several run on this machine.")
 ]
@@ -66,7 +80,7 @@ def running_fleet(fleet: str | None) -> FleetState:
     return state
 
 
-def get_json(state: FleetState, path: str, **parameters: str | int) -> Any:
+def get_json(state: Reachable, path: str, **parameters: str | int) -> Any:
     """What the fleet's router answers to a GET with the fleet's own token, an operator's.
 
     The command fails where the router does not answer, or with another status than 200.
@@ -75,7 +89,7 @@ def get_json(state: FleetState, path: str, **parameters: str | int) -> Any:
         answer = httpx.get(
             f"{state.url}{path}",
             params=parameters,
-            headers={"authorization": f"Bearer {state.fleet_token}"},
+            headers=bearer(state.fleet_token),
             timeout=10.0,
             trust_env=False,
         )
@@ -84,6 +98,11 @@ def get_json(state: FleetState, path: str, **parameters: str | int) -> Any:
         return answer.raise_for_status().json()
     except httpx.HTTPError as error:
         fail(f"{state.url}{path}: {error}; see `baton logs router`")
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that shows a key; none for an empty one."""
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def emulated_note(timing: str) -> str:

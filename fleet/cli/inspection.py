@@ -22,19 +22,23 @@ from fleet.cli.common import (
     running_fleet,
 )
 from fleet.cli.edges import measure_edges
+from fleet.cli.reach import KeyOption, RemoteFleet, UrlOption, order, reach
 from fleet.local import preflight
 from fleet.local import state as fleet_state
+from fleet.local.state import FleetState
 
 
 def status(
     fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="The router's /fleet, as it is.")] = False,
 ) -> None:
     """Show the workers: state, blocks, load, and what was handed over.
 
     Exit code 0 when every worker is ready, 1 when some are not, 3 when nothing runs.
     """
-    state = running_fleet(fleet)
+    state = reach(fleet, url, api_key)
     answer = get_json(state, "/fleet")
     workers = answer["workers"]
     if as_json:
@@ -54,7 +58,8 @@ def status(
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table("worker", "state", "life", "pid", "address", "running", "waiting", "KV blocks")
+    table = Table("worker", "state", "life", "host", "running", "waiting", "KV blocks")
+    table.add_column("address", no_wrap=True)
     colours = {"ready": "green", "dead": "red"}
     for worker in workers:
         blocks = worker["kv_blocks"]
@@ -62,8 +67,11 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
         table.add_row(
             escape(worker["id"]),
             f"[{colour}]{escape(worker['state'])}[/]",
-            *(str(worker[key]) for key in ("epoch", "pid", "address", "running", "waiting")),
+            str(worker["epoch"]),
+            escape(f"{worker['host']}:{worker['pid']}"),
+            *(str(worker[key]) for key in ("running", "waiting")),
             f"{blocks['leased']} leased, {blocks['cached']} cached, {blocks['free']} free",
+            escape(worker["address"]),
         )
     return table
 
@@ -100,7 +108,7 @@ def doctor(
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
-def _show_edges(state: fleet_state.FleetState) -> None:
+def _show_edges(state: FleetState) -> None:
     try:
         figures = asyncio.run(measure_edges(state.redis_url, state.fleet, state.fleet_token))
     except ConnectionError as error:
@@ -123,11 +131,19 @@ def logs(
         str | None, typer.Argument(help="prefill-0, decode-0, router, controller, redis; or all.")
     ] = None,
     fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they grow.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many of each, at most.")] = 50,
 ) -> None:
-    """Show what the processes of a fleet wrote, also of one that has ended."""
-    state = known_fleet(fleet)
+    """Show what the processes of a fleet wrote, on every node; also of one that has ended here.
+
+    ``--follow`` shows this machine's files.
+    """
+    state = known_fleet(fleet) if url is None else None
+    if url is not None or (state is not None and state.running and state.on_cluster and not follow):
+        _remote_logs(reach(fleet, url, api_key), worker, lines)
+        return
     if state is not None:
         folder = Path(state.log_dir)
     else:
@@ -139,6 +155,16 @@ def logs(
         fail(f"no log of {worker or 'anything'} in {folder} (there are: {names})")
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def _remote_logs(place: FleetState | RemoteFleet, worker: str | None, lines: int) -> None:
+    """The ends of the files of every node, as its controller gets them."""
+    found = order(place, "logs", [worker] if worker else [], {"lines": lines}, timeout_s=30.0)
+    if not any(found.values()):
+        fail(f"no node has a log of {worker or 'anything'}")
+    for node, files in found.items():
+        for name, text in files.items():
+            typer.echo(f"==> {node}: {name} <==\n{text}\n")
 
 
 def config_check(file: FileArgument = None) -> None:

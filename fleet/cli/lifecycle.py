@@ -3,23 +3,32 @@
 import json
 import os
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from config.fleet_file import FleetConfig
 from fleet.cli.common import FileArgument, emulated_note, fail, load_fleet_file, show_error
 from fleet.local import state as fleet_state
+from fleet.local.cluster_pools import LeaseTakenError, call_cluster
 from fleet.local.log_files import terminal
 from fleet.local.preflight import PortTakenError
 from fleet.local.redis_server import RedisError
 from fleet.local.state import FleetState
 from fleet.local.supervisor import FleetError, RayLostError, Supervisor
-from fleet.pools.resources import CapacityError
+from fleet.pools.cluster_call import ClusterCall
+from fleet.pools.nodes import CapacityError
+from registry.redis_store import RegistryUnavailableError
 
 _DOWN_LIMIT_S = 16.0
+_REFUSALS = (
+    *(FleetError, CapacityError, RedisError, PortTakenError, LeaseTakenError, ValueError),
+    RegistryUnavailableError,
+)
 
 
 def up(
@@ -31,6 +40,14 @@ def up(
     port: Annotated[
         int | None, typer.Option(help="Port of the router, instead of the file's. Also BATON_PORT.")
     ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Run the fleet although another `baton up` does."),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="With --address: only say which node would take what."),
+    ] = False,
 ) -> None:
     """Start a fleet and stay in the foreground; Ctrl-C stops all of it.
 
@@ -46,18 +63,36 @@ def up(
     def say(line: str) -> None:
         console.print(f"[dim]{time.monotonic() - began_s:6.1f} s[/]  {escape(line)}")
 
-    supervisor = Supervisor(config, config_file, say, address)
+    if dry_run:
+        _show_plan(config, address)
+        return
+    supervisor = Supervisor(config, config_file, say, address, take_over=take_over)
     try:
         supervisor.run(lambda: _announce(console, supervisor, config))
     except RayLostError as error:
         show_error(str(error))
         os._exit(1)
-    except (FleetError, CapacityError, RedisError, PortTakenError, ValueError) as error:
+    except _REFUSALS as error:
         fail(str(error))
 
 
+def _show_plan(config: FleetConfig, address: str | None) -> None:
+    if address is None:
+        fail("--dry-run asks a Ray cluster: say which with --address")
+    call = ClusterCall(verb="plan", address=address, config_json=config.to_json())
+    try:
+        places = call_cluster(call, Path(os.devnull)).places
+    except CapacityError as error:
+        fail(str(error))
+    table = Table("worker", "node")
+    for worker_id, node in places.items():
+        table.add_row(worker_id, escape(node) or "[red]no node has room[/]")
+    Console().print(table)
+    raise typer.Exit(0 if all(places.values()) else 1)
+
+
 def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> None:
-    name, url = config.model_names[0], supervisor.url
+    name, url = config.model_names[0], supervisor.announced_url
     pools = f"{config.pools.prefill} prefill + {config.pools.decode} decode"
     asked: dict[str, Any] = {"prompt": "The capital of France is"}
     path = "completions"
@@ -75,11 +110,21 @@ def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> 
     )
 
 
-def down(file: FileArgument = None) -> None:
+def down(
+    file: FileArgument = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Of a Ray cluster: also what this machine knows nothing of is ended."),
+    ] = None,
+) -> None:
     """Stop a fleet that runs elsewhere, and clean up what a killed one left behind.
 
-    Without a file and without BATON_CONFIG: every fleet of this user on this machine.
+    Without a file and without BATON_CONFIG: every fleet of this user on this machine. With
+    ``--address``, the file's fleet in that cluster: its controller, workers and places.
     """
+    if address is not None:
+        _clean_cluster(load_fleet_file(file, None)[1], address)
+        return
     if file is None and not os.environ.get("BATON_CONFIG"):
         states = fleet_state.load_all()
     else:
@@ -89,6 +134,18 @@ def down(file: FileArgument = None) -> None:
         typer.echo("nothing is running")
     results = [_bring_down(state) for state in states]
     raise typer.Exit(0 if all(results) else 1)
+
+
+def _clean_cluster(config: FleetConfig, address: str) -> None:
+    for state in fleet_state.load_all():
+        if state.fleet == config.fleet:  # or it would start again what is ended
+            _bring_down(state)
+    call = ClusterCall(verb="clean", address=address, config_json=config.to_json())
+    try:
+        left = call_cluster(call, Path(os.devnull)).left
+    except CapacityError as error:
+        fail(str(error))
+    typer.echo(f"{config.fleet}: nothing is left in the cluster ({left} leftovers ended)")
 
 
 def _bring_down(state: FleetState) -> bool:

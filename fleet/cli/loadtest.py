@@ -8,6 +8,7 @@ import typer
 from fleet.cli.common import known_fleet
 from fleet.local.state import FleetState
 from loadtest.commands.options import LocalFleet
+from registry.orders import Orders
 from registry.redis_store import Registry, RegistryUnavailableError
 
 
@@ -43,9 +44,9 @@ def _redis_pid(state: FleetState) -> int | None:
 async def _roll(state: FleetState) -> str:
     registry = Registry(state.redis_url, state.fleet)
     try:
-        answer = await registry.ask("roll", [])
+        answer = await Orders(registry).ask("roll")
     except RegistryUnavailableError as error:
         return str(error)
     finally:
         await registry.close()
-    return "the controller did not answer" if answer is None else answer
+    return "the controller did not answer" if answer is None else answer.problem

@@ -9,10 +9,12 @@ from fleet.cli.batch import batch
 from fleet.cli.capacity import capacity
 from fleet.cli.chat import chat
 from fleet.cli.explain import explain
+from fleet.cli.hosts import hosts
 from fleet.cli.inspection import config_check, doctor, logs, status
 from fleet.cli.lifecycle import down, up
 from fleet.cli.loadtest import give_local_fleet, local_fleet
-from fleet.cli.orders import drain, restart
+from fleet.cli.orders import drain, nodes, restart, scale
+from fleet.cli.router import router
 from fleet.cli.top import top
 from loadtest.cli import app as loadtest_app
 from loadtest.lab.cli import lab
@@ -29,7 +31,7 @@ app = typer.Typer(
 )
 for command in (
     *(capacity, up, down, status, top, explain, doctor, chat, batch, logs, drain, restart),
-    *(lab, simulate),
+    *(scale, nodes, router, hosts, lab, simulate),
 ):
     app.command()(command)
 

@@ -4,6 +4,7 @@ The supervisor binds the port and holds it: while a router that died is started 
 wait in the socket's backlog instead of being refused.
 """
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -11,10 +12,25 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from fleet.local.preflight import claim_socket
 from fleet.local.subprocesses import die_with_parent
 
 _HEALTHY_S = 60.0
+
+
+def own_address() -> str:
+    """This host's address in the network that its default route leads to; loopback without one.
+
+    Nothing is sent: the kernel is asked which address it would send from.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # of a network that is kept for documentation
+        return str(probe.getsockname()[0])
+    addresses = psutil.net_if_addrs().items()
+    found = (a.address for _, several in addresses for a in several if a.family is socket.AF_INET)
+    return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
 
 
 class RouterProcess:

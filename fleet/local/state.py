@@ -41,6 +41,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str
     config_file: str
     fleet_token: str = ""  # also the key of an operator, for `baton status`
+    on_cluster: bool = False  # of another's Ray
 
     @property
     def running(self) -> bool:

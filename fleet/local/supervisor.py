@@ -6,11 +6,13 @@
 
 The kernel ends every child with its parent, and every child has the run folder's name in its
 environment, so that nothing is left however the supervisor ends.
+
+With `--address` Ray is another's: controller and workers live in that cluster, and outlive a
+supervisor that is lost, for the next one to adopt (`fleet.local.cluster_pools`).
 """
 
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -21,25 +23,28 @@ import httpx
 
 from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
+from fleet.local.cluster_pools import ClusterPools
+from fleet.local.fleet_token import fleet_token
+from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
-from fleet.local.router_process import RouterProcess
+from fleet.local.router_process import RouterProcess, own_address
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
-from fleet.pools.ray_health import RayHealth
+from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
+_ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 Say = Callable[[str], None]
 
 START_LIMIT_S = 600.0
 _STOP_LIMIT_S = 14.0  # whatever happens, nothing is left after it
-_WORKERS_STOP_S = 5.0
 _ROUTER_STOP_S = 3.5
 _POLL_S = 0.25
 _CONTROLLER_POLL_S = 2.0
 _CONTROLLER_LOST_S = 30.0
-_GIVE_UP_EPOCH = 3  # a worker that never came up in so many lives will not
+_GIVE_UP_LIVES = 3  # a worker that never came up in so many of them will not
 _ROUTER_FAILURES = 5
 _ANSWER_LIMIT_S = 3.0  # of a router that is starting: its socket takes connections before it does
 
@@ -60,25 +65,30 @@ class Supervisor:
         config_file: Its file, for the router.
         say: Shows one line of progress.
         address: An existing Ray cluster, or None for a private local one.
+        take_over: Run the fleet although another supervisor does; its workers are adopted.
     """
 
     def __init__(
-        self, config: FleetConfig, config_file: Path, say: Say, address: str | None = None
+        self,
+        config: FleetConfig,
+        config_file: Path,
+        say: Say,
+        address: str | None = None,
+        *,
+        take_over: bool = False,
     ) -> None:
         self._config = config
         self._config_file = config_file.resolve()
         self._say = say
         self._address = address
+        self._take_over = take_over
         self._stop = StopSignal()
-        self._token = secrets.token_urlsafe(32)
+        self._token = ""
         self._name = config.fleet  # of its state folder
         self._logs = Path()
         self._redis: EmbeddedRedis | None = None
         self._router: RouterProcess | None = None
-        self._controller: Any = None
-        self._ray_started = False
-        self._ray: RayHealth | None = None
-        self._ray_lost = False
+        self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
         self._run_folder = Path()
         self._redis_url = ""
@@ -87,9 +97,17 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        """Where clients go."""
-        open_to_all = self._config.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
-        return f"http://{'127.0.0.1' if open_to_all else self._config.host}:{self._port}"
+        """Where clients on this machine go."""
+        return self._url_at("127.0.0.1")
+
+    @property
+    def announced_url(self) -> str:
+        """Where clients elsewhere go, if they can: the same on loopback only."""
+        return self._url_at(own_address())
+
+    def _url_at(self, address: str) -> str:
+        host = address if self._config.host in _ANY_HOST else self._config.host
+        return f"http://{host}:{self._port}"
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Start, call ``on_ready``, stay until told to stop, and clean up.
@@ -103,6 +121,8 @@ class Supervisor:
             self._start()
             on_ready()
             self._stop.starting_done()
+            if isinstance(self._pools, ClusterPools):
+                self._pools.note_ready()
             self._watch()
         except StopRequestedError:
             self._say("told to stop while starting")
@@ -121,6 +141,7 @@ class Supervisor:
         self._port = self._router.port
         self._choose_name()
         self._logs = fleet_state.log_folder(self._config, self._name)
+        self._token = fleet_token(self._name)
         model = describe_model(self._config)
         self.chats = model.chats
         self._say(f"model {self._config.model}: {model.text}")
@@ -170,6 +191,7 @@ class Supervisor:
                 log_dir=str(self._logs),
                 config_file=str(self._config_file),
                 fleet_token=self._token,
+                on_cluster=self._address is not None,
             )
         )
 
@@ -187,27 +209,29 @@ class Supervisor:
         self._say(f"redis is up on port {self._redis.port}")
 
     def _start_workers(self) -> None:
-        self._say("starting Ray")
-        from fleet.pools import ray_runtime
-        from fleet.pools.ray_controller import ControllerSpec
-
-        self._ray_started = True
-        self._output = OwnOutput(self._logs / "ray.log")
-        if self._address is None:
-            ray_runtime.start_local(self._run_folder / "r", self._config)
-            host = "127.0.0.1"
-        else:
-            host = ray_runtime.connect(self._address, self._config)
-        self._ray = ray_runtime.health(local=self._address is None)
-        self._stop.install()
+        self._say("starting Ray" if self._address is None else f"asking Ray at {self._address}")
         spec = ControllerSpec(
             config_json=self._config.to_json(),
             redis_url=self._redis_url,
             fleet_token=self._token,
-            host=host,
+            host="",  # its pools know
             log_dir=str(self._logs),
         )
-        self._controller = ray_runtime.Controller.start(self._config.fleet, spec)
+        self._output = OwnOutput(self._logs / "ray.log")
+        if self._address is None:
+            self._pools = LocalPools(self._config, self._run_folder / "r")
+        else:
+            self._pools = ClusterPools(
+                self._config,
+                self._address,
+                redis_url=self._redis_url,
+                url=self.announced_url,
+                log=self._logs / "ray.log",
+                take_over=self._take_over,
+            )
+        self._pools.start(spec)
+        self._stop.install()
+        self._tell_news()
 
     def _start_router(self, router: RouterProcess) -> None:
         secrets_by_environment = {
@@ -221,9 +245,10 @@ class Supervisor:
     def _wait_until_ready(self, router: RouterProcess) -> None:
         deadline = time.monotonic() + START_LIMIT_S
         shown: dict[str, str] = {}
+        first: dict[str, int] = {}  # the lives that were there when this began to look
         with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False) as client:
             while time.monotonic() < deadline:
-                self._show_slots(shown)
+                self._show_slots(shown, first)
                 self._check_ray()
                 if router.ended:
                     raise FleetError(
@@ -244,31 +269,24 @@ class Supervisor:
         return bool(slots) and all(slot["phase"] == "ready" for slot in slots)
 
     def _slots(self) -> list[dict[str, Any]]:
-        from ray.exceptions import RayError
+        return self._pools.slots() if self._pools is not None else []
 
-        try:
-            slots: list[dict[str, Any]] = self._controller.status()
-        except RayError:
-            return []  # busy or restarting: `_watch` decides when that is too long
-        return slots
-
-    def _show_slots(self, shown: dict[str, str]) -> None:
+    def _show_slots(self, shown: dict[str, str], first: dict[str, int]) -> None:
         for slot in self._slots():
             name, reason = slot["worker_id"], slot["reason"]
             line = f"{name} {slot['phase']}" + (f" ({reason})" if reason else "")
             if shown.get(name) != line:
                 shown[name] = line
                 self._say(line)
-            if slot["epoch"] >= _GIVE_UP_EPOCH and reason and slot["phase"] == "waiting":
-                raise FleetError(
-                    f"{name} failed {slot['epoch']} times: {reason}\n{self._tail(name)}"
-                )
+            lives = slot["epoch"] - first.setdefault(name, max(slot["epoch"], 1)) + 1
+            if lives >= _GIVE_UP_LIVES and reason and slot["phase"] == "waiting":
+                raise FleetError(f"{name} failed {lives} times: {reason}\n{self._tail(name)}")
 
     def _tail(self, name: str, lines: int = 12) -> str:
         try:
             text = (self._logs / f"{name}.log").read_text(errors="replace")
         except OSError:
-            return f"(no log {self._logs / name}.log)"
+            return f"(its log is on its node: `baton logs {name}`)"
         return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
 
     # --- stay ------------------------------------------------------------------------------------
@@ -280,7 +298,7 @@ class Supervisor:
             self._keep_router()
             self._check_ray()
             if time.monotonic() >= next_look_s:
-                if self._controller_answers():
+                if self._pools is not None and self._pools.answers():
                     controller_seen_s = time.monotonic()
                 next_look_s = time.monotonic() + _CONTROLLER_POLL_S
                 rotate(self._logs)
@@ -310,18 +328,15 @@ class Supervisor:
             self._start_router(router)
 
     def _check_ray(self) -> None:
-        if self._ray is not None and (problem := self._ray.problem()):
-            self._ray_lost = True
+        if self._pools is None:
+            return
+        self._tell_news()
+        if problem := self._pools.problem():
             raise RayLostError(f"{problem}; see {self._logs / 'ray.log'}")
 
-    def _controller_answers(self) -> bool:
-        from ray.exceptions import RayError
-
-        try:
-            self._controller.keep_running(timeout_s=2.0)
-        except RayError:
-            return False
-        return True
+    def _tell_news(self) -> None:
+        for line in self._pools.news() if self._pools is not None else ():
+            self._say(line)
 
     # --- down ------------------------------------------------------------------------------------
 
@@ -348,16 +363,8 @@ class Supervisor:
                 self._router.finish_stop(_ROUTER_STOP_S)
 
     def _stop_workers(self) -> None:
-        if self._ray is not None:
-            self._ray.close()
-        if not self._ray_started or self._ray_lost:
-            return  # what would go through a lost Ray would wait for it: the sweep ends them all
-        import ray
-
-        if self._controller is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                self._controller.stop(_WORKERS_STOP_S)
-        ray.shutdown()
+        if self._pools is not None:
+            self._pools.stop(leave=not self._stop.is_set)
 
     def _end_by_force(self) -> None:
         self._say("the stop takes too long: ending what is left")

@@ -44,6 +44,7 @@ class Launch:
     role: Role
     epoch: int
     reuse: bool = False  # of the process that the last life ran in
+    move: bool = False  # to another place than the last life's
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class Slot:
     leaving: bool = False  # removed from its pool
     stopping: bool = False  # Stop was sent for this life
     reusable: bool = False  # the last life was healthy, and its process is still there
+    moving: bool = False  # the next life shall have another place
 
 
 class FleetController:
@@ -145,8 +147,19 @@ class FleetController:
         slot = self.slots[worker_id]
         return self._begin_drain(slot, "drained by an operator", Phase.PARKED, now_ns)
 
-    def restart(self, worker_ids: list[str], now_ns: int, *, rolling: bool) -> list[Action]:
-        """Give each slot a new life: all at once, or one after another, each drained first."""
+    def restart(
+        self, worker_ids: list[str], now_ns: int, *, rolling: bool, move: bool = False
+    ) -> list[Action]:
+        """Give each slot a new life: all at once, or one after another, each drained first.
+
+        Args:
+            worker_ids: Of the slots.
+            now_ns: The time.
+            rolling: One after another.
+            move: Each gives up its place for another one.
+        """
+        for name in worker_ids:
+            self.slots[name].moving |= move
         if rolling:
             self._rolling += [name for name in worker_ids if name not in self._rolling]
             return self.tick(now_ns)
@@ -172,9 +185,15 @@ class FleetController:
         return actions
 
     def adopt(self, worker_id: str, epoch: int, *, ready: bool, now_ns: int) -> None:
-        """A life that an earlier controller started is still there."""
+        """A life that an earlier controller started is still there.
+
+        One beyond its pool's size gets a slot too: the next `resize` drains it.
+        """
         slot = self.slots.get(worker_id)
-        if slot is None or epoch < slot.epoch or slot.phase is not Phase.WAITING:
+        if slot is None:
+            role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+            slot = self.slots[worker_id] = Slot(worker_id, role)
+        if epoch < slot.epoch or slot.phase is not Phase.WAITING:
             return
         slot.epoch = epoch
         self._enter(slot, Phase.READY if ready else Phase.STARTING, now_ns)
@@ -263,6 +282,11 @@ class FleetController:
         return actions + self._roll(now_ns)
 
     @property
+    def wanted(self) -> dict[Role, int]:
+        """The pools' sizes, as last asked for."""
+        return dict(self._wanted)
+
+    @property
     def next_due_ns(self) -> int:
         """When `tick` has something to do next, if nothing happens before."""
         timed = (Phase.WAITING, Phase.STARTING, Phase.DRAINING)
@@ -317,8 +341,9 @@ class FleetController:
         slot.epoch += 1
         self._enter(slot, Phase.STARTING, now_ns)
         slot.due_ns = now_ns + START_LIMIT_NS
-        reuse, slot.reusable = slot.reusable, False
-        return [self.describe(slot), Launch(slot.worker_id, slot.role, slot.epoch, reuse)]
+        move, slot.moving = slot.moving, False
+        reuse, slot.reusable = slot.reusable and not move, False
+        return [self.describe(slot), Launch(slot.worker_id, slot.role, slot.epoch, reuse, move)]
 
     def _stop_life(self, slot: Slot) -> list[Action]:
         slot.due_ns = _NEVER_NS

@@ -36,14 +36,16 @@ class ShellProcess(msgspec.Struct, frozen=True):
     host: str
     key: ProcessKey
     epoch: int = 0  # of the life; its actor may have been named after an earlier one
+    settings_digest: str = ""  # what it was started with
+    started: bool = False
 
     @classmethod
-    def own(cls, epoch: int) -> "ShellProcess":
+    def own(cls, epoch: int, settings_digest: str = "", *, started: bool = False) -> "ShellProcess":
         """This one."""
         key = ProcessKey.of(os.getpid())
         if key is None:
             raise RuntimeError("cannot read /proc")
-        return cls(socket.gethostname(), key, epoch)
+        return cls(socket.gethostname(), key, epoch, settings_digest, started)
 
 
 class Life:
@@ -88,19 +90,16 @@ class Life:
             ray.kill(self.actor)
 
 
-async def epoch_of(actor: Any, *, named: int) -> int:
-    """Which life an actor is in: the one that it was named after, or a later one.
+async def process_of(actor: Any) -> ShellProcess | None:
+    """What an actor says of its process; None of one that says nothing: it is frozen or gone.
 
     Args:
-        actor: A `WorkerActor`, as Ray has it. One that says nothing is taken by its name: it is
-            frozen or gone, which its `Life` will find out.
-        named: The epoch in its name.
+        actor: A `WorkerActor`, as Ray has it.
     """
     with contextlib.suppress(RayError, TimeoutError):
         async with asyncio.timeout(ASK_EVERY_S):
-            process = msgspec.msgpack.decode(await actor.ping.remote(), type=ShellProcess)
-            return max(named, process.epoch)
-    return named
+            return msgspec.msgpack.decode(await actor.ping.remote(), type=ShellProcess)
+    return None
 
 
 class StandstillGuard:

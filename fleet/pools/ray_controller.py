@@ -15,17 +15,11 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from config.fleet_file import FleetConfig
 from fleet.pools.controller import (
-    HEALTHY_AFTER_NS,
     Action,
     Drain,
     FleetController,
@@ -34,17 +28,23 @@ from fleet.pools.controller import (
     Remove,
     Stop,
 )
-from fleet.pools.liveness import FROZEN_AFTER_S, Life, epoch_of
-from fleet.pools.ray_worker import WORKER_PROGRAM, WorkerActor, log_to
+from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, process_of
+from fleet.pools.orders import OrderDesk
+from fleet.pools.placement import Placements, role_of
+from fleet.pools.ray_worker import WorkerActor, log_to
 from fleet.pools.resources import (
     NAMESPACE,
+    ControllerSpec,
     actor_name,
-    bundles,
+    controller_name,
     exit_reason,
     lives_among,
+    settings_digest,
     worker_environment,
     worker_settings,
 )
+from registry import wanted
+from registry.orders import Answer, Order, Orders
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import Role, WorkerRecord
 from telemetry.tasks import BackgroundTasks
@@ -53,21 +53,9 @@ _LOG = logging.getLogger("fleet.pools.controller")
 
 _REFRESH_S = 5.0  # of the slots' records in Redis
 _STEP_S = 0.25
-_PLACEMENT_LIMIT_S = 60.0
+_NODES_EVERY_S = 2.0
 _STOP_LIMIT_S = 4.0
 _NS = 1_000_000_000
-
-
-class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller needs to know; survives its restarts as the actor's argument."""
-
-    config_json: str
-    redis_url: str
-    fleet_token: str
-    host: str  # that workers bind; "" is each node's own address
-    log_dir: str
-    program: str = WORKER_PROGRAM
-    healthy_after_ns: int = HEALTHY_AFTER_NS
 
 
 class ControllerActor:
@@ -82,16 +70,14 @@ class ControllerActor:
         self._config = FleetConfig.model_validate_json(self._spec.config_json)
         log_to(Path(self._spec.log_dir) / "controller.log", self._config.logs.format)
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
-        pools = {"prefill": self._config.pools.prefill, "decode": self._config.pools.decode}
-        self._machine = FleetController(
-            pools,  # type: ignore[arg-type]
-            time.monotonic_ns(),
-            self._spec.healthy_after_ns,
-        )
+        self._orders = Orders(self._registry)
+        self._tasks = BackgroundTasks("controller")
+        # Workers that bind their node's own address are on a cluster.
+        self._placements = Placements(self._config, self._tasks, chooses=not self._spec.host)
+        pools = self._config.pools
+        self._begin_with({"prefill": pools.prefill, "decode": pools.decode})
         self._lives: dict[str, Life] = {}
         self._reused: dict[str, Any] = {}  # actors that wait for their slot's next life
-        self._groups: dict[str, PlacementGroup] = {}
-        self._tasks = BackgroundTasks("controller")
         self._placing: dict[str, asyncio.Event] = {}  # set when a life is not wanted any more
         self._beginning = asyncio.Lock()
         self._wake = asyncio.Event()
@@ -105,23 +91,21 @@ class ControllerActor:
         async with self._beginning:
             if self._running:
                 return
+            await self._learn_wishes()
             await self._learn_epochs()
             await self._adopt()
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
+            self._tasks.keep(self._watch_nodes, "nodes")
             self._running = True
 
+    async def identity(self) -> tuple[str, str]:
+        """The id of its node, and what it was started with, as a digest."""
+        return ray.get_runtime_context().get_node_id(), self._spec.digest
+
     async def status(self) -> list[dict[str, Any]]:
-        """The slots: worker_id, phase, epoch, reason."""
-        return [
-            {
-                "worker_id": slot.worker_id,
-                "phase": slot.phase.value,
-                "epoch": slot.epoch,
-                "reason": slot.reason,
-            }
-            for slot in self._machine.slots.values()
-        ]
+        """The slots: worker_id, phase, epoch, reason, node."""
+        return self._desk.slots()
 
     async def stop(self, limit_s: float = 6.0) -> bool:
         """End all workers and free their placements; whether all of them ended by themselves."""
@@ -131,8 +115,9 @@ class ControllerActor:
                 await self._idle.wait()
         for life in self._lives.values():
             life.end()
-        for worker_id in list(self._groups):
-            self._remove_group(worker_id)
+        self._placements.remove_all()
+        with contextlib.suppress(RegistryUnavailableError):
+            await wanted.forget(self._registry)
         return self._machine.idle
 
     async def close(self) -> None:
@@ -171,7 +156,7 @@ class ControllerActor:
                     )
                     self._tasks.spawn(self._publish(action), "publish")
                 case Remove():
-                    self._remove_group(action.worker_id)
+                    self._placements.remove(action.worker_id)
         self._wake.set()
         if self._machine.stopped and self._machine.idle:
             self._idle.set()
@@ -198,7 +183,7 @@ class ControllerActor:
             return
         unwanted = self._placing[worker_id] = asyncio.Event()
         try:
-            group = await self._group(worker_id, launch.role, unwanted)
+            group = await self._placements.place(worker_id, launch.role, unwanted, move=launch.move)
             if not self._machine.wants(worker_id, epoch):
                 reason = "stopped before it was placed"
                 self._apply(self._machine.ended(worker_id, epoch, reason, _now_ns()))
@@ -254,12 +239,27 @@ class ControllerActor:
             async with self._tasks.beside(lose_patience(), "freeze"):
                 return exit_reason(await life.actor.wait.remote())
 
+    async def _watch_nodes(self) -> None:
+        """End the lives of nodes that Ray has given up: one that starts there would wait for ever.
+
+        Ray tells of those that had started; of a pending one it says nothing.
+        """
+        while True:
+            await asyncio.sleep(_NODES_EVERY_S)
+            for worker_id in await self._placements.lost():
+                if (life := self._lives.get(worker_id)) is not None:
+                    _LOG.info("%s life %d: its node is lost", worker_id, life.epoch)
+                    life.end()
+
     def _settings(self, launch: Launch) -> dict[str, Any]:
+        return self._settings_of(launch.worker_id, launch.role, launch.epoch)
+
+    def _settings_of(self, worker_id: str, role: Role, epoch: int) -> dict[str, Any]:
         return worker_settings(
             self._config,
-            worker_id=launch.worker_id,
-            role=launch.role,
-            epoch=launch.epoch,
+            worker_id=worker_id,
+            role=role,
+            epoch=epoch,
             redis_url=self._spec.redis_url,
             fleet_token=self._spec.fleet_token,
             host=self._spec.host,
@@ -301,37 +301,14 @@ class ControllerActor:
                 return  # `wait` returns now, and `_watch` goes on
         life.end()
 
-    # ---- placement and adoption -----------------------------------------------------------------
-
-    async def _group(self, worker_id: str, role: Role, unwanted: asyncio.Event) -> PlacementGroup:
-        """The slot's placement, once it is ready or ``unwanted`` is set."""
-        group = self._groups.get(worker_id)
-        if group is None:
-            group = self._groups[worker_id] = placement_group(
-                bundles(self._config, role),
-                strategy="STRICT_PACK",  # ranks share one memory file
-                name=f"baton-{self._config.fleet}-{worker_id}",
-                lifetime="detached",
-            )
-        try:
-            async with asyncio.timeout(_PLACEMENT_LIMIT_S):
-                async with self._tasks.beside(_set_when(group.ready(), unwanted), "placement"):
-                    await unwanted.wait()
-        except TimeoutError as error:
-            raise RuntimeError(
-                f"no node had {self._config.cpus_per_rank:g} free CPUs (cpus_per_rank) for each of "
-                f"{self._config.pools.width(role)} ranks for "
-                f"{_PLACEMENT_LIMIT_S:g} s"
-            ) from error
-        return group
-
-    def _remove_group(self, worker_id: str) -> None:
-        group = self._groups.pop(worker_id, None)
-        if group is not None:
-            remove_placement_group(group)
+    # ---- what an earlier controller left --------------------------------------------------------
 
     async def _adopt(self) -> None:
-        """Follow the lives that are there; none is followed before all are known."""
+        """Follow the lives that are there; none is followed before all are known.
+
+        Those that were started with other settings are renewed one after another, and those
+        beyond their pool's size are drained.
+        """
         names = ray.util.list_named_actors(all_namespaces=True)
         actors: dict[str, Any] = {}
         named = lives_among(names, self._config.fleet)
@@ -341,18 +318,54 @@ class ControllerActor:
                 actors[worker_id] = ray.get_actor(name, namespace=NAMESPACE)
             except ValueError:  # it ended since it was listed
                 self._machine.note_epoch(worker_id, epoch)
-        epochs = await asyncio.gather(
-            *(epoch_of(actor, named=named[worker_id]) for worker_id, actor in actors.items())
-        )
-        for (worker_id, actor), epoch in zip(actors.items(), epochs, strict=True):
-            with contextlib.suppress(ValueError):
-                group = get_placement_group(f"baton-{self._config.fleet}-{worker_id}")
-                self._groups[worker_id] = group
+        processes = await asyncio.gather(*map(process_of, actors.values()))
+        await self._placements.adopt(actors.keys())
+        changed = []
+        for (worker_id, actor), process in zip(actors.items(), processes, strict=True):
+            # Of one that says nothing only its name is known; its `Life` finds out the rest.
+            epoch = max(named[worker_id], process.epoch if process is not None else 0)
             _LOG.info("%s life %d: adopted", worker_id, epoch)
-            self._machine.adopt(worker_id, epoch, ready=False, now_ns=_now_ns())
-            role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+            started = process is not None and process.started
+            self._machine.adopt(worker_id, epoch, ready=started, now_ns=_now_ns())
+            role = role_of(worker_id)
             life = self._watch(worker_id, epoch, actor, actor.record.remote())
             self._follow(Launch(worker_id, role, epoch), life)
+            if process is not None and self._differs(worker_id, role, process):
+                changed.append(worker_id)
+        for role, size in self._machine.wanted.items() if actors else ():
+            self._apply(self._machine.resize(role, size, _now_ns()))
+        changed = [name for name in changed if name in self._machine.slots]
+        if changed:
+            _LOG.info("started with other settings, to be renewed: %s", ", ".join(changed))
+            self._apply(self._machine.restart(changed, _now_ns(), rolling=True))
+
+    def _differs(self, worker_id: str, role: Role, process: ShellProcess) -> bool:
+        """Whether a life was started with other settings than it would be now."""
+        own = settings_digest(self._settings_of(worker_id, role, 0))
+        return process.settings_digest not in ("", own)
+
+    def _begin_with(self, pools: dict[Role, int]) -> None:
+        """Make the machine, and the desk for what is asked of it."""
+        self._machine = FleetController(pools, _now_ns(), self._spec.healthy_after_ns)
+        self._desk = OrderDesk(
+            self._config, self._machine, self._placements, self._apply, _now_ns, self._spec.log_dir
+        )
+
+    async def _learn_wishes(self) -> None:
+        """What operators asked of this fleet beyond its file, and an earlier controller did."""
+        with contextlib.suppress(RegistryUnavailableError):
+            wishes = await wanted.read(self._registry, self._spec.digest)
+            self._placements.closed |= set(wishes.closed_nodes)
+            if wishes.pools:
+                sizes: dict[Role, int] = {"prefill": 0, "decode": 0}
+                self._begin_with({role: wishes.pools.get(role, 0) for role in sizes})
+
+    async def _note_wishes(self) -> None:
+        pools = {str(role): size for role, size in self._machine.wanted.items()}
+        closed = tuple(sorted(self._placements.closed))
+        wishes = wanted.Wanted(of=self._spec.digest, pools=pools, closed_nodes=closed)
+        with contextlib.suppress(RegistryUnavailableError):
+            await wanted.write(self._registry, wishes)
 
     # ---- the registry ---------------------------------------------------------------------------
 
@@ -384,40 +397,32 @@ class ControllerActor:
         )
 
     async def _answer_operators(self) -> None:
-        """``baton drain`` and ``baton restart`` come through Redis, from any process."""
+        """Orders come through Redis, from any process; a slow one does not hold up the next."""
         while True:
             try:
-                order = await self._registry.take_order()
+                order = await self._orders.take()
             except RegistryUnavailableError:
                 order = None
             if order is None:
                 await asyncio.sleep(_STEP_S)
-                continue
-            reply = self._obey(order.verb, order.worker_ids)
-            with contextlib.suppress(RegistryUnavailableError):
-                await self._registry.answer(order, reply)
+            else:
+                self._tasks.spawn(self._obey(order), "order")
 
-    def _obey(self, verb: str, worker_ids: tuple[str, ...]) -> str:
-        names = list(worker_ids) or list(self._machine.slots)
-        unknown = [name for name in names if name not in self._machine.slots]
-        if unknown:
-            return f"no such worker: {', '.join(unknown)} (there are {list(self._machine.slots)})"
-        now_ns = _now_ns()
-        if verb == "drain":
-            for name in names:
-                self._apply(self._machine.drain(name, now_ns))
-        elif verb in ("restart", "roll"):
-            self._apply(self._machine.restart(names, now_ns, rolling=verb == "roll"))
-        else:
-            return f"unknown command {verb}"
-        return ""
-
-
-async def _set_when(ready: Awaitable[Any], event: asyncio.Event) -> None:
-    try:
-        await ready
-    finally:  # if it failed, to start the actor will fail too, and say why
-        event.set()
+    async def _obey(self, order: Order) -> None:
+        try:
+            if order.verb == "stop":
+                answer = Answer(data=await self.stop())
+            else:
+                answer = await self._desk.obey(order)
+        except (RayError, RuntimeError, ValueError, TypeError) as error:
+            answer = Answer(f"{order.verb} failed: {error}")
+        if order.verb in ("scale", "close", "open") and not answer.problem:
+            await self._note_wishes()
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._orders.answer(order, answer)
+        if order.verb == "stop":
+            own = ray.get_actor(controller_name(self._config.fleet), namespace=NAMESPACE)
+            ray.kill(own, no_restart=True)
 
 
 def _now_ns() -> int:

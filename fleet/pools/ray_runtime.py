@@ -1,9 +1,9 @@
 """Ray for one fleet: a private local one that leaves nothing behind, or an existing cluster."""
 
+import contextlib
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,20 @@ import msgspec
 import psutil
 
 from config.fleet_file import EMBEDDED, FleetConfig
+from fleet.pools.nodes import CapacityError, check_nodes
 from fleet.pools.ray_health import RayHealth
 from fleet.pools.resources import (
     NAMESPACE,
-    CapacityError,
-    check_capacity,
+    ControllerSpec,
+    actor_name,
     controller_name,
+    lives_among,
     local_cpus,
 )
 from fleet.process_key import ProcessKey
 
 _DAEMONS = ("gcs_server", "raylet")  # without one of them a local Ray is lost
+_NAME_FREE_LIMIT_S = 10.0
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 
 
@@ -56,79 +59,143 @@ def connect(address: str, config: FleetConfig) -> str:
     Raises:
         CapacityError: It does not fit, or nodes could not reach what this machine starts.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    attach(address)
     import ray
 
-    try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise CapacityError(f"no Ray cluster at {address}: {error}") from error
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    check_capacity(config, [node["Resources"].get("CPU", 0.0) for node in nodes])
-    own_address = ray.util.get_node_ip_address()
-    if {node["NodeManagerAddress"] for node in nodes} == {own_address}:
+    from fleet.pools.placement import cluster_nodes
+
+    nodes = cluster_nodes()
+    check_nodes(config, nodes)
+    if {node.address for node in nodes} == {ray.util.get_node_ip_address()}:
         return "127.0.0.1"
     if config.redis == EMBEDDED:
         raise CapacityError(
             "redis = embedded listens on this machine only, and the cluster has other nodes: set "
             "`redis:` to the URL of a server that every node reaches"
         )
+    if os.environ.get("RAY_AUTH_MODE") not in ("token", "disabled"):
+        raise CapacityError(
+            "this Ray cluster takes commands from anybody who reaches it, as root or whoever runs "
+            "it: give it a token (`ray get-auth-token --generate`, the file ~/.ray/auth_token on "
+            "every node, then start Ray anew), or say RAY_AUTH_MODE=disabled to go on without"
+        )
     return ""
 
 
-def health(*, local: bool) -> RayHealth:
-    """Begin to watch the Ray that this process is connected to.
+def attach(address: str) -> None:
+    """Connect to an existing cluster.
 
-    Args:
-        local: Whether this process started it.
+    Raises:
+        CapacityError: There is none, or it does not let us in.
     """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if given or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray itself does so for `auto` alone
     import ray
 
-    children = psutil.Process().children() if local else []
-    found = {child.name(): ProcessKey.of(child.pid) for child in children}
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise CapacityError(f"no Ray cluster at {address}: {error}") from error
+
+
+def health() -> RayHealth:
+    """Begin to watch the local Ray that this process started."""
+    import ray
+
+    found = {c.name(): ProcessKey.of(c.pid) for c in psutil.Process().children()}
     daemons = {name: key for name, key in found.items() if name in _DAEMONS and key is not None}
     return RayHealth(ray.get_runtime_context().gcs_address, daemons)
 
 
 class Controller:
-    """A handle to the fleet's controller actor, for the supervisor. All calls block."""
+    """A handle to the fleet's controller actor. All calls block."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
     @classmethod
-    def start(cls, fleet: str, spec: msgspec.Struct) -> "Controller":
-        """Start the detached controller; one that was left behind by an earlier `up` is ended."""
+    def start(cls, fleet: str, spec: ControllerSpec) -> "Controller":
+        """Start the detached controller on this node.
+
+        It adopts the workers that an earlier one left. Bound to this node, where the supervisor
+        is, it never takes the fleet's care along when a worker's node is lost.
+        """
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from fleet.pools.ray_controller import ControllerActor
 
-        cls.end_leftover(fleet)
-        actor = (
-            ray.remote(ControllerActor)
-            .options(
-                name=controller_name(fleet),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                num_cpus=0,
-                max_restarts=-1,
-            )
-            .remote(msgspec.json.encode(spec))
+        here = ray.get_runtime_context().get_node_id()
+        options = ray.remote(ControllerActor).options(
+            name=controller_name(fleet),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         )
+        until_s = time.monotonic() + _NAME_FREE_LIMIT_S
+        while True:
+            try:
+                actor = options.remote(msgspec.json.encode(spec))
+                break
+            except ValueError:  # the name of one that was just ended is still taken
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(0.2)
         controller = cls(actor)
         controller.keep_running()
         return controller
 
     @classmethod
-    def end_leftover(cls, fleet: str) -> None:
-        """End a controller, and its workers, that outlived their supervisor."""
+    def find(cls, fleet: str) -> "Controller | None":
+        """The fleet's controller, if there is one in the cluster."""
+        import ray
+
+        with contextlib.suppress(ValueError):
+            return cls(ray.get_actor(controller_name(fleet), namespace=NAMESPACE))
+        return None
+
+    @classmethod
+    def ensure(cls, fleet: str, spec: ControllerSpec) -> bool:
+        """Have a controller of this specification run here, and leave the workers as they are.
+
+        One that was started with something else, or runs elsewhere, or does not answer, is
+        replaced by one that adopts what it left.
+
+        Returns:
+            Whether the fleet was there: a controller, or workers without one.
+        """
+        import ray
+
+        found = cls.find(fleet)
+        if found is not None:
+            if found.is_at_home_with(spec):
+                found.keep_running()
+                return True
+            found.dismiss()
+        names = ray.util.list_named_actors(all_namespaces=True)
+        there = found is not None or bool(lives_among(names, fleet))
+        cls.start(fleet, spec)
+        return there
+
+    def is_at_home_with(self, spec: ControllerSpec, timeout_s: float = 5.0) -> bool:
+        """Whether it answers, runs on this node, and was started with this."""
         import ray
 
         try:
-            actor = ray.get_actor(controller_name(fleet), namespace=NAMESPACE)
-        except ValueError:
-            return
-        cls(actor).stop()
+            here, digest = ray.get(self._actor.identity.remote(), timeout=timeout_s)
+        except ray.exceptions.RayError:
+            return False
+        return bool(here == ray.get_runtime_context().get_node_id() and digest == spec.digest)
+
+    def dismiss(self) -> None:
+        """End it, and none of its workers."""
+        import ray
+
+        ray.kill(self._actor, no_restart=True)
 
     def keep_running(self, timeout_s: float = 30.0) -> None:
         """Make sure that it works; after Ray restarted the actor this sets it going again.
@@ -141,7 +208,7 @@ class Controller:
         ray.get(self._actor.run.remote(), timeout=timeout_s)
 
     def status(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
-        """The slots: worker_id, phase, epoch, reason."""
+        """The slots: worker_id, phase, epoch, reason, node."""
         import ray
 
         slots: list[dict[str, Any]] = ray.get(self._actor.status.remote(), timeout=timeout_s)
@@ -157,16 +224,30 @@ class Controller:
         except ray.exceptions.RayError:
             ended = False  # its workers die with a local Ray, and are swept up otherwise
         finally:
-            ray.kill(self._actor)
+            self.dismiss()
         return ended
 
 
-@contextmanager
-def shut_down() -> Iterator[None]:
-    """Disconnect at the end, which ends a Ray that this process started."""
-    import ray
+def clean(fleet: str) -> int:
+    """End what a fleet has in the cluster, with its controller's help or without.
 
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    Returns:
+        How many workers and places its controller did not end.
+    """
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    from fleet.pools.placement import groups_of
+
+    if (controller := Controller.find(fleet)) is not None:
+        controller.stop()
+    left = 0
+    names = ray.util.list_named_actors(all_namespaces=True)
+    for worker_id, epoch in lives_among(names, fleet).items():
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(actor_name(fleet, worker_id, epoch), namespace=NAMESPACE))
+            left += 1
+    for group, _ in groups_of(fleet).values():
+        remove_placement_group(group)
+        left += 1
+    return left

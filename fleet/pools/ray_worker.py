@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import msgspec
 
 from fleet.pools.liveness import ShellProcess, StandstillGuard
+from fleet.pools.resources import settings_digest
 from registry.types import WorkerRecord
 from telemetry.logs import LogFormat, set_up_logs
 from telemetry.tasks import BackgroundTasks
 
-WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
 _CLOSING_LIMIT_S = 3.0  # for what is left of a life, before the next one begins
 _LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
 
@@ -63,6 +63,7 @@ class WorkerActor:
         module = importlib.import_module(program)
         self._settings_type: type[Any] = module.WorkerSettings
         self._settings = self._settings_of(settings)
+        self._digest = settings_digest(settings)
         self._start_worker: StartWorker = module.Worker.start
         self._tasks = BackgroundTasks("worker's actor")
         self._starting: asyncio.Task[None] | None = None
@@ -106,6 +107,7 @@ class WorkerActor:
         self._worker = None
         gc.collect()  # whatever still points to the last life's KV pool keeps its memory
         self._settings = self._settings_of(settings)
+        self._digest = settings_digest(settings)
         return await self.start()
 
     def _settings_of(self, fields: Mapping[str, Any]) -> Any:
@@ -121,7 +123,9 @@ class WorkerActor:
 
     async def ping(self) -> bytes:
         """This process and which life it is in, as msgpack: who answers is not frozen."""
-        return msgspec.msgpack.encode(ShellProcess.own(self._settings.epoch))
+        started = self._started.is_set()
+        own = ShellProcess.own(self._settings.epoch, self._digest, started=started)
+        return msgspec.msgpack.encode(own)
 
     async def record(self) -> bytes:
         """The record, once it has started. For a controller that was restarted."""

@@ -1,5 +1,6 @@
 """What a pool asks of Ray: bundles, environments, settings. `ray_controller` carries it out."""
 
+import hashlib
 import math
 import os
 import signal
@@ -14,13 +15,28 @@ from engine.artifacts.artifact import resolve_model
 from engine.artifacts.model_config import ModelConfig
 from engine.core.speculative.proposers import SpeculationSettings
 from engine.settings import EmulatedModel, EngineSettings
+from fleet.pools.controller import HEALTHY_AFTER_NS
 from registry.types import Role
 
 NAMESPACE = "baton"
+WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
 
 
-class CapacityError(RuntimeError):
-    """The cluster cannot hold the fleet; the message has the numbers."""
+class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a controller needs to know; survives its restarts as the actor's argument."""
+
+    config_json: str
+    redis_url: str
+    fleet_token: str
+    host: str  # that workers bind; "" is each node's own address
+    log_dir: str
+    program: str = WORKER_PROGRAM
+    healthy_after_ns: int = HEALTHY_AFTER_NS
+
+    @property
+    def digest(self) -> str:
+        """Tells what was started with these from what was started with others."""
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
 
 def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
@@ -29,63 +45,6 @@ def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
     The ranks are children of the leader's engine process, which runs in the first bundle.
     """
     return [{"CPU": config.cpus_per_rank} for _ in range(config.pools.width(role))]
-
-
-def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
-    """Refuse what Ray would wait for forever.
-
-    Args:
-        config: The fleet.
-        node_cpus: CPUs of each node of the cluster.
-
-    Raises:
-        CapacityError: A replica fits on no node, or not all replicas fit together.
-    """
-    asked = config.cpus_per_rank
-    largest = max(node_cpus, default=0.0)
-    if asked > largest:
-        raise CapacityError(
-            f"cpus_per_rank = {asked:g} fits on no node: the largest has {largest:g} CPUs; "
-            "lower cpus_per_rank or add a larger node"
-        )
-    # The small allowance is for fractions such as 0.1, which do not add up exactly.
-    free = [math.floor(cpus / asked + 1e-9) for cpus in node_cpus]
-    places, widths = sum(free), sorted(config.pools.ranks, reverse=True)
-    if widths[0] > max(free):
-        raise CapacityError(
-            f"pools.tensor_parallel = {widths[0]} ranks of {asked:g} CPUs fit on no node: the "
-            f"largest has {largest:g} CPUs, and a replica stays on one node; lower "
-            "pools.tensor_parallel or cpus_per_rank"
-        )
-    if not _all_fit(widths, free):
-        raise CapacityError(
-            f"pools need {sum(widths)} ranks of {asked:g} CPUs, the cluster has room for {places} "
-            f"({len(node_cpus)} nodes, {sum(node_cpus):g} CPUs): lower pools.prefill, pools.decode "
-            "or cpus_per_rank"
-        )
-
-
-def _all_fit(widths: Sequence[int], free: Sequence[int]) -> bool:
-    """Whether each replica can have a node with so many places for itself.
-
-    Pools have two widths at most, so this is exact: for each number of wide replicas that the
-    nodes so far may hold, the most narrow ones that fit beside them.
-
-    Args:
-        widths: Places that each replica takes, all on one node.
-        free: Places of each node.
-    """
-    wide, narrow = max(widths), min(widths)
-    wide_replicas = widths.count(wide)
-    beside = {0: 0}
-    for places in free:
-        grown: dict[int, int] = {}
-        for held, others in beside.items():
-            for more in range(min(places // wide, wide_replicas - held) + 1):
-                fit = others + (places - more * wide) // narrow
-                grown[held + more] = max(fit, grown.get(held + more, 0))
-        beside = grown
-    return beside.get(wide_replicas, -1) >= len(widths) - wide_replicas
 
 
 def local_cpus(config: FleetConfig, cores: int) -> int:
@@ -132,6 +91,7 @@ def worker_settings(
         "host": host,
         "log_dir": log_dir,
         "log_format": config.logs.format,
+        "ports": config.pools.ports or "",
     }
 
 
@@ -182,6 +142,13 @@ def _workers_on_a_host(config: FleetConfig) -> int:
     """The most workers that Ray can place on a machine like this one."""
     places = math.floor((os.cpu_count() or 1) / config.cpus_per_rank + 1e-9)
     return max(1, min(config.pools.total, places))
+
+
+def settings_digest(settings: Mapping[str, Any]) -> str:
+    """Tells settings of a worker from others; which life they are for does not count."""
+    same = {name: value for name, value in settings.items() if name != "epoch"}
+    raw = msgspec.json.encode(same, order="deterministic")
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
 def actor_name(fleet: str, worker_id: str, epoch: int) -> str:

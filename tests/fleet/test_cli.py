@@ -105,10 +105,10 @@ def test_the_first_request_that_is_shown_is_one_that_the_model_takes(
         (False, "/v1/completions", '"prompt": "'),
     ):
         console = Console(file=StringIO(), soft_wrap=True)
-        supervisor = SimpleNamespace(url="http://127.0.0.1:8000", chats=chats)
+        supervisor = SimpleNamespace(announced_url="http://127.0.0.1:8000", chats=chats)
         _announce(console, supervisor, FleetConfig())
         text = console.file.getvalue()
-        assert f"curl {supervisor.url}{path} -H" in text
+        assert f"curl {supervisor.announced_url}{path} -H" in text
         assert field in text
 
 

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from fleet.pools.nodes import CapacityError, check_capacity
 from fleet.pools.resources import (
-    CapacityError,
     bundles,
-    check_capacity,
     exit_reason,
     lives_among,
     local_cpus,

@@ -19,11 +19,13 @@ from ray.exceptions import ActorUnschedulableError, NodeDiedError
 
 from config.fleet_file import FleetConfig, PoolsConfig
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.pools import liveness, ray_controller
+from fleet.pools import liveness, placement, ray_controller
 from fleet.pools.controller import Phase
 from fleet.pools.liveness import ShellProcess, StandstillGuard
-from fleet.pools.ray_controller import ControllerActor, ControllerSpec
+from fleet.pools.ray_controller import ControllerActor
+from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
+from registry.orders import Order
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
 from telemetry.tasks import BackgroundTasks
@@ -97,12 +99,13 @@ async def controller(
     monkeypatch.setattr(ray_controller, "log_to", lambda *_: None)
     monkeypatch.setattr(ray_controller.ray, "kill", lambda _: None)
     monkeypatch.setattr(ray_controller.ray.util, "list_named_actors", lambda **_: [])
-    monkeypatch.setattr(ray_controller, "remove_placement_group", lambda _: None)
+    monkeypatch.setattr(placement, "remove_placement_group", lambda _: None)
+    monkeypatch.setattr(placement, "placement_group_table", dict)
     made = ControllerActor(msgspec.json.encode(spec))
     placed = asyncio.Event()
     placed.set()
     monkeypatch.setattr(
-        ray_controller, "placement_group", lambda *_, **__: SimpleNamespace(ready=placed.wait)
+        placement, "placement_group", lambda *_, **__: SimpleNamespace(ready=placed.wait)
     )
     made.placed = placed
     yield made
@@ -176,7 +179,7 @@ async def test_a_drain_while_the_life_is_placed_ends_the_placing(
     controller.placed.clear()
     await controller.run()
     await until(lambda: "prefill-0" in controller._placing)
-    controller._obey("drain", ("prefill-0",))
+    await controller._desk.obey(Order("token", "drain", ("prefill-0",)))
     await until(lambda: phase(controller) is Phase.PARKED)
     controller.placed.set()
     await until(lambda: phase(controller, "decode-0") is Phase.READY)

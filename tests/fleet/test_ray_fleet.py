@@ -18,10 +18,10 @@ import ray
 from config.fleet_file import FleetConfig, PoolsConfig
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools.liveness import FROZEN_AFTER_S
-from fleet.pools.ray_controller import ControllerSpec
 from fleet.pools.ray_runtime import Controller, start_local
-from fleet.pools.resources import NAMESPACE, controller_name
+from fleet.pools.resources import NAMESPACE, ControllerSpec, controller_name
 from fleet.process_key import ProcessKey
+from registry.orders import Answer, Orders
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
 
@@ -158,19 +158,37 @@ async def test_an_engine_that_dies_late_is_followed_in_the_same_process(fleet: F
 async def test_operators_drain_and_restart_through_redis(fleet: Fleet) -> None:
     epoch = slot(fleet, "prefill-0")["epoch"]
     registry = Registry(fleet.redis_url, "test")
-    assert "no such worker: prefill-9" in str(await registry.ask("drain", ["prefill-9"]))
-    assert await registry.ask("drain", ["prefill-0"]) == ""
+    orders = Orders(registry)
+    refused = await orders.ask("drain", ["prefill-9"])
+    assert refused is not None and "no such worker: prefill-9" in refused.problem
+    assert await orders.ask("drain", ["prefill-0"]) == Answer()
     wait_for(lambda: slot(fleet, "prefill-0")["phase"] == "parked")
     async with asyncio.timeout(10):
         while (await registry.records())[0]["prefill-0"].state != "dead":
             await asyncio.sleep(0.05)
 
-    assert await registry.ask("restart", ["prefill-0"]) == ""
+    assert await orders.ask("restart", ["prefill-0"]) == Answer()
     wait_ready(fleet, "prefill-0", epoch + 1)
     decode_epoch = slot(fleet, "decode-0")["epoch"]
-    assert await registry.ask("roll", []) == ""
+    assert await orders.ask("roll") == Answer()
     wait_ready(fleet, "prefill-0", epoch + 2)
     wait_ready(fleet, "decode-0", decode_epoch + 1)
+    await registry.close()
+
+
+async def test_a_pool_is_scaled_out_and_in_and_refused_where_it_does_not_fit(fleet: Fleet) -> None:
+    registry = Registry(fleet.redis_url, "test")
+    orders = Orders(registry)
+    refused = await orders.ask("scale", arguments={"decode": 99}, timeout_s=10)
+    assert refused is not None and "the cluster has room for" in refused.problem
+    assert await orders.ask("scale", arguments={"decode": 2}, timeout_s=10) == Answer()
+    wait_ready(fleet, "decode-1", 1)
+    assert await orders.ask("scale", arguments={"decode": 1}, timeout_s=10) == Answer()
+    wait_for(
+        lambda: [s["worker_id"] for s in fleet.controller.status()] == ["prefill-0", "decode-0"]
+    )
+    logs = await orders.ask("logs", ["decode-1"], {"lines": 5}, timeout_s=30)
+    assert logs is not None and ["decode-1.log"] in [list(files) for files in logs.data.values()]
     await registry.close()
 
 

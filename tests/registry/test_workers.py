@@ -11,6 +11,7 @@ import redis
 
 from fleet.local.redis_server import EmbeddedRedis
 from registry import redis_store
+from registry.orders import Orders
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import EventBatch, WorkerRecord
 from registry.workers import Presence, RegistryWatcher, merged
@@ -182,10 +183,11 @@ async def test_a_loop_over_redis_hears_its_cancel_wherever_it_is(
 ) -> None:
     """redis-py loses a cancel that comes while it writes, where it has a timeout for that."""
     registry = Registry(redis_server.url, f"cancel-{steps}")
+    orders = Orders(registry)
 
     async def poll() -> None:
         while True:
-            await registry.take_order()
+            await orders.take()
 
     task = asyncio.create_task(poll())
     await asyncio.sleep(0.05)

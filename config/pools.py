@@ -1,0 +1,59 @@
+"""The pools of a fleet: how many replicas, of how many ranks, of which engine, on which ports."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from config.engine import EngineConfig
+
+
+class TensorParallelConfig(BaseModel):
+    """Ranks of one replica, for each pool. In YAML also one number for both."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    prefill: Annotated[int, Field(ge=1, le=64)] = 1
+    decode: Annotated[int, Field(ge=1, le=64)] = 1
+
+
+class PoolsConfig(BaseModel):
+    """How many replicas each pool has. A fleet of one pool only is the colocated mode."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    prefill: Annotated[int, Field(ge=0, le=512)] = 1
+    decode: Annotated[int, Field(ge=0, le=512)] = 1
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    engine: EngineConfig = EngineConfig()
+    # that workers listen on, for firewalls: `12000-12999`; None: whichever the kernel chooses
+    ports: Annotated[str, StringConstraints(pattern=r"^\d{4,5}-\d{4,5}$")] | None = None
+
+    @field_validator("ports")
+    @classmethod
+    def _ports_are_a_range(cls, value: str | None) -> str | None:
+        first, _, last = (value or "1024-65535").partition("-")
+        if not 1024 <= int(first) < int(last) <= 65_535:
+            raise ValueError("must be FIRST-LAST, from 1024 to 65535")
+        return value
+
+    @field_validator("tensor_parallel", mode="before")
+    @classmethod
+    def _one_number_is_for_both(cls, value: object) -> object:
+        one = isinstance(value, int) and not isinstance(value, bool)
+        return {"prefill": value, "decode": value} if one else value
+
+    def width(self, role: Literal["prefill", "decode"]) -> int:
+        """Ranks of one replica of that pool."""
+        ranks = self.tensor_parallel
+        return ranks.prefill if role == "prefill" else ranks.decode
+
+    @property
+    def ranks(self) -> list[int]:
+        """The width of every replica."""
+        prefill, decode = self.width("prefill"), self.width("decode")
+        return [prefill] * self.prefill + [decode] * self.decode
+
+    @property
+    def total(self) -> int:
+        """Replicas of both pools."""
+        return self.prefill + self.decode

@@ -1,0 +1,99 @@
+"""How commands reach a fleet: the one on this machine, or any by its router's URL and a key."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+
+from fleet.cli.common import bearer, fail, running_fleet
+from fleet.local.state import FleetState
+from registry.orders import Answer, Orders
+from registry.redis_store import Registry, RegistryUnavailableError
+
+UrlOption = Annotated[
+    str | None,
+    typer.Option("--url", envvar="BATON_URL", help="Router of a fleet elsewhere. Also BATON_URL."),
+]
+KeyOption = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        envvar="BATON_API_KEY",
+        help="An operator's, for --url; better as BATON_API_KEY, which no `ps` shows.",
+    ),
+]
+
+
+class RemoteFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet that is reached by one of its routers."""
+
+    name: str
+    url: str
+    fleet_token: str  # an operator's key, which opens the same
+
+
+def reach(fleet: str | None, url: str | None, key: str) -> FleetState | RemoteFleet:
+    """The fleet that is meant; the command fails where there is none."""
+    if url is None:
+        return running_fleet(fleet)
+    return RemoteFleet(name=fleet or "fleet", url=url.rstrip("/"), fleet_token=key)
+
+
+def order(
+    place: FleetState | RemoteFleet,
+    verb: str,
+    workers: Sequence[str] = (),
+    arguments: Mapping[str, int | str | bool] | None = None,
+    timeout_s: float = 5.0,
+) -> Any:
+    """Ask the fleet's controller for something; the command fails where it says no.
+
+    Args:
+        place: The fleet.
+        verb: See ``fleet/pools/orders.py``.
+        workers: Which; empty for all.
+        arguments: What else the verb needs.
+        timeout_s: How long it may take.
+    """
+    arguments = dict(arguments or {})
+    if isinstance(place, RemoteFleet):
+        return _by_router(place, verb, list(workers), arguments, timeout_s)
+
+    async def ask() -> Answer | None:
+        registry = Registry(place.redis_url, place.fleet)
+        try:
+            return await Orders(registry).ask(verb, workers, arguments, timeout_s)
+        finally:
+            await registry.close()
+
+    try:
+        answer = asyncio.run(ask())
+    except RegistryUnavailableError as error:
+        fail(f"{error}: the controller cannot be reached now")
+    if answer is None:
+        fail("the controller did not answer; see `baton logs controller`")
+    if answer.problem:
+        fail(answer.problem)
+    return answer.data
+
+
+def _by_router(
+    place: RemoteFleet, verb: str, workers: list[str], arguments: dict[str, Any], timeout_s: float
+) -> Any:
+    body = {"verb": verb, "workers": workers, "arguments": arguments, "timeout_s": timeout_s}
+    try:
+        answer = httpx.post(
+            f"{place.url}/fleet/orders",
+            json=body,
+            headers=bearer(place.fleet_token),
+            timeout=timeout_s + 5.0,
+            trust_env=False,
+        )
+        if answer.status_code != httpx.codes.OK:
+            fail(f"{place.url}: {answer.json()['error']['message']}")
+        return answer.json()["data"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        fail(f"{place.url}/fleet/orders: {error}")

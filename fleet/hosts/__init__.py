@@ -1,0 +1,1 @@
+"""Several hosts on one machine, as namespaces: what a cluster does, without having one."""

@@ -1,0 +1,302 @@
+"""The pools of a fleet on an existing Ray cluster, which this process never depends on.
+
+    main thread ── ClusterPools ── a thread with a loop:
+                                     lease: renewed every 2 s, in Redis
+                                     controller: pinged every 2 s, through Redis
+                                     where it is silent: `fleet.pools.cluster_call`, a child
+
+Ray's head, or the controller, may be away as long as they like: workers and routers serve on, it is
+said, and what is missing is started again as soon as that is possible.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from config.fleet_file import FleetConfig
+from fleet.local.subprocesses import die_with_parent
+from fleet.pools.cluster_call import REFUSED, ClusterCall, ClusterReply
+from fleet.pools.nodes import CapacityError
+from fleet.pools.resources import ControllerSpec
+from fleet.process_key import ProcessKey
+from registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
+from registry.orders import Orders
+from registry.redis_store import Registry, RegistryUnavailableError
+from telemetry.tasks import BackgroundTasks
+
+_T = TypeVar("_T")
+
+CALL_LIMIT_S = 90.0
+_PING_LIMIT_S = 3.0
+_SILENT_S = 6.0  # then the controller is looked for, by way of Ray
+_PAUSE_S = (5.0, 30.0)  # between two such looks: the first, the longest
+_STOP_LIMIT_S = 8.0
+_LEASE_LOOK_S = 0.5
+
+
+class LeaseTakenError(RuntimeError):
+    """Another `baton up` runs this fleet; the message names it."""
+
+
+class ClusterPools:
+    """See the module. All calls come from the main thread.
+
+    Args:
+        config: The fleet.
+        address: Of the Ray cluster.
+        redis_url: Of the fleet's registry.
+        url: Of this supervisor's router, for who asks who runs the fleet.
+        log: File for what the children print.
+        take_over: Run the fleet although another one does.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        address: str,
+        *,
+        redis_url: str,
+        url: str,
+        log: Path,
+        take_over: bool,
+    ) -> None:
+        self._config = config
+        self._ray_address = address
+        self._redis_url = redis_url
+        self._take_over = take_over
+        self._log = log
+        self._me = LeaseHolder(
+            life=secrets.token_hex(8),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            url=url,
+            since_s=time.time(),
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._tasks = BackgroundTasks("cluster pools")
+        self._registry: Registry | None = None
+        self._news: deque[str] = deque()
+        self._taken_by: LeaseHolder | None = None
+        self._spec: ControllerSpec | None = None
+        self._was_there = False
+        self._holds_lease = False
+        self.address = ""  # of this node, as the others reach it
+
+    # ---- what the supervisor asks ---------------------------------------------------------------
+
+    def start(self, spec: ControllerSpec) -> None:
+        """Take the lease, and have a controller run on this node.
+
+        Raises:
+            LeaseTakenError: Another supervisor runs the fleet, and lives.
+            CapacityError: The cluster is not there, or cannot hold the fleet.
+        """
+        self._spec = spec
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run_loop, args=(ready,), daemon=True, name="cluster"
+        )
+        self._thread.start()
+        ready.wait()
+        self._call(self._take_lease(), 3 * LEASE_S)
+        reply = self._call(self._cluster("ensure"), CALL_LIMIT_S + 5)
+        self.address, self._was_there = reply.address, reply.was_there
+        if reply.was_there:
+            self._news.append("the fleet was there: its workers are adopted as they are")
+        self._call(self._begin_watch(), 5.0)
+
+    def slots(self) -> list[dict[str, Any]]:
+        """worker_id, phase, epoch, reason, node of each slot; nothing while nobody answers."""
+        with contextlib.suppress(RegistryUnavailableError, TimeoutError):
+            answer = self._call(self._orders().ask("slots", timeout_s=_PING_LIMIT_S), 10.0)
+            return answer.data if answer is not None else []
+        return []
+
+    def problem(self) -> str:
+        """Why this process cannot go on with the fleet; empty if it can."""
+        if self._taken_by is not None:
+            return f"the fleet was taken over by {self._taken_by}; its workers serve on"
+        return ""
+
+    def news(self) -> list[str]:
+        """What is to be told since the last call."""
+        told = []
+        while self._news:
+            told.append(self._news.popleft())
+        return told
+
+    def answers(self) -> bool:
+        """True: a controller that is silent is looked for here, however long that takes."""
+        return True
+
+    def stop(self, *, leave: bool) -> None:
+        """End the fleet, unless somebody else has taken it.
+
+        Args:
+            leave: Let workers and controller serve on, for the next `up` to adopt, where they
+                were there before this one or have served with it.
+        """
+        if self._loop is None:
+            return
+        with contextlib.suppress(TimeoutError, RegistryUnavailableError):
+            self._call(self._end_watch(), 3.0)
+        if self._holds_lease and self._taken_by is None:
+            if not (leave and self._was_there):
+                with contextlib.suppress(TimeoutError, RegistryUnavailableError):
+                    self._call(self._orders().ask("stop", timeout_s=_STOP_LIMIT_S), 10.0)
+            with contextlib.suppress(TimeoutError, RegistryUnavailableError):
+                self._call(FleetLease(self._connected(), self._me).give_up(), 3.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def note_ready(self) -> None:
+        """The fleet has served: a fault of this process does not end it from now on."""
+        self._was_there = True
+
+    # ---- in the thread ------------------------------------------------------------------------
+
+    def _run_loop(self, ready: threading.Event) -> None:
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._registry = Registry(self._redis_url, self._config.fleet)
+        ready.set()
+        self._loop.run_forever()
+
+    def _call(self, work: Coroutine[Any, Any, _T], limit_s: float) -> _T:
+        if self._loop is None:
+            raise RuntimeError("the cluster's thread does not run")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(limit_s)
+        except BaseException:  # a signal, too, must not leave it at work
+            future.cancel()
+            raise
+
+    def _connected(self) -> Registry:
+        if self._registry is None:
+            raise RuntimeError("the cluster's thread does not run")
+        return self._registry
+
+    def _orders(self) -> Orders:
+        return Orders(self._connected())
+
+    async def _begin_watch(self) -> None:
+        self._tasks.keep(self._keep_lease, "lease")
+        self._tasks.keep(self._watch_controller, "controller")
+
+    async def _end_watch(self) -> None:
+        await self._tasks.close()
+
+    async def _take_lease(self) -> None:
+        """Take it from nobody, or from one that is dead, or by force."""
+        lease = FleetLease(self._connected(), self._me)
+        other = await lease.take(by_force=self._take_over)
+        seen_ms = await lease.left_ms()
+        while other is not None:
+            here = other.host == self._me.host and ProcessKey.of(other.pid) is None
+            left_ms = await lease.left_ms()
+            if left_ms > seen_ms:  # its holder has just renewed it
+                raise LeaseTakenError(
+                    f"fleet {self._config.fleet} is run by {other}: stop it there, or take it "
+                    "over with --take-over; its workers serve on"
+                )
+            seen_ms = left_ms
+            if not here:
+                await asyncio.sleep(_LEASE_LOOK_S)
+            other = await lease.take(by_force=here)
+        self._holds_lease = True
+
+    async def _keep_lease(self) -> None:
+        lease = FleetLease(self._connected(), self._me)
+        while self._taken_by is None:
+            await asyncio.sleep(RENEW_EVERY_S)
+            with contextlib.suppress(RegistryUnavailableError):
+                self._taken_by = await lease.renew()
+
+    async def _watch_controller(self) -> None:
+        """Ping it; when it is silent, look for it by way of Ray until it answers again."""
+        seen_s, pause_s, silent = time.monotonic(), _PAUSE_S[0], False
+        while self._taken_by is None:
+            await asyncio.sleep(RENEW_EVERY_S)
+            try:
+                answer = await self._orders().ask("ping", timeout_s=_PING_LIMIT_S)
+            except RegistryUnavailableError:
+                seen_s = time.monotonic()  # nothing is known: Redis is away, not the controller
+                continue
+            if answer is not None:
+                if silent:
+                    self._news.append("the controller is back")
+                seen_s, pause_s, silent = time.monotonic(), _PAUSE_S[0], False
+                continue
+            if time.monotonic() - seen_s < _SILENT_S:
+                continue
+            if not silent:
+                silent = True
+                self._news.append(
+                    "warning: the controller does not answer; workers and routers serve on, dead "
+                    "workers wait for it; looking for it"
+                )
+            try:
+                await self._cluster("ensure")
+                seen_s = time.monotonic()
+            except (CapacityError, TimeoutError) as error:
+                self._news.append(f"warning: {error}; trying again")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+    async def _cluster(self, verb: Any, limit_s: float = CALL_LIMIT_S) -> ClusterReply:
+        call = ClusterCall(
+            verb=verb,
+            address=self._ray_address,
+            config_json=self._config.to_json(),
+            spec=self._spec,
+        )
+        return await asyncio.to_thread(call_cluster, call, self._log, limit_s)
+
+
+def call_cluster(call: ClusterCall, log: Path, limit_s: float = CALL_LIMIT_S) -> ClusterReply:
+    """Make a call as a child process.
+
+    Args:
+        call: What to do.
+        log: File for what Ray prints.
+        limit_s: How long it may take.
+
+    Raises:
+        CapacityError: The call failed; the message says why.
+    """
+    with log.open("ab") as stream:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "fleet.pools.cluster_call"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+            preexec_fn=die_with_parent(),
+        )
+    try:
+        raw, _ = child.communicate(msgspec.json.encode(call), timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+        raise CapacityError(
+            f"Ray at {call.address} did not do `{call.verb}` within {limit_s:g} s; see {log}"
+        ) from None
+    if child.returncode not in (0, REFUSED):
+        raise CapacityError(f"Ray at {call.address}: `{call.verb}` failed; see {log}")
+    reply = msgspec.json.decode(raw.splitlines()[-1], type=ClusterReply)
+    if reply.problem:
+        raise CapacityError(reply.problem)
+    return reply

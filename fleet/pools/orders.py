@@ -1,0 +1,204 @@
+"""What operators may ask of a running fleet's controller: one function for each verb.
+
+    ping                                 whether anybody is there
+    slots                                the slots: worker_id, phase, epoch, reason, node
+    nodes                                the cluster's nodes, and who lives there
+    logs      worker_ids, lines          the ends of the log files of every node
+    drain     worker_ids                 out of traffic, and down, until restarted
+    restart   worker_ids, move           a new life at once; ``move``: on another node
+    roll      worker_ids, move           the same one after another, each drained first
+    scale     prefill, decode            other sizes of the pools
+    close     node                       nothing is placed there; who lives there moves
+    open      node                       the reverse
+
+``stop`` ends the fleet; the controller does that itself (`fleet.pools.ray_controller`).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from config.fleet_file import FleetConfig
+from fleet.pools.controller import Action, FleetController
+from fleet.pools.nodes import CapacityError, Node, check_nodes
+from fleet.pools.placement import Placements
+from registry.orders import Answer, Order
+from registry.types import Role
+
+Apply = Callable[[list[Action]], None]
+MAX_LINES = 2000
+_MAX_FILE_BYTES = 64 * 2**10
+_READ_LIMIT_S = 20.0
+
+
+class OrderDesk:
+    """Carries out orders.
+
+    Args:
+        config: The fleet.
+        machine: The controller's decisions.
+        placements: Where its replicas are.
+        apply: Does what the machine decides.
+        now_ns: The clock.
+        log_dir: Of every node of the fleet.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        machine: FleetController,
+        placements: Placements,
+        apply: Apply,
+        now_ns: Callable[[], int],
+        log_dir: str,
+    ) -> None:
+        self._config = config
+        self._machine = machine
+        self._placements = placements
+        self._apply = apply
+        self._now_ns = now_ns
+        self._log_dir = log_dir
+
+    async def obey(self, order: Order) -> Answer:
+        """Do what an order says; its answer says why not."""
+        if order.verb == "ping":
+            return Answer()
+        if order.verb == "slots":
+            return Answer(data=self.slots())
+        if order.verb == "nodes":
+            return Answer(data=await self._nodes())
+        if order.verb == "logs":
+            return await self._logs(order)
+        if order.verb == "scale":
+            return await self._scale(order.arguments)
+        if order.verb in ("close", "open"):
+            return await self._close(str(order.arguments.get("node", "")), order.verb == "close")
+        return self._about_workers(order)
+
+    def slots(self) -> list[dict[str, Any]]:
+        """The slots as plain data."""
+        return [
+            {
+                "worker_id": slot.worker_id,
+                "phase": slot.phase.value,
+                "epoch": slot.epoch,
+                "reason": slot.reason,
+                "node": self._placements.address_of(slot.worker_id),
+            }
+            for slot in self._machine.slots.values()
+        ]
+
+    def _about_workers(self, order: Order) -> Answer:
+        names = list(order.worker_ids) or list(self._machine.slots)
+        unknown = [name for name in names if name not in self._machine.slots]
+        if unknown:
+            there = list(self._machine.slots)
+            return Answer(f"no such worker: {', '.join(unknown)} (there are {there})")
+        now_ns, move = self._now_ns(), bool(order.arguments.get("move"))
+        if order.verb == "drain":
+            for name in names:
+                self._apply(self._machine.drain(name, now_ns))
+        elif order.verb in ("restart", "roll"):
+            rolling = order.verb == "roll"
+            self._apply(self._machine.restart(names, now_ns, rolling=rolling, move=move))
+        else:
+            return Answer(f"unknown command {order.verb}")
+        return Answer()
+
+    async def _scale(self, arguments: Mapping[str, Any]) -> Answer:
+        wanted: dict[str, int] = {str(r): n for r, n in self._machine.wanted.items()}
+        for role, size in arguments.items():
+            if role not in ("prefill", "decode") or not isinstance(size, int) or size < 0:
+                return Answer(f"cannot scale {role} to {size}: say prefill=N or decode=N")
+            wanted[role] = size
+        if not any(wanted.values()):
+            return Answer("a fleet needs at least one worker; `baton down` ends it")
+        pools = self._config.pools.model_copy(update=wanted)
+        config = self._config.model_copy(update={"pools": pools})
+        try:
+            check_nodes(config, await self._placements.nodes(), self._placements.closed)
+        except CapacityError as error:
+            return Answer(str(error))
+        for role, size in wanted.items():
+            self._apply(self._machine.resize(cast(Role, role), size, self._now_ns()))
+        return Answer()
+
+    async def _close(self, name: str, close: bool) -> Answer:
+        nodes = await self._placements.nodes()
+        closed = self._placements.closed
+        found = next((n for n in nodes if name in (n.name, n.address, n.id)), None)
+        if found is None and not (name in closed and not close):  # one that is gone may be opened
+            there = ", ".join(f"{n.name} ({n.address})" for n in nodes)
+            return Answer(f"no such node: {name} (there are {there})")
+        address = found.address if found is not None else name
+        if not close:
+            closed.discard(address)
+            return Answer()
+        pools = self._config.pools.model_copy(
+            update={str(r): n for r, n in self._machine.wanted.items()}
+        )
+        try:
+            check_nodes(self._config.model_copy(update={"pools": pools}), nodes, {*closed, address})
+        except CapacityError as error:
+            return Answer(f"without {name} the fleet does not fit: {error}")
+        closed.add(address)
+        moving = [w for w in self._machine.slots if self._placements.address_of(w) == address]
+        if moving:
+            actions = self._machine.restart(moving, self._now_ns(), rolling=True, move=True)
+            self._apply(actions)
+        return Answer(data=moving)
+
+    async def _nodes(self) -> list[dict[str, Any]]:
+        nodes = await self._placements.nodes()
+        return [
+            {
+                "name": node.name,
+                "address": node.address,
+                "head": node.head,
+                "closed": node.address in self._placements.closed,
+                "roles": sorted(node.roles),
+                "cpus": node.cpus,
+                "free_cpus": node.free_cpus,
+                "workers": [
+                    worker_id
+                    for worker_id in self._machine.slots
+                    if self._placements.address_of(worker_id) == node.address
+                ],
+            }
+            for node in nodes
+        ]
+
+    async def _logs(self, order: Order) -> Answer:
+        lines = int(order.arguments.get("lines", 50))
+        name = order.worker_ids[0] if order.worker_ids else ""
+        if not 0 < lines <= MAX_LINES or not all(c.isalnum() or c == "-" for c in name):
+            return Answer(f"logs: at most {MAX_LINES} lines of a worker such as decode-0")
+        nodes = await self._placements.nodes()
+        texts = await asyncio.gather(*(self._read(node, name, lines) for node in nodes))
+        return Answer(data={n.name: text for n, text in zip(nodes, texts, strict=True)})
+
+    async def _read(self, node: Node, name: str, lines: int) -> dict[str, str]:
+        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        reader = ray.remote(read_logs).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(_READ_LIMIT_S):
+                found: dict[str, str] = await reader.remote(self._log_dir, name, lines)
+                return found
+        return {"": f"{node.name} did not answer within {_READ_LIMIT_S:g} s"}
+
+
+def read_logs(folder: str, name: str, lines: int) -> dict[str, str]:
+    """File name -> its last lines, of the logs of a folder that begin with ``name``."""
+    texts = {}
+    for file in sorted(Path(folder).glob(f"{name}*.log")):
+        with contextlib.suppress(OSError), file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - _MAX_FILE_BYTES))
+            text = stream.read().decode(errors="replace")
+            texts[file.name] = "\n".join(text.splitlines()[-lines:])
+    return texts

@@ -1,0 +1,85 @@
+"""Which node a replica goes to, rule by rule."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.fleet_file import FleetConfig, PoolsConfig
+from fleet.pools.nodes import CapacityError, Node, check_nodes, choose, plan, usable
+
+
+def node(name: str, cpus: float = 4.0, **more) -> Node:
+    return Node(id=name, name=name, address=name, cpus=cpus, free_cpus=cpus, **more)
+
+
+HEAD = node("head", head=True)
+PLAIN = [HEAD, node("a"), node("b")]
+
+
+def fleet(prefill: int, decode: int, cpus: float = 1.0) -> FleetConfig:
+    return FleetConfig(pools=PoolsConfig(prefill=prefill, decode=decode), cpus_per_rank=cpus)
+
+
+def test_the_head_takes_nothing_unless_it_is_alone() -> None:
+    """Finding 5: by hand `ray start --head` offers its CPUs."""
+    assert [n.name for n in usable("decode", PLAIN)] == ["a", "b"]
+    assert [n.name for n in usable("decode", [HEAD])] == ["head"]
+    idle = node("idle", cpus=0.0)
+    assert [n.name for n in usable("decode", [HEAD, idle])] == ["head", "idle"]
+
+
+def test_roles_go_to_the_nodes_that_are_reserved_for_them() -> None:
+    nodes = [*PLAIN, node("d", roles=frozenset({"decode"}))]
+    assert [n.name for n in usable("decode", nodes)] == ["d"]
+    assert [n.name for n in usable("prefill", nodes)] == ["a", "b", "d"]
+
+
+def test_replicas_of_a_role_are_spread_first_then_all_of_them() -> None:
+    found = plan(fleet(2, 2), PLAIN)
+    hosts = {worker_id: place.name for worker_id, place in found.items() if place}
+    assert {hosts["prefill-0"], hosts["prefill-1"]} == {"a", "b"}
+    assert {hosts["decode-0"], hosts["decode-1"]} == {"a", "b"}
+
+
+def test_a_node_that_failed_comes_last_and_a_closed_one_never() -> None:
+    assert choose("decode", 1, PLAIN, {}, avoid={"a"}).name == "b"
+    only = [HEAD, node("a")]
+    assert choose("decode", 1, only, {}, avoid={"a"}).name == "a"
+    assert choose("decode", 1, only, {}, closed={"a"}) is None
+
+
+def test_what_is_full_is_not_chosen() -> None:
+    nodes = [node("a", cpus=1.0), node("b", cpus=8.0)]
+    assert choose("decode", 2, nodes, {}).name == "b"
+    assert choose("decode", 9, nodes, {}) is None
+
+
+def test_what_would_wait_for_ever_is_refused_by_name() -> None:
+    check_nodes(fleet(4, 4), PLAIN)
+    with pytest.raises(CapacityError, match=r"need 9 ranks .* room for 8"):  # not on the head
+        check_nodes(fleet(4, 5), PLAIN)
+    reserved = [*PLAIN, node("d", cpus=1.0, roles=frozenset({"decode"}))]
+    with pytest.raises(CapacityError, match=r"need 2 ranks .* room for 1"):
+        check_nodes(fleet(1, 2), reserved)
+    with pytest.raises(
+        CapacityError, match=r"no node may take .*: the nodes are head \(head\), a \("
+    ):
+        check_nodes(fleet(1, 1), PLAIN, closed={"a", "b"})
+
+
+@given(
+    sizes=st.tuples(st.integers(0, 5), st.integers(1, 5)),
+    cpus=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+)
+def test_a_plan_never_gives_a_node_more_than_it_has(
+    sizes: tuple[int, int], cpus: list[int]
+) -> None:
+    nodes = [node(f"n{i}", cpus=float(c)) for i, c in enumerate(cpus)]
+    found = plan(fleet(*sizes), nodes)
+    assert len(found) == sum(sizes)
+    for each in nodes:
+        assert sum(place is not None and place.name == each.name for place in found.values()) <= (
+            each.cpus
+        )
+    placed = sum(place is not None for place in found.values())
+    assert placed == min(sum(sizes), sum(cpus))

