@@ -55,6 +55,8 @@ def running(command: list[str], **options: object) -> Iterator["subprocess.Popen
     finally:
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 @contextlib.contextmanager
