@@ -116,12 +116,14 @@ class MiniRouter:
         self.asks: list[pb.PrefillNeeded] = []
         self.status: common_pb2.WorkerStatus | None = None
         self.lost: str = ""
+        self.streams = 0
         self._changed = asyncio.Event()
         self._lock = asyncio.Lock()  # gRPC takes one write at a time
         self._tasks: list[asyncio.Task[None]] = []
 
     async def connect(self) -> None:
         self.status = None
+        self.streams += 1
         self._channel = open_channel(self.worker.record.address)
         stub = decode_pb2_grpc.DecodeStub(self._channel)
         self.call = stub.Serve(metadata=token_metadata(TOKEN))
@@ -181,6 +183,7 @@ class MiniRouter:
     async def until(self, condition, timeout_s: float = 10.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
+                assert not self.lost.startswith("a hole"), self.lost
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -236,6 +239,8 @@ class MiniRouter:
             answer = self.tokens.setdefault(run.request_id, {}).setdefault(run.choice, [])
             fresh = unpack_tokens(run.token_ids)
             self.repeats += max(0, len(answer) - run.index)
+            if run.index > len(answer) and self.streams > 1:
+                continue  # from before the resume arrived, which repeats it
             assert run.index <= len(answer), "a hole in the answer"
             answer[run.index :] = (
                 fresh if run.index + len(fresh) >= len(answer) else answer[run.index :]
