@@ -39,7 +39,7 @@ async def test_a_mode_is_kept(shared):
             assert f"mode={mode}" in response.headers["x-baton-route"]
 
 
-@pytest.mark.parametrize("after_tokens", [0, 1, 5])
+@pytest.mark.parametrize("after_tokens", [0, pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 async def test_a_client_that_leaves_frees_everything(shared, mode, after_tokens):
     body = chat(f"{mode} {after_tokens} {LONG_PROMPT}", max_tokens=500)
@@ -259,7 +259,8 @@ async def read(url: str, body: dict, begun: asyncio.Event | None = None) -> dict
 async def test_answers_outlive_their_decode_worker(tmp_path, how):
     """Five kinds of answer are under way when the worker goes; all clients see is a pause."""
     with fleet(tmp_path, "prefill-0", "decode-0", "decode-1") as running:
-        want = {name: await read(running.url, body) for name, body in ANSWERS.items()}
+        answers = await asyncio.gather(*(read(running.url, body) for body in ANSWERS.values()))
+        want = dict(zip(ANSWERS, answers, strict=True))
         begun = {name: asyncio.Event() for name in ANSWERS}
         asked = {
             name: asyncio.create_task(read(running.url, body, begun[name]))

@@ -141,7 +141,7 @@ def test_lengths_that_do_not_follow_the_position_are_found_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("window", [100, 512])
+@pytest.mark.parametrize("window", [100, pytest.param(512, marks=pytest.mark.slow)])
 def test_a_tiling_keeps_the_promise_with_a_window(dtype: str, window: int) -> None:
     tiling = choose_tiling(4, 1, 256, dtype, window)
     assert attention_fault(tiling, 4, 1, 256, dtype, window) is None

@@ -122,6 +122,7 @@ def test_hidden_states_are_bit_equal_across_chunkings_beyond_512_keys(
     assert same_bits(hidden([17, 300, 590, 591, 592, 595], scattered=True), whole)
 
 
+@pytest.mark.slow
 def test_fast_numerics_answer_sensibly(make_driver: Make) -> None:
     exact, fast = make_driver("fp32", "exact"), make_driver("fp32", "fast")
     prompt = prompt_of(70)

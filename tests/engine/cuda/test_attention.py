@@ -130,7 +130,10 @@ def test_a_head_dim_that_is_no_power_of_two(scattered: Tables, sdpa: Reference) 
     close(step.run(), step.expected(sdpa))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), torch.bfloat16],
+)
 def test_splits_give_the_bits_of_one_program(scattered: Tables, dtype: torch.dtype) -> None:
     step = Step(VERIFY, scattered, heads=3, kv_heads=1, dtype=dtype)
     assert torch.equal(step.run(splits=2), step.run())
