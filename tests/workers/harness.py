@@ -124,6 +124,7 @@ class MiniRouter:
     async def connect(self) -> None:
         self.status = None
         self.streams += 1
+        self.lost = ""
         self._channel = open_channel(self.worker.record.address)
         stub = decode_pb2_grpc.DecodeStub(self._channel)
         self.call = stub.Serve(metadata=token_metadata(TOKEN))
@@ -201,6 +202,18 @@ class MiniRouter:
             return busy == 0
 
         await self.until(idle, timeout_s)
+
+    async def resume(self, name: str) -> pb.RequestEnd:
+        """Connect and ask for the rest, again if that stream breaks too, as a router does."""
+        for _ in range(3):
+            await self.connect()
+            lacks = [len(tokens) for _, tokens in sorted(self.tokens[name].items())]
+            await self.send(resume=pb.Resume(request_id=name, attempt=1, next_index=lacks))
+            await self.until(lambda: name in self.ends or self.lost, 20.0)
+            if name in self.ends:
+                return self.ends[name]
+            await self.drop_stream()
+        raise AssertionError(f"every stream breaks: {self.lost}")
 
     async def drop_stream(self) -> None:
         for task in self._tasks:

@@ -1,7 +1,6 @@
 """Two real worker processes hand KV over; then things go wrong."""
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -155,15 +154,9 @@ async def test_a_broken_stream_resumes_without_hole_or_repeat():
         await router.connect()
         await router.submit("a", [1, 2, 3], sampling={"max_tokens": 60})
         await router.until(lambda: len(router.tokens["a"].get(0, [])) > 5)
-        for _ in range(3):  # a busy machine may break a stream by itself, as keep-alives are late
-            await router.drop_stream()
-            await asyncio.sleep(0.3)
-            await router.connect()
-            seen = len(router.tokens["a"][0])
-            await router.send(resume=pb.Resume(request_id="a", attempt=1, next_index=[seen]))
-            with contextlib.suppress(TimeoutError):
-                await router.ended("a", timeout_s=8.0)
-                break
+        await router.drop_stream()
+        await asyncio.sleep(0.3)
+        await router.resume("a")
         assert len(router.tokens["a"][0]) == 60
         assert router.tokens["a"] == await golden(router, [1, 2, 3], sampling={"max_tokens": 60})
         await router.close()

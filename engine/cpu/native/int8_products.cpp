@@ -20,6 +20,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "scratch.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -161,21 +162,6 @@ constexpr Kernel kOne[12] = {kernel<1, 1>, kernel<2, 1>, kernel<3, 1>,  kernel<4
 constexpr Kernel kTwo[6] = {kernel<1, 2>, kernel<2, 2>, kernel<3, 2>,
                             kernel<4, 2>, kernel<5, 2>, kernel<6, 2>};
 
-// Memory that grows and is kept, of each thread that calls.
-struct Scratch {
-  char* at = nullptr;
-  size_t size = 0;
-  ~Scratch() { free(at); }
-  char* take(size_t bytes) {
-    if (bytes > size) {
-      free(at);
-      size = (bytes + 4095) / 4096 * 4096;
-      at = static_cast<char*>(aligned_alloc(64, size));
-    }
-    return at;
-  }
-};
-
 }  // namespace
 
 extern "C" int baton_int8_supported() { return kSupported; }
@@ -212,11 +198,11 @@ extern "C" void baton_int8_product(const void* x, long x_stride, int is_bf16,
                                    const int32_t* offsets, void* y, long y_stride, long rows,
                                    long outputs, long inputs, int digits, int threads) {
   if (rows == 0) return;
-  static thread_local Scratch packed, row_scales;
+  static thread_local baton::Scratch packed, row_scales;
   Product p{x, x_stride, is_bf16 != 0, weights, scales, offsets, y, y_stride,
             rows, outputs, inputs, digits, nullptr, nullptr};
-  p.packed = reinterpret_cast<uint8_t*>(packed.take(rows * digits * p.row_bytes()));
-  p.row_scales = reinterpret_cast<float*>(row_scales.take(rows * sizeof(float)));
+  p.packed = packed.take<uint8_t>(rows * digits * p.row_bytes());
+  p.row_scales = row_scales.take<float>(rows);
   const bool large = rows * inputs > (1 << 15);
   baton::share(large ? threads : 1, rows, [&](long row) { quantise(p, row); });
   const long panels = p.panels(), most = digits == 2 ? 6 : 12;

@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "kernels.h"
+#include "scratch.h"
 
 namespace {
 
@@ -55,21 +56,6 @@ void multiply(const Matrix& m, const Model& model, const uint16_t* x, long x_str
                        m.outputs, rows, m.outputs, m.inputs, static_cast<int>(m.digits), threads);
 }
 
-// What lies between two products; grows and is kept.
-struct Between {
-  uint16_t* at = nullptr;
-  size_t size = 0;
-  ~Between() { free(at); }
-  uint16_t* take(size_t elements) {
-    if (elements > size) {
-      free(at);
-      size = (elements + 2047) / 2048 * 2048;
-      at = static_cast<uint16_t*>(aligned_alloc(64, size * sizeof(uint16_t)));
-    }
-    return at;
-  }
-};
-
 }  // namespace
 
 // x [rows, hidden] is the sum over the layers, fp32 and changed; h [rows, hidden] is its norm for the
@@ -78,12 +64,12 @@ extern "C" void baton_layers(const Model* model_at, const Layer* layers, long co
                              const Step* step_at, float* x, uint16_t* h) {
   const Model& m = *model_at;
   const Step& s = *step_at;
-  static thread_local Between wide_rows, inner_rows;
+  static thread_local baton::Scratch wide_rows, inner_rows;
   const int threads = static_cast<int>(s.threads), dim = static_cast<int>(m.dim);
   const long width = m.heads * dim, qkv_width = width + 2 * m.kv_heads * dim;
   const long widest = std::max<long>(qkv_width, 2 * m.inner);
-  uint16_t* const wide = wide_rows.take(s.rows * widest);
-  uint16_t* const inner = inner_rows.take(s.rows * std::max<long>(width, m.inner));
+  uint16_t* const wide = wide_rows.take<uint16_t>(s.rows * widest);
+  uint16_t* const inner = inner_rows.take<uint16_t>(s.rows * std::max<long>(width, m.inner));
   const float eps = static_cast<float>(m.eps);
   for (const Layer* layer = layers; layer < layers + count; ++layer) {
     const Layer& l = *layer;

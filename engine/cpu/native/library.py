@@ -29,7 +29,8 @@ from pathlib import Path
 from engine.compiled import compiled
 
 SOURCES = (
-    *("team.h", "team.cpp", "vectors.h", "tiles.h", "pages.h", "attention.h", "kernels.h"),
+    *("team.h", "team.cpp", "vectors.h", "tiles.h", "pages.h", "attention.h"),
+    *("kernels.h", "scratch.h"),
     *("products.cpp", "tile_products.cpp", "tile_selftest.cpp", "int8_products.cpp"),
     *("rows.cpp", "attention.cpp", "attention_tiles.cpp", "layers.cpp"),
 )

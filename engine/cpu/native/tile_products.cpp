@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "scratch.h"
 #include "team.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -54,22 +55,6 @@ inline void store(const Product& p, long row, long panel, __m512 low, __m512 hig
   _mm512_mask_storeu_epi16(y, mask, baton::narrow_two(high, low));
 }
 
-// Memory of a thread that grows and is kept.
-template <int kUse>
-char* scratch(size_t bytes) {
-  static thread_local struct Held {
-    char* at = nullptr;
-    size_t size = 0;
-    ~Held() { free(at); }
-  } held;
-  if (bytes > held.size) {
-    free(held.at);
-    held.size = (bytes + 4095) / 4096 * 4096;
-    held.at = static_cast<char*>(aligned_alloc(64, held.size));
-  }
-  return held.at;
-}
-
 // ---- by tiles
 
 // Rows as A operands, 16 at a time. They are read in place where that is as fast as a copy: whole
@@ -86,7 +71,8 @@ class TiledRows {
                           p.x_stride % 2048 != 0 && reinterpret_cast<uintptr_t>(p.x) % 64 == 0;
     whole_ = in_place ? p.rows / kTileRows : 0;
     const long tiles = (p.rows + kTileRows - 1) / kTileRows - whole_;
-    copied_ = scratch<0>(tiles * p.steps() * kTileBytes);
+    static thread_local baton::Scratch copies;
+    copied_ = copies.take<char>(tiles * p.steps() * kTileBytes);
     const bool large = tiles * kTileRows * p.inputs > (1 << 15);
     baton::share(large ? threads : 1, tiles, [&](long tile) { copy(tile); });
   }
@@ -255,7 +241,8 @@ constexpr Kernel kNext[kTogether] = {kernel<1, 1, false>, kernel<2, 1, false>, k
 // Rows begin ... end - 1 as fp32, each padded with zeros to whole steps.
 const float* widened(const Product& p, long begin, long end) {
   const long width = p.steps() * kStepInputs;
-  auto* to = reinterpret_cast<float*>(scratch<1>(sizeof(float) * (end - begin) * width));
+  static thread_local baton::Scratch rows;
+  auto* to = rows.take<float>((end - begin) * width);
   for (long row = begin; row < end; ++row)
     for (long i = 0; i < width; i += 16) {
       const long left = p.inputs - i;
