@@ -8,6 +8,7 @@ from batonpb import decode_pb2 as pb
 
 from decode_worker.handoff import FirstTokens, Handoff
 from decode_worker.parts import WorkerParts
+from decode_worker.prefix_pull import PrefixPull, PrefixPuller
 from decode_worker.session import RouterSession
 from engine.core import events as ev
 from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
@@ -64,19 +65,35 @@ class DecodeRequest:
         self._needed: pb.PrefillNeeded | None = None  # what was last asked
         if submission.HasField("prefill"):
             self._handoff = Handoff(submission, self._engine_id, parts, self)
+        self._prefix: PrefixPull | None = None  # that the engine's part waits for
         self._deadline: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Hand the request to the engine and set its deadline."""
+        """Hand the request to the engine, once what others hold of it is here; set its deadline."""
         request = self.submission
-        kind = Kind.REMOTE if self._handoff is not None else Kind.FULL
-        command = submit_from_wire(request, self._engine_id, kind)
-        self._parts.engine.submit(command, self._on_report)
+        if self._handoff is None:
+            self._prefix = PrefixPuller(self._parts).begin(request, self._on_prefix)
+        if self._prefix is None:
+            self._submit()
         if request.deadline_remaining_ns:
             self._deadline = asyncio.get_running_loop().call_later(
                 request.deadline_remaining_ns / 1e9,
                 lambda: self.stop(DeadlineError("the request's deadline passed at the worker")),
             )
+
+    def _submit(self) -> None:
+        kind = Kind.REMOTE if self._handoff is not None else Kind.FULL
+        command = submit_from_wire(self.submission, self._engine_id, kind)
+        self._parts.engine.submit(command, self._on_report)
+
+    def _on_prefix(self, pulled_tokens: int) -> None:
+        """The pull has ended, with or without tokens."""
+        self._prefix = None
+        self._span.set_attribute("baton.pulled_prefix_tokens", pulled_tokens)
+        if self._error is None:
+            self._submit()
+        else:
+            self._close(self._error, None)
 
     # ---------------------------------------------------------------- the router speaks
 
@@ -85,7 +102,9 @@ class DecodeRequest:
         if self.ended or self._error is not None:
             return
         self._error = error
-        if self._handoff is not None:
+        if self._prefix is not None:
+            self._prefix.stop()
+        elif self._handoff is not None:
             self._handoff.cancel()
         else:
             self._cancel_at_engine()

@@ -23,6 +23,7 @@ from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
 from decode_worker.parts import WorkerParts
 from decode_worker.peers import Peers
+from decode_worker.prefix_pull import PrefixPuller
 from decode_worker.service import DecodeService
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
@@ -32,6 +33,7 @@ from engine.process.handle import EngineHandle
 from engine.process.messages import Ready
 from engine.settings import EngineSettings
 from fleet.canary import Canary
+from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
 from fleet.ports import free_port
 from kvtransfer.chunk import PoolView
@@ -231,28 +233,21 @@ class Worker:
         await self._closed.wait()
 
     async def drain(self, timeout_s: float = DRAIN_S, hurried: asyncio.Event | None = None) -> bool:
-        """Take nothing new, and wait until others have gone on with what is there.
+        """Take nothing new, and wait until others have gone on with what is there; see ``drained``.
 
-        Args:
-            timeout_s: What is left by then is ended.
-            hurried: Set to wait no longer.
-
-        Returns:
-            Whether nothing was left.
+        What is left then is ended.
         """
         decode, prefill = self._parts.decode, self._parts.prefill
         decode.drain()
         prefill.draining = True
         self._parts.presence.update("draining")
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + timeout_s
-        while decode.live_requests or prefill.open_handoffs:
-            if loop.time() >= until_s or (hurried is not None and hurried.is_set()):
-                decode.cancel_all(UnavailableError("the worker is shutting down"))
-                await asyncio.sleep(0.2)
-                return False
-            await asyncio.sleep(0.05)
-        return True
+        is_empty = await drained(
+            lambda: bool(decode.live_requests or prefill.open_handoffs), timeout_s, hurried
+        )
+        if not is_empty:
+            decode.cancel_all(UnavailableError("the worker is shutting down"))
+            await asyncio.sleep(0.2)
+        return is_empty
 
     async def stop(self) -> None:
         """Leave the registry and end all processes of this worker."""
@@ -375,9 +370,10 @@ def _services(
     pool = PoolView(engine.client.pool, ready.geometry)
     parts = WorkerParts(engine, pool, peers, identity, ready.eos_token_ids, metrics, tracing)
     tamperer = FrameTamperer.parse(settings.fault_injection)
+    prefixes = PrefixPuller(parts)
     return (
         DecodeService(parts, capabilities, ready.threads),
-        PrefillService(engine, pool, identity, capabilities, metrics, tracing, tamperer),
+        PrefillService(engine, pool, identity, capabilities, metrics, tracing, prefixes, tamperer),
     )
 
 

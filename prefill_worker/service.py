@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from batonpb import common_pb2, prefill_pb2_grpc
@@ -36,6 +36,25 @@ HEARTBEAT_S = 0.5
 _REMEMBERED_ATTEMPTS = 4096
 
 
+class PrefixPull(Protocol):
+    """Blocks on their way from another worker's cache into ours."""
+
+    def stop(self) -> None:
+        """Nobody waits for them any more."""
+
+
+class PrefixPuller(Protocol):
+    """Brings blocks from other workers' caches."""
+
+    def begin(self, request: pb.PrefillStart, on_end: Callable[[int], None]) -> PrefixPull | None:
+        """Pull what ``request.prefix`` names; None if there is nothing to wait for.
+
+        Args:
+            request: As it came.
+            on_end: Called once with the tokens that came, but never before this returns.
+        """
+
+
 class Handoff:
     """One prompt's KV on this side: the machine, and the stream that listens at present."""
 
@@ -46,6 +65,7 @@ class Handoff:
         self.events: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
         self.prompt_outputs = ev.PromptOutputsReady(engine_id)
         self.ended = False
+        self.prefix: PrefixPull | None = None  # that its submission to the engine waits for
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -58,6 +78,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         capabilities: What we speak.
         metrics: Of this worker.
         tracing: Of this worker.
+        prefixes: Brings what other workers hold of a prompt.
         tamperer: Damages frames on purpose (fault injection), or None.
     """
 
@@ -69,6 +90,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         capabilities: common_pb2.Capabilities,
         metrics: Metrics,
         tracing: Tracing,
+        prefixes: PrefixPuller,
         tamperer: FrameTamperer | None = None,
     ) -> None:
         self._engine = engine
@@ -77,6 +99,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._capabilities = capabilities
         self._metrics = metrics
         self._tracing = tracing
+        self._prefixes = prefixes
         self.source = PoolSource(
             pool,
             identity.incarnation,
@@ -158,7 +181,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         self._serial += 1
         engine_id = f"p/{start.request_id}/{start.attempt}/{self._serial}"
-        command = submit_from_wire(start, engine_id, Kind.PREFILL, start.skip_blocks)
         handoff = Handoff(engine_id, start, machine)
         if existing is not None:
             self._replaced.append(existing)
@@ -172,11 +194,25 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         handoff_span.set_attribute("baton.prompt_tokens", len(prompt))
         handoff_span.set_attribute("baton.worker_id", self._identity.worker_id)
-        self._engine.submit(command, lambda r: self._on_report(key, handoff, r, handoff_span))
+        on_report = partial(self._on_report, key, handoff, span=handoff_span)
+
+        def submit(pulled_tokens: int) -> None:
+            handoff.prefix = None
+            handoff_span.set_attribute("baton.pulled_prefix_tokens", pulled_tokens)
+            if machine.state is sender.SenderState.OPEN:
+                kind = Kind.HELD if start.held_only else Kind.PREFILL
+                command = submit_from_wire(start, engine_id, kind, start.skip_blocks)
+                self._engine.submit(command, on_report)
+            else:  # it was cancelled, or its lease lapsed, and the engine never heard of it
+                on_report(ev.Ended(engine_id, "cancelled"))
+
+        handoff.prefix = self._prefixes.begin(start, submit)
+        if handoff.prefix is None:
+            submit(0)
         return handoff, False
 
     def _check(self, start: pb.PrefillStart) -> None:
-        if self.draining:
+        if self.draining and not start.held_only:  # what it holds may go on elsewhere
             raise UnavailableError("this worker is draining")
         if self._engine.silent:
             raise UnavailableError("this worker's engine does not answer at present")
@@ -196,7 +232,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 elif control.HasField("cancel"):
                     self._perform(handoff, handoff.machine.cancel())
 
-    def _on_report(self, key: Key, handoff: Handoff, report: Any, span: Any) -> None:
+    def _on_report(self, key: Key, handoff: Handoff, report: Any, *, span: Any) -> None:
         match report:
             case ev.Admitted():
                 handoff.machine.admitted(report.blocks)
@@ -208,7 +244,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 self._perform(handoff, handoff.machine.prompt_done(report))
                 span.set_attribute("baton.cached_tokens", report.cached_tokens)
                 span.end()
-                if not handoff.start.probe:
+                if not (handoff.start.probe or handoff.start.held_only):
                     prompt_tokens = handoff.machine.prompt_tokens
                     computed = prompt_tokens - report.cached_tokens
                     self._metrics.inc("baton_prefix_tokens", computed, source="computed")
@@ -255,7 +291,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 case sender.GiveBack():
                     if action.overdue:
                         self._metrics.inc("baton_loans_overdue", action.overdue)
-                    if action.cancel:
+                    if handoff.prefix is not None:
+                        handoff.prefix.stop()
+                    elif action.cancel:
                         self._engine.client.send(messages.Cancel(handoff.engine_id))
                     else:
                         self._engine.client.send(messages.Release(handoff.engine_id))

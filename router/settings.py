@@ -29,6 +29,7 @@ class RouterSettings:
         window_requests: Sequences sent to one worker at most; more wait in the router's queue.
         lease_ms: How long a worker keeps a request of a router that sends no heartbeat.
         silence_s: A worker that sends nothing for so long is dead to this router.
+        pull_prefixes: Whether a worker may get leading blocks of a prompt from another one's cache.
         reopen_s: A broken stream must be open again within this time.
         repair_wait_s: How long a request waits for a prefill worker to replace a lost one.
         unary_prompt_bytes: Longer packed prompts go on a call of their own.
@@ -68,6 +69,7 @@ class RouterSettings:
     keep_alive_s: float = 10.0
     unary_prompt_bytes: int = 64 * 1024
     tie_s: float = 0.002
+    pull_prefixes: bool = True
     max_body_bytes: int = 4 * 1024 * 1024
     kept_records: int = 2048
 

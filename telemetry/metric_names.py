@@ -139,7 +139,7 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_generation_tokens": _count("Tokens sent.", "tenant", vllm="generation_tokens"),
     "baton_prefix_tokens": _count(
-        "Prompt tokens by where their KV came from: local, pulled, computed.",
+        "Prompt tokens by where their KV came from: local, pulled, peer, computed.",
         "source",
         vllm_by_label=(("local", "prefix_cache_hits"),),
     ),
@@ -266,9 +266,14 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         "Tokens per engine step: prefill, decode.", "kind", vllm="iteration_tokens_total"
     ),
     "baton_prefix_tokens": _count(
-        "Prompt tokens by where their KV came from: local, pulled, computed.", "source"
+        "Prompt tokens by where their KV came from: local, pulled, peer, computed.", "source"
     ),
     "baton_grammar_mask_seconds": _seconds("Of an engine step, what grammars took."),
+    "baton_prefix_pulls": _count(
+        "Pulls of cached prefixes from other workers by outcome: pulled, refused, late, abandoned.",
+        "outcome",
+        from_start=("pulled", "refused", "late", "abandoned"),
+    ),
     "baton_transfers": _count(
         "Hand-offs by outcome: committed, failed, abandoned.",
         "outcome",

@@ -52,6 +52,8 @@ def prefill_start(
         adapter=submission.adapter if submission.HasField("adapter") else None,
         router_id=submission.router_id,
         pooling=submission.pooling,
+        prefix=submission.prefix if submission.HasField("prefix") else None,
+        held_only=target.held_only,
     )
 
 

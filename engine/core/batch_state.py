@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
+from engine.core.errors import UnavailableError
 from engine.core.geometry import context_tokens
 from engine.core.plan import StepPlan
 from engine.core.reservations import Reservation, Reservations, ReservationState
@@ -36,7 +37,7 @@ class BatchState:
     Attributes:
         queue: What waits for blocks, in order.
         running: Sequences of the batch.
-        held: Finished prompts of PREFILL requests by request id, until they are released.
+        held: Finished prompts of PREFILL and HELD requests by request id, until they are released.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -200,6 +201,32 @@ class BatchState:
         self.running.remove(sequence)
         sequence.running = False
         self.held[sequence.request.request_id] = sequence
+
+    def hold_cached(self, request: EngineRequest) -> TokenSequence:
+        """Keep the blocks of a prompt that are all in the cache, for who reads them.
+
+        Raises:
+            UnavailableError: They are not, or too much is held already.
+        """
+        sequence, tokens = self.new_sequence(request, 0, request.prompt), len(request.prompt)
+        blocks = self.pool.match(sequence.full_hashes(tokens, self.pool.block_tokens))
+        if len(blocks) * self.pool.block_tokens != tokens:
+            count = self.pool.blocks_for(tokens)
+            raise UnavailableError(f"{len(blocks)} of {count} blocks are in this worker's cache")
+        if self.pins_too_much(request, len(blocks)):
+            raise UnavailableError("half of this worker's blocks are held for others already")
+        self.pool.pin(blocks)
+        sequence.blocks, sequence.computed = blocks, tokens
+        sequence.registered_blocks = len(blocks)
+        self.held[request.request_id] = sequence
+        return sequence
+
+    def pins_too_much(self, request: EngineRequest, need: int) -> bool:
+        """Pins of finished prompts above half the pool make new prompts wait."""
+        if request.kind not in (Kind.PREFILL, Kind.HELD) or not self.held:
+            return False
+        pinned = sum(len(sequence.blocks) for sequence in self.held.values())
+        return pinned + need > self.pool.total // 2
 
     def remove(self, sequence: TokenSequence) -> None:
         """End a sequence, wherever it is."""

@@ -60,7 +60,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is already in use here")
-        no_answer = request.kind is Kind.PREFILL or request.spec.pooling
+        no_answer = request.kind in (Kind.PREFILL, Kind.HELD) or request.spec.pooling
         answer = 0 if no_answer else request.spec.params.max_tokens
         need = self.batch.pool.blocks_for(len(request.prompt) + answer)
         if not request.prompt or need > self.batch.pool.total:
@@ -70,6 +70,9 @@ class Scheduler:
             )
         request.check_emitted()
         request.submitted_ns = now_ns
+        if request.kind is Kind.HELD:
+            self._hold_cached(request, now_ns)
+            return
         self._requests[request.request_id] = request
         if request.kind is Kind.REMOTE:
             self.batch.enqueue(self.batch.reservations.new(request))
@@ -77,6 +80,16 @@ class Scheduler:
             self._go_on(request, request.spec.emitted)
         else:
             self.batch.enqueue(self.batch.new_prompt(request))
+
+    def _hold_cached(self, request: EngineRequest, now_ns: int) -> None:
+        """A HELD request: nobody waits, nothing is computed."""
+        blocks = self.batch.hold_cached(request).blocks
+        self._requests[request.request_id] = request
+        request.prompt_done_ns = now_ns
+        self._note_admission(request, len(blocks), now_ns, blocks)
+        if len(blocks) > request.spec.skip_blocks:
+            self.batch.events.append(self._published_prefix(request, len(blocks)))
+        self.batch.events.append(request.prompt_done([]))
 
     def bind(self, request_id: str, generation: int) -> None:
         """Turn counted capacity into pages (``Bound`` follows); stale generations are ignored."""
@@ -314,7 +327,7 @@ class Scheduler:
         pool.pin(matched)
         need = pool.blocks_for(len(sequence.tokens)) - len(matched)
         pages: list[int] | None = None
-        if need <= self.batch.available_blocks() and not self._pins_too_much(request, need):
+        if need <= self.batch.available_blocks() and not self.batch.pins_too_much(request, need):
             pages = pool.allocate(need, matched[-1] if matched else None)
         if pages is None:
             pool.release(matched)
@@ -327,13 +340,6 @@ class Scheduler:
         if request.kind is Kind.PREFILL and len(matched) > request.spec.skip_blocks:
             self.batch.events.append(self._published_prefix(request, len(matched)))
         return True
-
-    def _pins_too_much(self, request: EngineRequest, need: int) -> bool:
-        """Pins of finished prompts above half the pool make new prompts wait."""
-        if request.kind is not Kind.PREFILL or not self.batch.held:
-            return False
-        pinned = sum(len(sequence.blocks) for sequence in self.batch.held.values())
-        return pinned + need > self.batch.pool.total // 2
 
     def _published_prefix(self, request: EngineRequest, matched: int) -> ev.Published:
         skip_blocks = request.spec.skip_blocks
@@ -363,7 +369,7 @@ class Scheduler:
                 request_id=request.request_id,
                 cached_tokens=request.cached_tokens,
                 queue_ns=now_ns - request.submitted_ns,
-                blocks=tuple(blocks) if request.kind is Kind.PREFILL else (),
+                blocks=tuple(blocks) if request.kind in (Kind.PREFILL, Kind.HELD) else (),
             )
         )
 
@@ -381,17 +387,8 @@ class Scheduler:
             self._end(request.request_id, None)
 
     def _hold(self, sequence: TokenSequence, sampled: list[SampledToken]) -> None:
-        request = sequence.request
         self.batch.hold(sequence)
-        self.batch.events.append(
-            ev.PromptDone(
-                request_id=request.request_id,
-                first=tuple(sampled),
-                cached_tokens=request.cached_tokens,
-                queue_ns=request.admitted_ns - request.submitted_ns,
-                prefill_ns=request.prompt_done_ns - request.admitted_ns,
-            )
-        )
+        self.batch.events.append(sequence.request.prompt_done(sampled))
 
     def _take_run(self, sequence: TokenSequence, row: PlanRow, run: list[SampledToken]) -> None:
         """Add several tokens to an answer."""

@@ -1,14 +1,16 @@
 """A request inside the engine, and the sequences (one per choice) that it consists of."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.core import events as ev
 from engine.core.block_hashes import block_hash
 from engine.core.errors import InvalidRequestError
 from engine.core.geometry import BLOCK_TOKENS
-from engine.core.params import AdapterRef, SamplingParams
+from engine.core.params import AdapterRef, SampledToken, SamplingParams
 from engine.core.prompt_outputs import PromptOutputs
 
 
@@ -18,6 +20,7 @@ class Kind(enum.Enum):
     FULL = "full"  # compute the prompt and the answer here
     PREFILL = "prefill"  # compute the prompt, sample first tokens, hold the KV until released
     REMOTE = "remote"  # the prompt's KV arrives from elsewhere; then answer
+    HELD = "held"  # hold the KV that the cache has of the prompt until released; compute nothing
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +89,16 @@ class EngineRequest:
     def order(self) -> tuple[int, int]:
         """Smaller runs first and is preempted last."""
         return (self.spec.priority, self.spec.ticket)
+
+    def prompt_done(self, first: Sequence[SampledToken]) -> ev.PromptDone:
+        """The report that its prompt's KV may be had, with the first token of each choice."""
+        return ev.PromptDone(
+            request_id=self.request_id,
+            first=tuple(first),
+            cached_tokens=self.cached_tokens,
+            queue_ns=self.admitted_ns - self.submitted_ns,
+            prefill_ns=self.prompt_done_ns - self.admitted_ns,
+        )
 
     def new_prompt_outputs(self) -> PromptOutputs | None:
         """Where a sequence that computes the prompt gathers what is asked of its rows."""

@@ -90,6 +90,7 @@ class Simulation:
             model_names=("simulated",),
             max_queued_requests=setup.max_queued_requests,
             window_requests=setup.max_batch_requests,
+            pull_prefixes=False,
         )
         self.router = SimulatedRouter(
             settings,

@@ -78,6 +78,18 @@ class WorkerIdentity(_message.Message):
     pid: int
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., host: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
+class PrefixSource(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "address", "blocks")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: bytes
+    address: str
+    blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
 class BlockCounts(_message.Message):
     __slots__ = ("total", "free", "cached", "leased", "quarantined")
     TOTAL_FIELD_NUMBER: _ClassVar[int]

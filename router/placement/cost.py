@@ -1,15 +1,16 @@
 """What a placement costs, in seconds, and which one to take. Sans-IO.
 
-    P → D   queue(P) + compute(P) + crowding(P) + exposed transfer(P, D)
+    P → D   queue(P) + pull(P) + compute(P) + crowding(P) + exposed transfer(P, D)
                                                 + room(D) + decode(D) + slowdown(P, D)
-    W       queue(W) + compute(W) + crowding(W) + room(W) + decode(W) + slowdown(W)
+    W       queue(W) + pull(W) + compute(W) + crowding(W) + room(W) + decode(W) + slowdown(W)
 
 and for a LoRA adapter that one of them does not hold yet, the time to load it there.
 
 One unit for everything, so that nothing needs a weight: the seconds that this request waits, plus
 those by which it delays the streams that run already (slowdown) and the requests that come later
-(crowding). Rates are those that the workers fitted to their own steps; until they have, the priors
-below stand in. A prompt token takes longer the more tokens are before it.
+(crowding). Leading blocks that another worker holds are pulled from it where that takes less time
+than to compute them. Rates are those that the workers fitted to their own steps; until they have,
+the priors below stand in. A prompt token takes longer the more tokens are before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ PRIOR_EDGE_BYTES_PER_S = 500e6
 # What one prefill and one hand-off cost beside tokens and bytes; no worker measures it.
 PREFILL_OVERHEAD_S = 0.01
 EDGE_OVERHEAD_S = 0.005
+# Before the first byte of a prefix comes: two engines are asked, each between two of its steps.
+PULL_OVERHEAD_S = 0.03
 # Rank 8 for a small model, read and checked (measured: 0.1 s).
 PRIOR_ADAPTER_LOAD_S = 0.1
 # One more sequence in a batch makes its step longer by about this part (measured: 29 → 50 ms from
@@ -51,7 +54,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     ``answering`` streams stand still while a prompt is computed, the others are prompts;
     ``adapter_s`` is how long it would have to load the prompt's adapter; ``crowding`` is how many
     seconds later requests wait longer for each second that a worker of its role computes;
-    ``edges_bytes_per_s`` are measured, by the prefill worker that KV came from.
+    ``edges_bytes_per_s`` are measured, by the worker that KV came from; ``peer_id`` is another one
+    that holds ``peer_blocks`` of the prompt, of which this one can have those that it lacks.
     """
 
     worker_id: str
@@ -64,6 +68,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     room_blocks: int = 1 << 30  # free and cached
     total_blocks: int = 1 << 30
     cached_blocks: int = 0
+    peer_id: str = ""
+    peer_blocks: int = 0
     adapter_s: float = 0.0
     crowding: float = 0.0
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S  # of such prompts as it had
@@ -81,6 +87,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         token_s = self.prefill_token_s or 1 / self.prefill_tokens_per_s
         return tokens * token_s + context * self.prefill_context_s
 
+    def edge_bytes_per_s(self, source_id: str) -> float:
+        """As measured from there to here, or what is expected."""
+        return self.edges_bytes_per_s.get(source_id) or self.unmeasured_bytes_per_s
+
     @property
     def queue_s(self) -> float:
         """How long it computes the prompts that wait there."""
@@ -92,6 +102,7 @@ class Terms(NamedTuple):
 
     queue_s: float
     adapter_s: float
+    pull_s: float
     compute_s: float
     transfer_s: float
     room_s: float
@@ -108,7 +119,7 @@ class Terms(NamedTuple):
     @property
     def first_token_s(self) -> float:
         """Predicted time from placement to the first token (prefill samples it)."""
-        return self.queue_s + self.adapter_s + self.compute_s
+        return self.queue_s + self.adapter_s + self.pull_s + self.compute_s
 
 
 class Candidate(NamedTuple):
@@ -117,7 +128,8 @@ class Candidate(NamedTuple):
     prefill: WorkerLoad | None
     decode: WorkerLoad
     terms: Terms
-    uncached_tokens: int
+    uncached_tokens: int  # to be computed
+    pulled_blocks: int = 0  # leading ones that ``computes.peer_id`` is to bring
 
     @property
     def mode(self) -> Mode:
@@ -136,6 +148,7 @@ class Candidate(NamedTuple):
             "decode": self.decode.worker_id,
             "mode": self.mode,
             "uncached_tokens": self.uncached_tokens,
+            "prefix_from": self.computes.peer_id if self.pulled_blocks else None,
             "cost_s": round(self.terms.total_s, 6),
             "terms": {name: round(value, 6) for name, value in self.terms._asdict().items()},
         }
@@ -230,7 +243,9 @@ class _Prompt(NamedTuple):
 
     worker: WorkerLoad
     uncached_tokens: int
+    pulled_blocks: int
     queue_s: float
+    pull_s: float
     compute_s: float
     slowdown_s: float
     crowding_s: float
@@ -260,17 +275,39 @@ class _Work:
     moves_kv: bool
 
     def prompt(self, worker: WorkerLoad) -> _Prompt:
-        # The last token is always computed: its logits are wanted.
-        cached = min(worker.cached_blocks * worker.block_tokens, self.prompt_tokens - 1)
-        uncached = self.prompt_tokens - cached
-        context = context_tokens(cached, self.prompt_tokens)
-        compute_s = PREFILL_OVERHEAD_S + worker.prompt_s(uncached, context)
+        uncached, compute_s = self._compute(worker, worker.cached_blocks)
+        pull_s, pulled_blocks = 0.0, 0
+        if (lacking_blocks := worker.peer_blocks - worker.cached_blocks) > 0:
+            bytes_per_s = worker.edge_bytes_per_s(worker.peer_id)
+            wire_s = PULL_OVERHEAD_S + lacking_blocks * worker.block_bytes / bytes_per_s
+            rest, rest_s = self._compute(worker, worker.peer_blocks)
+            if wire_s + rest_s < compute_s:
+                uncached, compute_s = rest, rest_s
+                pull_s, pulled_blocks = wire_s, worker.peer_blocks
         # Streams wait while a prompt is computed. Prompts that came before it do not.
         delayed = worker.streams if worker.answering is None else worker.answering
         queue_s, slowdown_s = worker.queue_s, compute_s * delayed
         crowding_s = compute_s * worker.crowding
-        own_s = queue_s + worker.adapter_s + compute_s + slowdown_s + crowding_s
-        return _Prompt(worker, uncached, queue_s, compute_s, slowdown_s, crowding_s, own_s)
+        own_s = queue_s + worker.adapter_s + pull_s + compute_s + slowdown_s + crowding_s
+        return _Prompt(
+            worker,
+            uncached,
+            pulled_blocks,
+            queue_s,
+            pull_s,
+            compute_s,
+            slowdown_s,
+            crowding_s,
+            own_s,
+        )
+
+    def _compute(self, worker: WorkerLoad, held_blocks: int) -> tuple[int, float]:
+        """Tokens to compute behind so many blocks, and how long that takes."""
+        # The last token is always computed: its logits are wanted.
+        held = min(held_blocks * worker.block_tokens, self.prompt_tokens - 1)
+        uncached = self.prompt_tokens - held
+        context = context_tokens(held, self.prompt_tokens)
+        return uncached, PREFILL_OVERHEAD_S + worker.prompt_s(uncached, context)
 
     def answer(self, worker: WorkerLoad) -> _Answer:
         step_s, marginal_s = worker.decode_step_s, worker.decode_step_s * STEP_SHARE_PER_STREAM
@@ -321,9 +358,7 @@ def _alone_s(prompt: _Prompt, answer: _Answer) -> float:
 
 
 def _transfer_s(prompt: _Prompt, answer: _Answer) -> float:
-    decode = answer.worker
-    bytes_per_s = decode.edges_bytes_per_s.get(prompt.worker.worker_id)
-    wire_s = answer.lacking_bytes / (bytes_per_s or decode.unmeasured_bytes_per_s)
+    wire_s = answer.lacking_bytes / answer.worker.edge_bytes_per_s(prompt.worker.worker_id)
     return EDGE_OVERHEAD_S + max(wire_s - prompt.compute_s, wire_s * EXPOSED_SHARE)
 
 
@@ -331,6 +366,7 @@ def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
     terms = Terms(
         queue_s=prompt.queue_s,
         adapter_s=prompt.worker.adapter_s,
+        pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
         transfer_s=0.0,
         room_s=answer.room_s,
@@ -338,7 +374,7 @@ def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
         slowdown_s=answer.slowdown_s + prompt.slowdown_s,
         crowding_s=prompt.crowding_s,
     )
-    return Candidate(None, answer.worker, terms, prompt.uncached_tokens)
+    return Candidate(None, answer.worker, terms, prompt.uncached_tokens, prompt.pulled_blocks)
 
 
 def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
@@ -346,6 +382,7 @@ def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
     terms = Terms(
         queue_s=prompt.queue_s,
         adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
+        pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
         transfer_s=_transfer_s(prompt, answer),
         room_s=answer.room_s,
@@ -353,4 +390,4 @@ def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
         slowdown_s=answer.slowdown_s + prompt.slowdown_s,
         crowding_s=prompt.crowding_s,
     )
-    return Candidate(prefill, decode, terms, prompt.uncached_tokens)
+    return Candidate(prefill, decode, terms, prompt.uncached_tokens, prompt.pulled_blocks)

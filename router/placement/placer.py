@@ -35,6 +35,8 @@ class Placement:
 
     Attributes:
         chosen: The workers, and what they are predicted to cost.
+        prefix_blocks: Leading blocks that whoever computes the prompt is to pull from ``holder``.
+        holder: A worker that holds them.
         candidates: The cheapest of those that were compared, for ``GET /fleet/requests/{id}``.
         placed_ns: When it was decided and booked, on the monotonic clock.
     """
@@ -42,6 +44,8 @@ class Placement:
     chosen: Candidate
     candidates: tuple[Candidate, ...]
     placed_ns: int
+    holder: Slot | None = None
+    prefix_blocks: int = 0
 
     @property
     def decode_id(self) -> str:
@@ -176,8 +180,10 @@ class Placer:
             raise UnavailableError("no worker is ready")
         hashes = self._hashes_of(request, usable)
         reusable = [] if request.whole_prompt else hashes
+        holder: Slot | None = None
+        prefix_blocks = 0  # to pull; what the holder is only expected to have soon cannot be
         if request.pinned is None:
-            loads = self._worth_pricing(request, reusable, avoid, rates, now_ns)
+            loads, holder = self._worth_pricing(request, reusable, avoid, rates, now_ns)
         else:
             slots = self.eligible(request, avoid)
             loads = loads_of(slots, reusable, self._prefix_index, self._book, now_ns)
@@ -198,8 +204,15 @@ class Placer:
         if not request.probe:
             for incarnation in {chosen.computes.incarnation, chosen.decode.incarnation}:
                 self._prefix_index.expect(incarnation, hashes, now_ns)
+        if holder is not None and chosen.pulled_blocks:
+            now_held = self._prefix_index.prefix_blocks(holder.incarnation, hashes)
+            prefix_blocks = min(chosen.pulled_blocks, now_held)
         return Placement(
-            chosen=chosen, candidates=tuple(compared[:_EXPLAINED_CANDIDATES]), placed_ns=now_ns
+            chosen=chosen,
+            candidates=tuple(compared[:_EXPLAINED_CANDIDATES]),
+            placed_ns=now_ns,
+            holder=holder if prefix_blocks else None,
+            prefix_blocks=prefix_blocks,
         )
 
     def _worth_pricing(
@@ -209,13 +222,27 @@ class Placer:
         avoid: bytes,
         rates: Rates,
         now_ns: int,
-    ) -> list[WorkerLoad]:
-        """The few workers that may be the best, as the cost model takes them."""
+    ) -> tuple[list[WorkerLoad], Slot | None]:
+        """The few workers that may be the best, as the cost model takes them.
+
+        Behind them, the worker that can give the others what it holds of the prompt.
+        """
         held = self._prefix_index.prefixes(hashes, now_ns) if hashes else {}
+        holder, held_blocks = None, 0
+        if held and self._settings.pull_prefixes:
+            holder, held_blocks = self._shortlist.holder(held)
         best = self._shortlist.best(
-            request, len(hashes), held, self._book, now_ns, keep=PAIRED_OF_A_ROLE, avoid=avoid
+            request,
+            len(hashes),
+            held,
+            self._book,
+            now_ns,
+            keep=PAIRED_OF_A_ROLE,
+            given_blocks=held_blocks,
+            avoid=avoid,
         )
-        return [
+        gives = (holder.worker_id, held_blocks) if holder is not None else ("", 0)
+        loads = [
             load_of(
                 slot,
                 cached_blocks,
@@ -224,9 +251,11 @@ class Placer:
                 rates,
                 self._reports,
                 self._crowding,
+                gives,
             )
             for slot, cached_blocks in best
         ]
+        return loads, holder
 
     def _book_load(self, request: GenerationRequest, chosen: Candidate, now_ns: int) -> None:
         computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id

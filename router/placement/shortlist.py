@@ -6,17 +6,21 @@ costs some operations on whole columns, and a price for the few workers that are
 """
 
 from collections.abc import Iterable, Mapping
+from heapq import nlargest
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from router.placement.booked_load import LoadBook
+from router.placement.cost import PULL_OVERHEAD_S
 from router.placement.crowding import Crowding
 from router.placement.worker_load import Rates, Report, Reports
 from router.request import GenerationRequest
 from router.workers.table import Slot
 
 _JITTER_S = 1e-9  # among equals, not always the same are looked at
+_HOLDERS = 8  # of a prompt are looked at
 
 _Column = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.intp]
@@ -41,6 +45,7 @@ class Shortlist:
         self._usable: list[tuple[Slot, Report]] = []
         self._index_of_worker: dict[str, int] = {}
         self._index_of_incarnation: dict[bytes, int] = {}
+        self._slot_of_incarnation: dict[bytes, Slot] = {}  # usable or not
         self._of_role: dict[str, _Indices] = {}
         self._rates = Rates()
         self._queued_tokens: _Column = np.zeros(0)
@@ -48,6 +53,7 @@ class Shortlist:
         self._answering: _Column = np.zeros(0)  # streams that stand still while it computes
         self._token_s: _Column = np.zeros(0)
         self._block_tokens: _Column = np.zeros(0)
+        self._block_pull_s: _Column = np.zeros(0)  # for a block that another worker holds
 
     # ---------------------------------------------------------------- columns
 
@@ -115,11 +121,12 @@ class Shortlist:
         self._usable = [(slot, self._reports.of(slot)) for slot in slots]
         self._index_of_worker = {slot.worker_id: index for index, slot in enumerate(slots)}
         self._index_of_incarnation = {slot.incarnation: index for index, slot in enumerate(slots)}
+        self._slot_of_incarnation = {slot.incarnation: slot for slot in self._seen}
         roles = np.array([slot.role for slot in slots])
         self._of_role = {role: np.flatnonzero(roles == role) for role in sorted(set(roles))}
-        columns = np.zeros((5, len(slots)))
+        columns = np.zeros((6, len(slots)))
         self._queued_tokens, self._streams, self._answering = columns[:3]
-        self._token_s, self._block_tokens = columns[3:]
+        self._token_s, self._block_tokens, self._block_pull_s = columns[3:]
         for index in range(len(slots)):
             self._write(index)
 
@@ -135,8 +142,20 @@ class Shortlist:
         self._answering[index] = report.streams if answering is None else answering
         self._block_tokens[index] = report.block_tokens
         self._token_s[index] = self._rates.token_s(slot.role, report)
+        self._block_pull_s[index] = report.block_bytes / self._rates.edge_bytes_per_s
 
     # ---------------------------------------------------------------- a prompt
+
+    def holder(self, held: Mapping[bytes, int]) -> tuple[Slot | None, int]:
+        """Who can give others most of a prompt, and how many blocks; one that drains can too.
+
+        ``held`` is how many blocks of it each incarnation has that has the first.
+        """
+        for incarnation, blocks in nlargest(_HOLDERS, held.items(), key=itemgetter(1)):
+            slot = self._slot_of_incarnation.get(incarnation)
+            if slot is not None and slot.gives_prefixes:
+                return slot, blocks
+        return None, 0
 
     def best(
         self,
@@ -147,6 +166,7 @@ class Shortlist:
         now_ns: int,
         *,
         keep: int,
+        given_blocks: int = 0,
         avoid: bytes = b"",
     ) -> list[tuple[Slot, int]]:
         """Of each role the soonest with the prompt, the freest, and those that hold most of it.
@@ -159,6 +179,7 @@ class Shortlist:
             now_ns: Monotonic clock.
             keep: So many of each role by the measure that its work is about, and half as many by
                 the others.
+            given_blocks: So many can be had from another worker.
             avoid: An incarnation that is not to be taken.
 
         Returns:
@@ -177,9 +198,13 @@ class Shortlist:
             if (index := self._index_of_incarnation.get(incarnation)) is not None:
                 cached[index] = blocks
         jitter_s = self._draw.random(len(queued)) * _JITTER_S
-        own_tokens = (prompt_blocks - cached) * self._block_tokens
-        tokens = queued + own_tokens * (1 + answering)
-        prompt_s = tokens * self._token_s + jitter_s
+        block_s = self._block_tokens * self._token_s * (1 + answering)
+        own_s = (prompt_blocks - cached) * block_s
+        if given_blocks:
+            pull_s = PULL_OVERHEAD_S + (given_blocks - cached) * self._block_pull_s
+            rest_s = (prompt_blocks - given_blocks) * block_s
+            own_s = np.where(cached < given_blocks, np.minimum(own_s, pull_s + rest_s), own_s)
+        prompt_s = queued * self._token_s + own_s + jitter_s
         streams += jitter_s
         self._leave_out(request, avoid, prompt_s, streams)
         kept: list[int] = []

@@ -274,8 +274,11 @@ def load_of(
     rates: Rates = Rates(),
     reports: Reports | None = None,
     crowding: Crowding | None = None,
+    holder: tuple[str, int] = ("", 0),
 ) -> WorkerLoad:
     """One worker's load: its last report, and what was booked since.
+
+    ``holder`` is a worker that can give it leading blocks of the prompt, and how many.
 
     Raises:
         ValueError: The worker is not connected.
@@ -300,6 +303,8 @@ def load_of(
         room_blocks=report.room_blocks,
         total_blocks=report.total_blocks,
         cached_blocks=cached_blocks,
+        peer_id=holder[0],
+        peer_blocks=holder[1],
         adapter_s=adapter_s,
         crowding=crowding.wait_per_s(slot.role) if crowding is not None else 0.0,
         prefill_tokens_per_s=report.prefill_tokens_per_s or rates.prefill_tokens_per_s,

@@ -1,10 +1,11 @@
 """Begins an attempt: has the request placed, and sends it to the worker that is to hold it."""
 
 import msgspec
+from batonpb.common_pb2 import PrefixSource
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
 from engine.core.errors import UnavailableError
-from router.placement.placer import Placer
+from router.placement.placer import Placement, Placer
 from router.requests.active_request import ActiveRequest
 from router.requests.observer import Observer
 from router.settings import RouterSettings
@@ -18,6 +19,19 @@ def prefill_target(link: WorkerLink) -> PrefillTarget:
     """A prefill worker, as the decode worker needs to know it."""
     return PrefillTarget(
         worker_id=link.worker_id, incarnation=link.incarnation, address=link.address
+    )
+
+
+def _prefix_source(placement: Placement | None) -> PrefixSource | None:
+    """Who has leading blocks that whoever computes the prompt is to pull."""
+    link = placement.holder.link if placement is not None and placement.holder else None
+    if placement is None or link is None:
+        return None
+    return PrefixSource(
+        worker_id=link.worker_id,
+        incarnation=link.incarnation,
+        address=link.address,
+        blocks=placement.prefix_blocks,
     )
 
 
@@ -97,4 +111,5 @@ class Dispatcher:
             probe=request.probe,
             adapter=adapter_to_wire(request.adapter),
             pooling=request.pooling,
+            prefix=_prefix_source(active.placement),
         )

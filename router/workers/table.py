@@ -102,6 +102,12 @@ class Slot:
         )
 
     @property
+    def gives_prefixes(self) -> bool:
+        """Whether others may pull what it holds of a prompt; one that drains gives, too."""
+        link = self.link
+        return link is not None and link.live and self.state in ("ready", "draining")
+
+    @property
     def goes_on(self) -> bool:
         """Whether the worker can go on with an answer that began at another one."""
         return self.link is not None and self.link.capabilities.wire.max >= EMITTED_WIRE

@@ -148,6 +148,7 @@ class MiniRouter:
         prefill: WorkerProcess | None = None,
         adapter: common_pb2.Adapter | None = None,
         emitted: Sequence[list[int]] = (),
+        prefix: tuple[WorkerProcess, int] | None = None,
         **fields,
     ) -> None:
         sampling = {"max_tokens": 8, "n": 1, "top_p": 1, "repetition_penalty": 1, "logprobs": -1}
@@ -166,6 +167,13 @@ class MiniRouter:
         )
         if adapter is not None:
             submission.adapter.CopyFrom(adapter)
+        if prefix is not None:
+            holder = prefix[0].target
+            submission.prefix.worker_id, submission.prefix.address = (
+                holder.worker_id,
+                holder.address,
+            )
+            submission.prefix.incarnation, submission.prefix.blocks = holder.incarnation, prefix[1]
         for key, value in fields.items():
             setattr(submission, key, value)
         self.tokens[name] = {choice: list(tokens) for choice, tokens in enumerate(emitted)}

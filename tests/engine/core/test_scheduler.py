@@ -1,12 +1,13 @@
 """The scheduler over the emulated engine: whatever the path, the tokens are the same."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import events as ev
 from engine.core.core import EngineCore
-from engine.core.errors import InvalidRequestError, NumericsError
+from engine.core.errors import InvalidRequestError, NumericsError, UnavailableError
 from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
@@ -317,8 +318,12 @@ def test_cancel_gives_everything_back():
 @pytest.mark.parametrize("kind", list(Kind))
 def test_whatever_a_request_is_doing_it_is_gone_with_the_next_step(steps, kind):
     core = make_core(step_tokens=32)
+    if kind is Kind.HELD:  # its blocks are in the cache
+        core.scheduler.submit(request("before", list(range(80)), max_tokens=1), 0)
+        run(core)
+    prompt = list(range(80 if kind is Kind.HELD else 70))
     core.scheduler.submit(request("other", [9] * 20, ticket=0, max_tokens=50), 0)
-    core.scheduler.submit(request("a", list(range(70)), kind, ticket=1, max_tokens=50), 0)
+    core.scheduler.submit(request("a", prompt, kind, ticket=1, max_tokens=50), 0)
     for now_ns in range(steps):
         plan = core.plan(now_ns)
         core.apply(plan, core.runner.execute(plan), now_ns, 1)
@@ -430,3 +435,64 @@ def test_any_mix_gives_the_golden_tokens(mix, blocks, step_tokens):
         assert got[(name, 0)] == tokens
     assert sorted(ends(events)) == sorted(expected)
     assert core.pool.counts().in_use == 0
+
+
+class TestCachedBlocksAreHeldForOthers:
+    PROMPT = tuple(range(64))
+
+    def submit(self, core: EngineCore, tokens: int, skip_blocks: int = 0) -> None:
+        held = request("held", list(self.PROMPT[:tokens]), Kind.HELD)
+        held.spec = msgspec.structs.replace(held.spec, skip_blocks=skip_blocks)
+        core.scheduler.submit(held, 0)
+
+    def filled(self, **options) -> EngineCore:
+        core = make_core(**options)
+        core.scheduler.submit(request("filler", list(self.PROMPT)), 0)
+        run(core)
+        return core
+
+    @pytest.mark.parametrize("skip_blocks", [0, 1, 4])
+    def test_at_once_and_without_a_step(self, skip_blocks):
+        core = self.filled()
+        before = core.pool.counts()
+        self.submit(core, 64, skip_blocks)
+        events = core.take_events()
+        (admitted,) = [event for event in events if isinstance(event, ev.Admitted)]
+        assert len(admitted.blocks) == 4 and admitted.cached_tokens == 64
+        published = [event for event in events if isinstance(event, ev.Published)]
+        assert [(p.block_begin, p.block_count, p.layer_count) for p in published] == (
+            [(skip_blocks, 4 - skip_blocks, ev.ALL_LAYERS)] if skip_blocks < 4 else []
+        )
+        (done,) = [event for event in events if isinstance(event, ev.PromptDone)]
+        assert done.first == () and not core.plan(1).rows
+        assert core.pool.counts().in_use == before.in_use + 4
+        core.scheduler.release("held")
+        core.batch.check_integrity()
+        assert core.pool.counts() == before
+
+    def test_a_later_request_cannot_evict_them(self):
+        core = self.filled(blocks=8)
+        self.submit(core, 64)
+        core.scheduler.submit(request("other", list(range(100, 150)), max_tokens=1), 0)
+        run(core)
+        core.scheduler.release("held")
+        self.submit(core, 64)  # still all there
+
+    @pytest.mark.parametrize("tokens", [15, 40, 65])
+    def test_all_or_nothing(self, tokens):
+        core = make_core()
+        core.scheduler.submit(request("filler", list(self.PROMPT[:32])), 0)
+        run(core)
+        before = core.pool.counts()
+        with pytest.raises(UnavailableError, match=r"blocks are in this worker's cache"):
+            self.submit(core, tokens)
+        assert core.pool.counts() == before
+        core.scheduler.cancel("held")  # unknown
+        core.batch.check_integrity()
+
+    def test_no_more_than_half_of_the_pool(self):
+        core = self.filled(blocks=8)
+        self.submit(core, 64)
+        again = request("again", list(self.PROMPT), Kind.HELD)
+        with pytest.raises(UnavailableError, match="held for others"):
+            core.scheduler.submit(again, 0)

@@ -17,6 +17,7 @@ from router.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
+    PULL_OVERHEAD_S,
     Candidate,
     Terms,
     WorkerLoad,
@@ -142,6 +143,43 @@ def test_blocks_that_decode_holds_do_not_travel():
     )[0]  # fmt: skip
     assert warm.terms.transfer_s < cold.terms.transfer_s / 10
     assert warm.terms.compute_s == cold.terms.compute_s
+
+
+def lacking(**more) -> WorkerLoad:
+    return worker("decode-0", peer_id="decode-9", peer_blocks=60, **more)
+
+
+class TestAPrefixThatAnotherWorkerHolds:
+    """1,000 tokens take a second to compute; 60 blocks of them are 22 MB."""
+
+    def alone(self, **more) -> Candidate:
+        (chosen,) = ranked([lacking(**more)], "colocated")
+        return chosen
+
+    def test_is_pulled_where_that_takes_less_time_than_to_compute_it(self):
+        chosen = self.alone(edges_bytes_per_s={"decode-9": 1e9})
+        assert chosen.pulled_blocks == 60 and chosen.uncached_tokens == 40
+        assert chosen.terms.pull_s == pytest.approx(PULL_OVERHEAD_S + 60 * 368_640 / 1e9)
+        assert chosen.terms.compute_s < 0.1
+        assert chosen.explain()["prefix_from"] == "decode-9"
+
+    def test_is_computed_over_a_slow_edge(self):
+        chosen = self.alone(edges_bytes_per_s={"decode-9": 2e6})
+        assert (chosen.pulled_blocks, chosen.uncached_tokens) == (0, 1000)
+        assert chosen.terms.pull_s == 0 and chosen.explain()["prefix_from"] is None
+
+    @pytest.mark.parametrize(("own", "pulled"), [(0, 60), (30, 60), (59, 0), (60, 0), (62, 0)])
+    def test_only_what_is_lacking_is_worth_asking_for(self, own, pulled):
+        chosen = self.alone(cached_blocks=own)
+        assert chosen.pulled_blocks == pulled
+        assert chosen.uncached_tokens == 1000 - 16 * max(own, pulled)
+
+    def test_lets_an_idle_worker_help_one_that_is_busy_and_holds_it(self):
+        busy = worker("decode-9", cached_blocks=60, queued_tokens=3000)
+        idle = lacking()
+        chosen = ranked([busy, idle], "colocated")[0]
+        assert chosen.decode.worker_id == "decode-0" and chosen.pulled_blocks == 60
+        assert ranked([replace(busy, queued_tokens=0), idle])[0].decode.worker_id == "decode-9"
 
 
 def test_a_full_pool_costs():

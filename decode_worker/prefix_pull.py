@@ -1,0 +1,193 @@
+"""Brings leading blocks of a prompt into this worker's cache, from another worker that has them.
+
+    begin ──▶ reserve pages ──▶ the peer holds and publishes ──▶ pull, verify ──▶ commit ──▶ ended
+      └─────────┴── the peer lacks them, is gone, is slow; nobody wants them any more ──────▶ ended
+
+It is a hand-off of a prompt that is nothing but those blocks, whose answer has ended already: once
+committed, the engine leaves them in the cache, where the request that waits for them finds them.
+However it ends, the request goes on: what is not in the cache is computed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from batonpb import common_pb2, decode_pb2
+from batonpb import prefill_pb2 as pb
+
+from decode_worker.handoff import FirstTokens, Handoff
+from decode_worker.parts import WorkerParts
+from engine.core import events as ev
+from engine.core.geometry import BLOCK_TOKENS
+from engine.core.sequence import Kind
+from engine.process import messages
+from wire.requests import submit_from_wire
+from wire.tokens import count_tokens, pack_tokens
+
+_LOG = logging.getLogger(__name__)
+
+_BUDGET_TIMES = 4  # as long as the edge's bandwidth says
+_BUDGET_S = 2.0  # and so long on top of it: a busy engine listens between two steps
+_TOKEN_BYTES = 4
+
+
+class PrefixPull:
+    """One pull. ``begin`` it once; it ends by itself or by ``stop``.
+
+    Args:
+        submission: The hand-off, as ``prefix_submission`` makes it.
+        parts: Of this worker.
+        on_end: Called once, with the tokens that came.
+    """
+
+    def __init__(
+        self, submission: decode_pb2.Submission, parts: WorkerParts, on_end: Callable[[int], None]
+    ) -> None:
+        self._submission = submission
+        self._blocks = count_tokens(submission.prompt_tokens) // BLOCK_TOKENS
+        self._parts = parts
+        self._on_end = on_end
+        self._engine_id = f"d/{submission.request_id}/{submission.attempt}"
+        self._handoff = Handoff(submission, self._engine_id, parts, self)
+        self._budget: asyncio.TimerHandle | None = None
+        self._why_not = ""
+        self._told = False
+
+    def begin(self) -> None:
+        """Ask for pages, and then the peer."""
+        command = submit_from_wire(self._submission, self._engine_id, Kind.REMOTE)
+        self._parts.engine.submit(command, self._on_report)
+        loop = asyncio.get_running_loop()
+        self._budget = loop.call_later(self._budget_s(), lambda: self._give_up("late"))
+
+    def stop(self) -> None:
+        """Nobody waits for it any more."""
+        self._give_up("abandoned")
+
+    def _budget_s(self) -> float:
+        """Computing is worth more than to wait for a peer for long."""
+        size_bytes = self._blocks * self._parts.pool.geometry.block_bytes
+        rate = self._parts.peers.edge(self._submission.prefill.worker_id).bytes_per_s
+        return _BUDGET_S + _BUDGET_TIMES * size_bytes / rate
+
+    def _give_up(self, why: str) -> None:
+        if not self._told:
+            self._why_not = why
+            self._tell(0)
+            self._handoff.cancel()
+
+    def _tell(self, tokens: int) -> None:
+        if self._told:
+            return
+        self._told = True
+        if self._budget is not None:
+            self._budget.cancel()
+        outcome = self._why_not or "pulled"
+        self._parts.metrics.inc("baton_prefix_pulls", outcome=outcome)
+        if tokens:
+            self._parts.metrics.inc("baton_prefix_tokens", tokens, source="peer")
+        self._on_end(tokens)
+
+    def _on_report(self, report: object) -> None:
+        if not isinstance(report, ev.Ended):
+            self._handoff.on_report(report)
+            return
+        figures = self._handoff.figures
+        if figures is None or report.error_code:
+            self._why_not = self._why_not or "refused"
+            self._tell(0)
+            return
+        self._tell((self._blocks - figures.skip_blocks) * BLOCK_TOKENS)
+
+    # ---------------------------------------------------------------- the hand-off speaks
+
+    def on_first_tokens(self, first: FirstTokens) -> None:
+        """See ``HandoffListener``: a prompt without an answer has none."""
+
+    def on_peer_needed(
+        self, failed: decode_pb2.PrefillTarget, reason: str, peer_died: bool
+    ) -> None:
+        """See ``HandoffListener``."""
+        _LOG.info("no prefix from %s: %s", failed.worker_id, reason)
+        self._give_up("refused")
+
+    def on_peer_still_needed(self) -> None:
+        """See ``HandoffListener``: it was given up."""
+
+    def on_committed(self, payload_bytes: int) -> None:
+        """See ``HandoffListener``: the engine ends the request next."""
+
+    def on_drained(self) -> None:
+        """See ``HandoffListener``."""
+        self._parts.engine.client.send(messages.Cancel(self._engine_id))
+
+
+class PrefixPuller:
+    """Begins pulls for the requests of a worker.
+
+    Args:
+        parts: Of this worker.
+    """
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+
+    def begin(
+        self,
+        request: decode_pb2.Submission | pb.PrefillStart,
+        on_end: Callable[[int], None],
+    ) -> PrefixPull | None:
+        """Pull what a request names, if it can use it.
+
+        Args:
+            request: As it came.
+            on_end: Called once with the tokens that came, but never before this returns.
+
+        Returns:
+            The pull; None if there is nothing to wait for.
+        """
+        submission = prefix_submission(request)
+        if submission is None or request.prefix.incarnation == self._parts.identity.incarnation:
+            return None
+        pull = PrefixPull(submission, self._parts, on_end)
+        pull.begin()
+        return pull
+
+
+def prefix_submission(
+    request: decode_pb2.Submission | pb.PrefillStart,
+) -> decode_pb2.Submission | None:
+    """The hand-off of a request's leading blocks; None if it has no use for any.
+
+    One that asks for something of all its prompt's rows computes them all, and so does a probe.
+    """
+    source = request.prefix
+    every_row = request.pooling or request.sampling.prompt_logprobs
+    tokens = request.prompt_tokens
+    if isinstance(request, decode_pb2.Submission):  # the router named blocks of its longest answer
+        live = [choice.token_ids for choice in request.emitted if not choice.finish_reason]
+        tokens += max(live, key=len, default=b"")
+    block_bytes = _TOKEN_BYTES * BLOCK_TOKENS
+    blocks = min(source.blocks, len(tokens) // block_bytes)
+    if not blocks or request.probe or every_row:
+        return None
+    return decode_pb2.Submission(
+        request_id=f"prefix/{request.request_id}",
+        attempt=request.attempt,
+        ticket=request.ticket,
+        priority=request.priority,
+        prompt_tokens=tokens[: blocks * block_bytes],
+        sampling=common_pb2.SamplingParams(n=1, max_tokens=2),
+        tenant=request.tenant,
+        hash_seed=request.hash_seed,
+        prefill=decode_pb2.PrefillTarget(
+            worker_id=source.worker_id,
+            incarnation=source.incarnation,
+            address=source.address,
+            held_only=True,
+        ),
+        traceparent=request.traceparent,
+        router_id=request.router_id,
+        lease_ms=request.lease_ms,
+        emitted=[decode_pb2.Emitted(token_ids=pack_tokens([0]), finish_reason="stop")],
+    )
