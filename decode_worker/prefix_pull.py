@@ -57,8 +57,6 @@ class PrefixPull:
         """Ask for pages, and then the peer."""
         command = submit_from_wire(self._submission, self._engine_id, Kind.REMOTE)
         self._parts.engine.submit(command, self._on_report)
-        loop = asyncio.get_running_loop()
-        self._budget = loop.call_later(self._budget_s(), lambda: self._give_up("late"))
 
     def stop(self) -> None:
         """Nobody waits for it any more."""
@@ -89,6 +87,10 @@ class PrefixPull:
         self._on_end(tokens)
 
     def _on_report(self, report: object) -> None:
+        if isinstance(report, ev.Reserved) and self._budget is None and not self._told:
+            # Until now it waited for its turn, as the request would have done.
+            loop = asyncio.get_running_loop()
+            self._budget = loop.call_later(self._budget_s(), lambda: self._give_up("late"))
         if not isinstance(report, ev.Ended):
             self._handoff.on_report(report)
             return

@@ -191,6 +191,17 @@ class BatchState:
         """Let a sequence or a reservation wait for blocks, in its request's place."""
         bisect.insort(self.queue, item, key=lambda waiting: waiting.request.order)
 
+    def await_kv(self, reservation: Reservation) -> None:
+        """Let a reservation wait for blocks, in its request's place.
+
+        One for nothing but KV, which no answer follows, overtakes those that wait for steps, as
+        long as it takes no more than half of the blocks that are left.
+        """
+        need = self.pool.blocks_for(len(reservation.request.prompt) + 1)
+        overtakes = not reservation.request.live_choices and 2 * need <= self.available_blocks()
+        if not (overtakes and self.reservations.grant(reservation)):
+            self.enqueue(reservation)
+
     def run(self, sequence: TokenSequence) -> None:
         """Put a sequence that has its blocks into the batch."""
         sequence.running = True

@@ -87,8 +87,12 @@ class Reservations:
 
     @property
     def granted(self) -> int:
-        """Reservations that have capacity: each is a request that will run."""
-        return sum(reservation.state is not ReservationState.WAITING for reservation in self)
+        """Reservations that have capacity and that an answer follows: each will run."""
+        return sum(
+            reservation.state is not ReservationState.WAITING
+            for reservation in self
+            if reservation.request.live_choices
+        )
 
     @property
     def reserved_blocks(self) -> int:

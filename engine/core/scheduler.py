@@ -75,7 +75,7 @@ class Scheduler:
             return
         self._requests[request.request_id] = request
         if request.kind is Kind.REMOTE:
-            self.batch.enqueue(self.batch.reservations.new(request))
+            self.batch.await_kv(self.batch.reservations.new(request))
         elif request.spec.emitted:
             self._go_on(request, request.spec.emitted)
         else:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Protocol
 
 from engine.core import events as ev
-from engine.core.block_hashes import hash_seed
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.scheduler import Scheduler
@@ -22,13 +21,13 @@ from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import Network
-from loadtest.simulator.records import Record
+from loadtest.simulator.prefix_pull import PrefixPull
+from loadtest.simulator.records import HASH_SEED, Record
 from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
 
 CONTROL_NS = 250_000  # measured: a unary gRPC call on the 2-core machine takes 250 us
 DETECT_NS = 50_000_000  # a connection that is refused tells of a death
 LEASE_NS = 5_000_000_000  # ``router.settings``: what nobody renews lapses
-_SEED = hash_seed(b"simulated", "simulated", "simulated")
 _FIRST_TOKEN = 0
 
 
@@ -69,6 +68,8 @@ class Attempt:
         clock: Of the simulation.
         network: Between the workers.
         listener: The router.
+        holder: Has leading blocks that whoever computes the prompt is to pull.
+        prefix_blocks: So many.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Attempt:
         record: Record,
         decode: SimulatedWorker,
         prefill: SimulatedWorker | None,
+        holder: SimulatedWorker | None = None,
+        prefix_blocks: int = 0,
         *,
         block_tokens: int,
         kv_bytes_per_token: int,
@@ -87,6 +90,9 @@ class Attempt:
         self.decode = decode
         self.prefill = prefill
         self.over = False
+        self._holder = holder
+        self._prefix_blocks = prefix_blocks
+        self._block_bytes = kv_bytes_per_token * block_tokens
         self._id = f"{record.id}.{record.attempt}"
         self._clock = clock
         self._network = network
@@ -114,7 +120,30 @@ class Attempt:
     def start(self) -> None:
         """The submission arrives at the decode worker."""
         kind = Kind.FULL if self.prefill is None else Kind.REMOTE
-        self._submit(self.decode, self._id, kind, self._on_decode, emitted=self._emitted)
+        submit = partial(
+            self._submit, self.decode, self._id, kind, self._on_decode, emitted=self._emitted
+        )
+        if self.prefill is None:
+            self._with_prefix(self.decode, submit)
+        else:
+            submit()
+
+    def _with_prefix(self, worker: SimulatedWorker, submit: Callable[[], None]) -> None:
+        """Submit, once what another worker holds of the prompt is there, or will not come."""
+        holder, self._holder = self._holder, None
+        if holder is None or holder is worker:
+            submit()
+            return
+        PrefixPull(
+            self.record,
+            worker,
+            holder,
+            blocks=self._prefix_blocks,
+            block_bytes=self._block_bytes,
+            clock=self._clock,
+            network=self._network,
+            on_end=lambda: None if self.over or not worker.alive else submit(),
+        ).begin()
 
     def _submit(
         self,
@@ -130,7 +159,7 @@ class Attempt:
         spec = RequestSpec(
             kind=kind,
             params=params,
-            hash_seed=_SEED,
+            hash_seed=HASH_SEED,
             ticket=record.ticket,
             skip_blocks=skip_blocks,
             emitted=((_FIRST_TOKEN,) * emitted,) if emitted else (),
@@ -267,7 +296,13 @@ class Attempt:
             self._geometry, self._units, opened.skip_blocks, LEASE_NS, now_ns
         )
         handler = partial(self._on_prefill, sending, stream)
-        self._submit(prefill, self._sender_id, Kind.PREFILL, handler, opened.skip_blocks)
+        sender_id, skip_blocks = self._sender_id, opened.skip_blocks
+
+        def submit() -> None:
+            if stream == self._streams:
+                self._submit(prefill, sender_id, Kind.PREFILL, handler, skip_blocks)
+
+        self._with_prefix(prefill, submit)
         self._later(stream, lambda: self._receiver.accepted(False, self._clock.now_ns))
 
     def _later(self, stream: int, act: Callable[[], list[receiver.Action]]) -> None:

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from engine.core.block_hashes import hash_seed
 from router.request import GenerationRequest
+
+HASH_SEED = hash_seed(b"simulated", "simulated", "simulated")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -17,6 +20,7 @@ class Record:
         placed_ns: When it left the router's queue for the first time.
         computed_on: The worker that computed the prompt.
         cached_tokens: Of the prompt, there.
+        pulled_blocks: Of them, that came from another worker's cache.
         predicted_first_s: What the router expected from its placement to the first token.
         regret_s: By how much another prefill worker would have been faster, by what the simulator
             knows of all queues; None where it was not asked.
@@ -42,6 +46,7 @@ class Record:
     ended_ns: int = 0
     computed_on: str = ""
     cached_tokens: int = 0
+    pulled_blocks: int = 0
     transfer_bytes: float = 0.0
     transfer_ns: int = 0
     longest_gap_ns: int = 0

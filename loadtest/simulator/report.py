@@ -35,6 +35,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hit_share: Blocks of prompts found where the prompt was computed, of all blocks of all
             prompts (partial ones at their ends included, which are never found).
+        pulled_share: Of all blocks, those that came from another worker's cache.
         bound_share: The same of one endless cache that has computed every earlier prompt.
         max_to_mean_work: Prompt tokens computed by the busiest worker of those that compute
             prompts, by their mean.
@@ -55,6 +56,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int]
     duration_s: float
     hit_share: float
+    pulled_share: float
     bound_share: float
     max_to_mean_work: float
     busy_share: float
@@ -115,6 +117,9 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
         errors=dict(sorted(errors.items())),
         duration_s=round(duration_s, 3),
         hit_share=round(found / blocks, 6),
+        pulled_share=round(sum(record.pulled_blocks for record in records) / blocks, 6)
+        if blocks
+        else 0.0,
         bound_share=round(bound_share(trace), 6),
         max_to_mean_work=round(_max_to_mean_work(simulation), 6),
         busy_share=round(_busy_s(simulation) / duration_s, 6),
@@ -191,6 +196,7 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
             "max_batch_requests": setup.max_batch_requests,
             "max_step_tokens": setup.max_step_tokens,
             "max_queued_requests": setup.max_queued_requests,
+            "pull_prefixes": setup.pull_prefixes,
             "spread_s": setup.spread_s,
             "speed": setup.speed,
             "mtbf_s": setup.mtbf_s,
@@ -209,7 +215,7 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
 def table(results: dict[str, Figures]) -> Table:
     """One row for each run."""
     shown = Table(title="simulated: virtual time, no model ran", title_justify="left")
-    for column in ("policy", "hit", "bound", "max:mean", "busy"):
+    for column in ("policy", "hit", "pulled", "bound", "max:mean", "busy"):
         shown.add_column(column, justify="left" if column == "policy" else "right")
     for column in ("TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "queue p50", "good", "failed"):
         shown.add_column(column, justify="right")
@@ -217,6 +223,7 @@ def table(results: dict[str, Figures]) -> Table:
         shown.add_row(
             name,
             f"{one.hit_share:.1%}",
+            f"{one.pulled_share:.1%}",
             f"{one.bound_share:.1%}",
             f"{one.max_to_mean_work:.3f}",
             f"{one.busy_share:.0%}",

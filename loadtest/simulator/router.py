@@ -8,6 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from batonpb.common_pb2 import WorkerStatus
 
@@ -36,6 +37,16 @@ from router.settings import RouterSettings
 from router.workers.table import Slot
 
 _REGRET_OF_EVERY = 16  # requests: reading all queues takes long
+
+
+class _Chosen(NamedTuple):
+    """Where a request is to run, and who has leading blocks of its prompt."""
+
+    prefill_id: str | None
+    decode_id: str
+    uncached_tokens: int
+    holder_id: str | None = None
+    prefix_blocks: int = 0
 
 
 class SimulatedRouter(WorkerListener):
@@ -134,36 +145,44 @@ class SimulatedRouter(WorkerListener):
     def _place(self, record: Record, avoid: bytes = b"") -> int | None:
         """Choose workers and send; returns the prompt tokens to compute, None if none will do."""
         try:
-            prefill_id, decode_id, uncached_tokens = self._choose(record, avoid)
+            chosen = self._choose(record, avoid)
         except UnavailableError as error:
             self._end(record, error.code)
             return None
         record.attempt += 1
         record.placed_ns = record.placed_ns or self._clock.now_ns
-        record.prefill_id, record.decode_id = prefill_id, decode_id
-        prefill = self._table.worker(prefill_id) if prefill_id is not None else None
-        attempt = self._attempt_of(record, self._table.worker(decode_id), prefill)
+        record.prefill_id, record.decode_id = chosen.prefill_id, chosen.decode_id
+        prefill, holder = (
+            self._table.worker(worker_id) if worker_id is not None else None
+            for worker_id in (chosen.prefill_id, chosen.holder_id)
+        )
+        decode = self._table.worker(chosen.decode_id)
+        attempt = self._attempt_of(record, decode, prefill, holder, chosen.prefix_blocks)
         self._attempts[record.id] = attempt
         self._clock.after(CONTROL_NS, attempt.start)
-        return uncached_tokens
+        return chosen.uncached_tokens
 
-    def _choose(self, record: Record, avoid: bytes) -> tuple[str | None, str, int]:
+    def _choose(self, record: Record, avoid: bytes) -> _Chosen:
         number = self._placed
         self._placed += 1
         if self._policy is None:
             placement = self._placer.place(record.request, avoid)
             terms = placement.chosen.terms
             record.predicted_first_s = terms.first_token_s
-            chosen = placement.prefill_id, placement.decode_id, placement.chosen.uncached_tokens
+            chosen = _Chosen(
+                placement.prefill_id,
+                placement.decode_id,
+                placement.chosen.uncached_tokens,
+                placement.holder.worker_id if placement.holder is not None else None,
+                placement.prefix_blocks,
+            )
         else:
             chosen = self._choose_by(self._policy, record, avoid, number)
         if number % _REGRET_OF_EVERY == 0:
-            record.regret_s = self._regret_s(record, chosen[0] or chosen[1])
+            record.regret_s = self._regret_s(record, chosen.prefill_id or chosen.decode_id)
         return chosen
 
-    def _choose_by(
-        self, policy: Policy, record: Record, avoid: bytes, number: int
-    ) -> tuple[str | None, str, int]:
+    def _choose_by(self, policy: Policy, record: Record, avoid: bytes, number: int) -> _Chosen:
         now_ns = self._clock.now_ns
         slots = self._placer.eligible(record.request, avoid)
         loads = loads_of(
@@ -187,7 +206,8 @@ class SimulatedRouter(WorkerListener):
             book(decode.worker_id, tokens=0, streams=1)
         for incarnation in {computes.incarnation, decode.incarnation}:
             self._index.expect(incarnation, record.hashes, now_ns)
-        return computes.worker_id if prefills else None, decode.worker_id, uncached_tokens
+        prefill_id = computes.worker_id if prefills else None
+        return _Chosen(prefill_id, decode.worker_id, uncached_tokens)
 
     def _fewest_streams(self, decodes: Sequence[WorkerLoad]) -> WorkerLoad:
         return min(decodes, key=lambda load: (load.streams, self._draw.random()))

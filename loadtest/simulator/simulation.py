@@ -36,6 +36,7 @@ class Setup:
         prefill_kv_tokens: Of each prefill worker's pool.
         decode_kv_tokens: Of each decode worker's pool.
         block_tokens: Of all pools; that of the trace's hashes.
+        pull_prefixes: Whether workers get leading blocks from each other's caches.
         spread_s: Each arrival is drawn from so many seconds from its tick on: Mooncake's stamps
             come in ticks of 3 s.
         speed: Divides the gaps between arrivals.
@@ -56,6 +57,7 @@ class Setup:
     max_batch_requests: int = 64
     max_step_tokens: int = 8192
     max_queued_requests: int = 256
+    pull_prefixes: bool = True
     spread_s: float = 3.0
     speed: float = 1.0
     mtbf_s: float = 0.0
@@ -90,7 +92,7 @@ class Simulation:
             model_names=("simulated",),
             max_queued_requests=setup.max_queued_requests,
             window_requests=setup.max_batch_requests,
-            pull_prefixes=False,
+            pull_prefixes=setup.pull_prefixes,
         )
         self.router = SimulatedRouter(
             settings,

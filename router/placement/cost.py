@@ -282,8 +282,8 @@ class _Work:
             wire_s = PULL_OVERHEAD_S + lacking_blocks * worker.block_bytes / bytes_per_s
             rest, rest_s = self._compute(worker, worker.peer_blocks)
             if wire_s + rest_s < compute_s:
-                uncached, compute_s = rest, rest_s
-                pull_s, pulled_blocks = wire_s, worker.peer_blocks
+                uncached, compute_s, pulled_blocks = rest, rest_s, worker.peer_blocks
+                pull_s = max(wire_s - worker.queue_s, 0.0)  # it comes while others are computed
         # Streams wait while a prompt is computed. Prompts that came before it do not.
         delayed = worker.streams if worker.answering is None else worker.answering
         queue_s, slowdown_s = worker.queue_s, compute_s * delayed

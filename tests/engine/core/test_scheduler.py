@@ -496,3 +496,40 @@ class TestCachedBlocksAreHeldForOthers:
         again = request("again", list(self.PROMPT), Kind.HELD)
         with pytest.raises(UnavailableError, match="held for others"):
             core.scheduler.submit(again, 0)
+
+
+class TestKvThatNoAnswerFollows:
+    """A prefix that is pulled ahead of its request."""
+
+    def pull(self, core: EngineCore, tokens: int = 32, ticket: int = 9) -> list[ev.Event]:
+        prompt = list(range(1000, 1000 + tokens))
+        asked = request("pull", prompt, Kind.REMOTE, ticket=ticket, emitted=(None,))
+        core.scheduler.submit(asked, 0)
+        return [event for event in core.take_events() if isinstance(event, ev.Reserved)]
+
+    def test_has_its_blocks_while_others_wait_for_steps_and_is_in_the_cache_then(self):
+        core = make_core(batch=1, step_tokens=32)
+        for name in ("running", "waiting"):
+            core.scheduler.submit(request(name, list(range(200)), max_tokens=2), 0)
+        plan = core.plan(0)
+        (reserved,) = self.pull(core)
+        core.scheduler.bind("pull", reserved.generation)
+        assert core.scheduler.commit("pull", reserved.generation, (), 1)
+        core.apply(plan, core.runner.execute(plan), 1, 1)
+        assert core.plan(2).rows, "the batch of one goes on"
+        core.scheduler.submit(request("user", list(range(1000, 1032)), Kind.HELD), 3)
+        assert any(isinstance(event, ev.PromptDone) for event in core.take_events())
+        core.scheduler.release("user")
+        core.batch.check_integrity()
+
+    def test_takes_its_turn_where_few_blocks_are_left(self):
+        core = make_core(blocks=16)
+        core.scheduler.submit(request("running", list(range(200)), max_tokens=20), 0)
+        plan = core.plan(0)
+        assert self.pull(core) == []
+        core.apply(plan, core.runner.execute(plan), 1, 1)
+        reserved = [event for event in run(core) if isinstance(event, ev.Reserved)]
+        assert reserved, "granted once there is room, and again each time that growth takes it"
+        core.scheduler.cancel("pull")
+        core.batch.check_integrity()
+        assert core.pool.counts().in_use == 0

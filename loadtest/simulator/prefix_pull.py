@@ -1,0 +1,160 @@
+"""Leading blocks of a prompt on their way from one worker's cache into another's.
+
+What ``decode_worker.prefix_pull`` has real machines do, done here by the same engine commands: a
+reservation at the one worker, HELD blocks at the other, and one message for all bytes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from engine.core import events as ev
+from engine.core.params import SamplingParams
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import EngineRequest, Kind, RequestSpec
+from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.network import Network
+from loadtest.simulator.records import HASH_SEED, Record
+from loadtest.simulator.worker import SimulatedWorker
+
+CONTROL_NS = 250_000  # as in ``attempt``
+_BUDGET_NS = 2_000_000_000  # ``decode_worker.prefix_pull``
+_PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+class PrefixPull:
+    """One pull; it ends once, whatever becomes of either worker.
+
+    Args:
+        record: The request.
+        target: The worker that is to compute the rest.
+        source: The worker that holds the blocks.
+        blocks: How many, from the prompt's first on.
+        block_bytes: Of one block's KV.
+        clock: Of the simulation.
+        network: Between the workers.
+        on_end: Called at the end, also when nothing came.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        target: SimulatedWorker,
+        source: SimulatedWorker,
+        *,
+        blocks: int,
+        block_bytes: float,
+        clock: VirtualClock,
+        network: Network,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._record = record
+        self._target = target
+        self._source = source
+        self._blocks = blocks
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._network = network
+        self._on_end = on_end
+        self._id = f"prefix/{record.id}.{record.attempt}"
+        self._skip_blocks = 0
+        self._generation = 0
+        self._began_ns = 0
+        self._ended = False
+
+    def begin(self) -> None:
+        """Ask for pages, and then the source."""
+        self._submit(self._target, Kind.REMOTE, self._on_target, emitted=(None,))
+
+    def _submit(
+        self,
+        worker: SimulatedWorker,
+        kind: Kind,
+        handler: Callable[[ev.Event], None],
+        skip_blocks: int = 0,
+        emitted: tuple[None, ...] = (),
+    ) -> None:
+        hashes = self._record.hashes[: self._blocks]
+        spec = RequestSpec(
+            kind=kind,
+            params=_PARAMS,
+            hash_seed=HASH_SEED,
+            ticket=self._record.ticket,
+            skip_blocks=skip_blocks,
+            emitted=emitted,
+        )
+        prompt = [0] * (self._blocks * worker.core.geometry.block_tokens)
+        worker.submit(
+            EngineRequest(request_id=self._id, prompt=prompt, spec=spec, block_hashes=hashes),
+            handler,
+        )
+
+    def _on_target(self, event: ev.Event) -> None:
+        match event:
+            case ev.Reserved():
+                self._generation, self._skip_blocks = event.generation, event.skip_blocks
+                self._clock.after(CONTROL_NS, self._ask)
+                self._clock.after(_BUDGET_NS, self._give_up)
+            case ev.Bound():
+                self._send()
+            case ev.Revoked():
+                generation = event.generation
+                self._target.tell(lambda scheduler: scheduler.drained(self._id, generation))
+                self._give_up()
+            case ev.Ended():
+                self._end()
+            case _:
+                pass
+
+    def _ask(self) -> None:
+        if self._ended:
+            return
+        if not self._source.alive:
+            self._give_up()
+            return
+        self._submit(self._source, Kind.HELD, self._on_source, self._skip_blocks)
+
+    def _on_source(self, event: ev.Event) -> None:
+        match event:
+            case ev.PromptDone() if not self._ended:
+                bind = partial(Scheduler.bind, request_id=self._id, generation=self._generation)
+                self._clock.after(CONTROL_NS, lambda: self._target.tell(bind))
+            case ev.Ended() if event.error_code:
+                self._clock.after(CONTROL_NS, self._give_up)
+            case _:
+                pass
+
+    def _send(self) -> None:
+        self._began_ns = self._clock.now_ns
+        end_ns = self._network.send(
+            self._source.worker_id, self._target.worker_id, self._bytes, self._began_ns + CONTROL_NS
+        )
+        self._clock.at(end_ns, self._arrived)
+
+    @property
+    def _bytes(self) -> float:
+        return (self._blocks - self._skip_blocks) * self._block_bytes
+
+    def _arrived(self) -> None:
+        if self._ended or not self._source.alive:
+            return
+        self._release()
+        seconds = (self._clock.now_ns - self._began_ns) / 1e9
+        self._target.note_transfer(self._source.worker_id, self._bytes, seconds)
+        self._record.pulled_blocks += self._blocks - self._skip_blocks
+        self._target.tell(
+            lambda scheduler: scheduler.commit(self._id, self._generation, (), self._clock.now_ns)
+        )
+
+    def _release(self) -> None:
+        self._source.tell(lambda scheduler: scheduler.release(self._id))
+
+    def _give_up(self) -> None:
+        if not self._ended:
+            self._release()
+            self._target.tell(lambda scheduler: scheduler.cancel(self._id))
+            self._end()
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._on_end()
