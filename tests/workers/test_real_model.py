@@ -15,9 +15,15 @@ LONG = [(7 * i) % 40_000 + 100 for i in range(300)]
 
 
 async def answer(
-    router: MiniRouter, name: str, prompt: list[int], prefill: WorkerProcess | None, **sampling
+    router: MiniRouter,
+    name: str,
+    prompt: list[int],
+    prefill: WorkerProcess | None,
+    prefix: tuple[WorkerProcess, int] | None = None,
+    **sampling,
 ) -> dict[int, list[int]]:
-    await router.submit(name, prompt, prefill, sampling={"max_tokens": 16, **sampling})
+    sampling = {"max_tokens": 16, **sampling}
+    await router.submit(name, prompt, prefill, prefix=prefix, sampling=sampling)
     end = await router.ended(name, 60)
     assert not end.HasField("error"), end.error.message
     return router.tokens[name]
@@ -47,6 +53,26 @@ async def test_exact_the_path_never_shows_in_the_tokens(sampling):
             await only_its_own_request_pays_for_a_bad_grammar(router, prefill)
             await router.baseline()
             await other.baseline()
+
+
+@pytest.mark.slow  # with emulated engines it is tested in every run
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+async def test_a_prefix_from_another_workers_cache_has_the_bits_of_a_computed_one(kv_dtype):
+    names = ("prefill-0", "prefill-1", "decode-0")
+    async with workers(*names, model=MODEL, kv_blocks=160, kv_dtype=kv_dtype) as (a, b, decode):
+        sampling = {"temperature": 0.9, "seed": 11, "logprobs": 2}
+        async with routed(a) as router, routed(b, "other") as other, routed(decode) as owner:
+            computed = await answer(router, "computed", LONG, None, **sampling)
+            pulled = await answer(other, "pulled", LONG, None, (a, 12), **sampling)
+            assert other.routes["pulled"].cached_tokens == 12 * 16
+            # What was pulled is given on, with what was computed behind it.
+            handed_on = await answer(owner, "handed on", LONG, a, **sampling)
+            again = await answer(owner, "again", [*LONG, 5], None, (b, 18), **sampling)
+            longer = await answer(router, "longer", [*LONG, 5], None, **sampling)
+            assert computed == pulled == handed_on
+            assert again == longer
+            for one in (router, other, owner):
+                await one.baseline()
 
 
 async def only_its_own_request_pays_for_a_bad_grammar(
