@@ -1,10 +1,13 @@
 """The pools of a fleet: how many replicas, of how many ranks, of which engine, on which ports."""
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 from config.engine import EngineConfig
+
+CORES_OF_A_ROUTER = 4
 
 
 class TensorParallelConfig(BaseModel):
@@ -17,12 +20,18 @@ class TensorParallelConfig(BaseModel):
 
 
 class PoolsConfig(BaseModel):
-    """How many replicas each pool has. A fleet of one pool only is the colocated mode."""
+    """How many replicas each pool has. A fleet of one pool only is the colocated mode.
+
+    Attributes:
+        routers: Processes that share the port; ``auto`` is one for every `CORES_OF_A_ROUTER` cores
+            of the host. What each of them holds, and what they share: ``docs/operations.md``.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     prefill: Annotated[int, Field(ge=0, le=512)] = 1
     decode: Annotated[int, Field(ge=0, le=512)] = 1
+    routers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     engine: EngineConfig = EngineConfig()
     # that workers listen on, for firewalls: `12000-12999`; None: whichever the kernel chooses
@@ -57,3 +66,10 @@ class PoolsConfig(BaseModel):
     def total(self) -> int:
         """Replicas of both pools."""
         return self.prefill + self.decode
+
+    @property
+    def router_count(self) -> int:
+        """Router processes on this host."""
+        if self.routers == "auto":
+            return max((os.cpu_count() or 1) // CORES_OF_A_ROUTER, 1)
+        return self.routers

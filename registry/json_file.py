@@ -1,6 +1,7 @@
 """Small JSON files that outlive the process that writes them."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def keep(file: Path | None, value: Any) -> None:
     """
     if file is None:
         return
-    scratch = file.with_suffix(".new")
+    scratch = file.with_suffix(f".{os.getpid()}.new")  # routers of one host share their files
     try:
         scratch.write_bytes(msgspec.json.encode(value))
         scratch.replace(file)

@@ -14,6 +14,7 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     lease                 who runs the fleet                               see lease.py
     adapters              hash: name -> entry of a LoRA adapter            1 day
     tickets               the last ticket that a router took               1 day
+    routers               hash: router -> what it has to do                1 minute
     responses:…           what clients asked to be kept                    see stored_responses.py
     birth                 random; another value means another Redis life
 

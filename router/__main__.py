@@ -1,33 +1,37 @@
-"""`python -m router --config FILE [--port N | --fd N]`: one router process.
+"""`python -m router --config FILE [--port N]`: one router process.
 
 With ``--fd`` it takes a socket that listens already, and whose holder outlives it: while a router
-is started again, new connections wait in the socket's queue and are not refused.
+is started again, new connections wait in the socket's queue and are not refused. Several of these
+and ``--group FOLDER --routers N --index I`` make it one of N that share a port (`router.group`).
 
 SIGTERM and SIGINT end it within five seconds: no new connections; active requests end with an
-error, and the workers are told to stop them. Secrets come by environment (``router/settings.py``).
+error, and the workers are told to stop them. SIGUSR1 ends it when its
+answers have ended. Secrets come by environment (``router/settings.py``).
 """
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
-import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from config.fleet_file import ConfigError, load_config
 from registry.kv_events import EventFeed
 from registry.orders import Orders
 from registry.redis_store import Registry
+from registry.router_demands import RouterDemands
 from registry.stored_responses import StoredResponses, StoreLimits
 from registry.workers import RegistryWatcher
 from router.app import Router
+from router.group.group import RouterGroup
+from router.group.member import Member
+from router.http.server import RouterServer
 from router.http_server import server_config
 from router.memory import allow_connections, collect_rarely, limit_arenas
 from router.placement.index_feed import EventSource
@@ -48,7 +52,12 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="the fleet's YAML file")
     parser.add_argument("--port", type=int, help="instead of the one in the file")
     parser.add_argument("--host", help="instead of the one in the file")
-    parser.add_argument("--fd", type=int, help="a socket that listens already, inherited")
+    parser.add_argument(
+        "--fd", type=int, action="append", default=[], help="a socket that listens already"
+    )
+    parser.add_argument("--group", type=Path, help="a folder for the routers that share the port")
+    parser.add_argument("--routers", type=int, default=1, help="how many these are")
+    parser.add_argument("--index", type=int, default=0, help="which of them this is, from 0")
     arguments = parser.parse_args()
     set_up_logs("text")
     overrides = {"host": arguments.host} if arguments.host else {}
@@ -60,42 +69,37 @@ def main() -> int:
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    listening = None if arguments.fd is None else socket.socket(fileno=arguments.fd)
+    sockets = tuple(socket.socket(fileno=number) for number in arguments.fd)
+    member = None
+    if sockets and arguments.group is not None:
+        member = Member(
+            index=arguments.index,
+            count=arguments.routers,
+            folder=arguments.group,
+            sockets=sockets,
+        )
     allow_connections(settings.clients.max_connections)
     limit_arenas()
     collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, model, listening))
+        runner.run(serve(settings, model, sockets, member))
     return 0
 
 
-class _Server(uvicorn.Server):
-    """Stops on a signal, and then ends with code 0: uvicorn would raise the signal again."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.stopping = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-
-    def _stop(self) -> None:
-        self.should_exit = True
-        self.stopping.set()
-
-
 async def serve(
-    settings: RouterSettings, model: ServedModel, listening: socket.socket | None = None
+    settings: RouterSettings,
+    model: ServedModel,
+    sockets: Sequence[socket.socket] = (),
+    member: Member | None = None,
 ) -> None:
-    """Serve HTTP until a signal comes, on a socket that ``listening`` is if it is not None."""
+    """Serve HTTP until a signal comes.
+
+    Args:
+        settings: Of the router.
+        model: That it serves.
+        sockets: That listen already; of several, ``member`` says which is this router's.
+        member: Its place among routers that share the port; None: it is alone.
+    """
     if settings.emulated:
         _LOG.warning("EMULATED fleet (%s): answers are made up, no model runs", settings.emulated)
     registry = Registry(settings.redis_url, settings.fleet)
@@ -116,25 +120,31 @@ async def serve(
         events,
         shared_adapters=registry,
         shared_tickets=registry,
+        shared_demands=RouterDemands(registry),
         stored_responses=StoredResponses(registry, limits),
         fleet_orders=Orders(registry),
     )
     metrics = router.parts.metrics
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
     metrics.before_page.append(lambda: _show_registry(metrics, registry))
-    server = _Server(
+    group = RouterGroup(member, metrics, router.parts.observer.task_failed) if member else None
+    app: ASGIApp = router.app()
+    server = RouterServer(
         server_config(
-            router.app(),
+            app if group is None else group.around(app),
             metrics,
             settings.clients,
             host=settings.host,
             port=settings.port,
             loop="uvloop",
             timeout_graceful_shutdown=_GRACE_S,
-        )
+        ),
+        group,
+        leave_limit_s=settings.default_timeout_s,
     )
+    own = [member.own_socket] if member is not None else list(sockets)
     async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
-        await server.serve(None if listening is None else [listening])
+        await server.serve(own or None)
     await registry.close()
 
 
@@ -143,7 +153,7 @@ def _show_registry(metrics: Metrics, registry: Registry) -> None:
     metrics.count_up("baton_registry_errors", registry.errors)
 
 
-async def _end_requests(server: _Server, router: Router) -> None:
+async def _end_requests(server: RouterServer, router: Router) -> None:
     """After a signal, answers have a short time to finish; then they end with a typed error."""
     await server.stopping.wait()
     router.parts.gateway.stopping = True

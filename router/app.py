@@ -30,6 +30,7 @@ from router.placement.index_feed import EventSource, IndexFeeder
 from router.requests.tickets import TicketFeed, TicketSource
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.shares.feed import DemandSource, ShareFeed
 from router.workers.directory import WorkerDirectory
 
 _POLL_S = 0.01
@@ -58,6 +59,7 @@ class Router:
         events: KV events for the prefix index, or None to route without an index.
         shared_adapters: Where routers share the adapters loaded at run time; None: nowhere.
         shared_tickets: Where routers share the order of requests; None: reports tell of others.
+        shared_demands: Where routers tell what they have to do; None: limits are each one's own.
         stored_responses: Where responses are kept for later turns; None: nowhere.
         fleet_orders: The way to the fleet's controller; None: there is none.
     """
@@ -70,6 +72,7 @@ class Router:
         events: EventSource | None = None,
         shared_adapters: AdapterSharedTable | None = None,
         shared_tickets: TicketSource | None = None,
+        shared_demands: DemandSource | None = None,
         stored_responses: StoredResponses | None = None,
         fleet_orders: Orders | None = None,
     ) -> None:
@@ -79,6 +82,15 @@ class Router:
         self._shared_adapters = shared_adapters
         self._ticket_feed = TicketFeed(
             self.parts.gateway.tickets, shared_tickets, self.parts.observer.task_failed
+        )
+        gateway = self.parts.gateway
+        self._share_feed = ShareFeed(
+            gateway.router_id,
+            gateway.admission,
+            gateway.shares,
+            gateway.pump,
+            shared_demands,
+            self.parts.observer.task_failed,
         )
         self._feeder = IndexFeeder(self.parts.prefix_index, events, self.parts.metrics)
 
@@ -93,6 +105,7 @@ class Router:
         parts.gateway.start()
         self._feeder.start()
         self._ticket_feed.start()
+        self._share_feed.start()
         await self._know_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
@@ -104,6 +117,7 @@ class Router:
             yield
         finally:
             await self._ticket_feed.close()
+            await self._share_feed.close()
             await self._feeder.close()
             await parts.model.adapters.close()
             await parts.tasks.close()

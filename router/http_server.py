@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from config.clients import ClientLimitsConfig
@@ -24,13 +24,14 @@ from engine.core.errors import BatonError, InvalidRequestError, SlowRequestError
 from router.http.connection import Follower, lend
 from telemetry.metrics import Metrics
 
+_LAST_WORD_S = 1.0  # a client may have sent a request that is not here yet
 _SLOWEST = 64 * 1024  # bytes a second
 _BODY_SLACK_S = 1.0
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
 
 
 def server_config(
-    app: FastAPI, metrics: Metrics, limits: ClientLimitsConfig, **options: Any
+    app: ASGIApp, metrics: Metrics, limits: ClientLimitsConfig, **options: Any
 ) -> uvicorn.Config:
     """How a router's server runs; ``options`` are uvicorn's."""
     protocol: Any = functools.partial(LimitedProtocol, limits=limits, metrics=metrics)
@@ -67,6 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_until_s = 0.0
         self._follower: Follower | None = None
         self._lost = False
+        self._leaves = False
 
     # --- connections -----------------------------------------------------------------------------
 
@@ -96,6 +98,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self._lost = True
         if self._follower is not None:
             self._follower.on_lost()
+
+    def leave(self) -> None:
+        """The router is replaced: this connection's next answer is its last."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+        if not self._leaves:
+            self._leaves = True
+            self.loop.call_later(_LAST_WORD_S, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        """Nothing came any more, be it the rest of a request."""
+        begun = self._body_timer is not None
+        if not begun and not self.transport.is_closing():
+            self.shutdown()
 
     # --- header ----------------------------------------------------------------------------------
 
@@ -132,6 +148,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = None
         self._await_body()
         super().on_headers_complete()
+        if self._leaves and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     # --- body ------------------------------------------------------------------------------------
 

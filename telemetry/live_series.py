@@ -20,7 +20,11 @@ MAX_EDGES = 256  # pairs of workers that a sample names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One closed interval, about a second long. Percentiles are None where nothing was measured."""
+    """One closed interval, about a second long. Percentiles are None where nothing was measured.
+
+    ``number`` rises from one to the next, and is about the Unix second of its end: routers that
+    share a port have the same number for the same second.
+    """
 
     number: int
     at_s: float  # Unix time of its end
@@ -133,7 +137,7 @@ class LiveSeries:
         now, self._open = self._open, _Open()
         took_s = 1.0 if self._closed_at_s is None else max(at_s - self._closed_at_s, 1e-3)
         self._closed_at_s = at_s
-        self._number += 1
+        self._number = max(self._number + 1, round(at_s))
         (ttft_p50_s, ttft_p99_s), (itl_p50_s, itl_p99_s) = (
             now.ttft.percentiles(),
             now.itl.percentiles(),

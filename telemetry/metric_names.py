@@ -7,6 +7,7 @@ names that people already graph. To add a metric: declare it here and set it whe
 from typing import Literal, NamedTuple
 
 Kind = Literal["counter", "gauge", "histogram"]
+Together = Literal["max", "sum", "min"]
 
 _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -22,6 +23,9 @@ class MetricSpec(NamedTuple):
     alias) where vLLM has a metric of its own for what is one series here. ``from_start`` has values
     of the only label whose series are there before anything happened: a rate over a series that
     appears with its first event misses that event.
+
+    ``together``: what a gauge of several routers with one port is. Most describe the fleet, which
+    each of them sees whole: the largest; ``sum`` is of those that are a router's own.
     """
 
     kind: Kind
@@ -31,6 +35,7 @@ class MetricSpec(NamedTuple):
     vllm: str | None = None
     vllm_by_label: tuple[tuple[str, str], ...] = ()
     from_start: tuple[str, ...] = ()
+    together: Together = "max"
 
 
 def _count(
@@ -43,8 +48,10 @@ def _count(
     return MetricSpec("counter", text, labels, (), vllm, vllm_by_label, from_start)
 
 
-def _gauge(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
-    return MetricSpec("gauge", text, labels, vllm=vllm)
+def _gauge(
+    text: str, *labels: str, vllm: str | None = None, together: Together = "max"
+) -> MetricSpec:
+    return MetricSpec("gauge", text, labels, vllm=vllm, together=together)
 
 
 def _seconds(
@@ -157,7 +164,7 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_grammar_incomplete": _count(
         "Choices with a grammar that were cut before the grammar was satisfied.", "reason"
     ),
-    "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant"),
+    "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant", together="sum"),
     "baton_queue_limit_requests": _gauge("Size of the queue; beyond it 429."),
 }
 
@@ -235,7 +242,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         ),
     ),
     "baton_connections_refused": _count("Connections beyond clients.max_connections."),
-    "baton_open_connections": _gauge("Connections of clients."),
+    "baton_open_connections": _gauge("Connections of clients.", together="sum"),
     "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
     "baton_mirror_names": _gauge("Block hashes in the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
@@ -326,7 +333,7 @@ COMMON_METRICS: dict[str, MetricSpec] = {
         "1; the labels say whether engines are real or emulated, and by which timing model.",
         *("engine", "timing"),
     ),
-    "baton_registry_connected": _gauge("1 while Redis answers."),
+    "baton_registry_connected": _gauge("1 while Redis answers.", together="min"),
     "baton_registry_errors": _count("Calls to Redis that failed."),
     "baton_task_failures": _count("Background tasks that raised, by their names.", "task"),
     "baton_label_overflows": _count("Label values folded into `other`.", "metric"),

@@ -106,6 +106,16 @@ class Metrics:
             show()
         return generate_latest(_Page(self._instruments, self._specs, self._model))
 
+    @property
+    def together(self) -> dict[str, str]:
+        """How gauges of several routers are put together, by every name that they have."""
+        gauges = ((name, spec) for name, spec in self._specs.items() if spec.kind == "gauge")
+        return {
+            alias: spec.together
+            for name, spec in gauges
+            for alias in (name, *([f"vllm:{spec.vllm}"] if spec.vllm else []))
+        }
+
     def _child(self, name: str, labels: Mapping[str, str]) -> _Instrument:
         found = self._found.get((name, *labels.items()))
         return self._find(name, labels) if found is None else found

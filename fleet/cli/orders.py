@@ -1,5 +1,6 @@
 """Commands to the controller of a running fleet: `drain`, `restart`, `scale` and `nodes`."""
 
+import signal
 from typing import Annotated
 
 import typer
@@ -7,8 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fleet.cli.common import FleetOption, fail
+from fleet.cli.common import FleetOption, fail, running_fleet
 from fleet.cli.reach import KeyOption, UrlOption, order, reach
+from fleet.local.state import FleetState
 
 _MOVE_LIMIT_S = 15.0
 
@@ -42,7 +44,9 @@ def drain(
 
 
 def restart(
-    worker: Annotated[str | None, typer.Argument(help="Such as decode-0; all if absent.")] = None,
+    worker: Annotated[
+        str | None, typer.Argument(help="Such as decode-0, or routers; all workers if absent.")
+    ] = None,
     fleet: FleetOption = None,
     rolling: Annotated[
         bool, typer.Option("--rolling", help="One after another, each drained first.")
@@ -53,11 +57,26 @@ def restart(
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
-    """Give workers a new life: at once, or one after another without losing a request."""
+    """Give workers a new life: at once, or one after another without losing a request.
+
+    Routers (`baton restart routers`, on their host) always go one after another: the next life
+    serves before the last one leaves, which finishes its answers. No connection is refused.
+    """
+    if worker in ("router", "routers"):
+        _restart_routers(running_fleet(fleet))
+        return
     workers = [worker] if worker else []
     place = reach(fleet, url, api_key)
     order(place, "roll" if rolling else "restart", workers, {"move": move})
     typer.echo(f"{worker or 'all workers'}: restarting{' one by one' if rolling else ''}")
+
+
+def _restart_routers(state: FleetState) -> None:
+    supervisor = state.supervisor.find()
+    if supervisor is None:
+        fail(f"{state.name} does not run")
+    supervisor.send_signal(signal.SIGUSR2)
+    typer.echo("routers: restarting one by one")
 
 
 def scale(

@@ -9,7 +9,10 @@ from typing import TextIO
 
 LOG_LIMIT_BYTES = 16 * 2**20
 # The folder may be shared with others, whose logs are theirs.
-_OURS = ("router.log", "redis.log", "controller.log", "ray.log", "prefill-*.log", "decode-*.log")
+_OURS = (
+    *("router.log", "router-*.log", "redis.log", "controller.log", "ray.log"),
+    *("prefill-*.log", "decode-*.log"),
+)
 
 
 def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:

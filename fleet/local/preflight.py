@@ -17,7 +17,7 @@ from fleet.local.redis_server import RedisError, server_binary
 
 _LEAST_MEMORY_GIB = 4
 _LEAST_FILES = 1024
-_BACKLOG = 2048  # connections that wait while the router is started again
+BACKLOG = 2048  # connections that wait while the router is started again
 
 
 class PortTakenError(RuntimeError):
@@ -62,7 +62,7 @@ def claim_socket(host: str, port: int) -> socket.socket:
         if version6:
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         held.bind((host, port))
-        held.listen(_BACKLOG)
+        held.listen(BACKLOG)
     except OSError as error:
         held.close()
         owner = port_owner(port)

@@ -1,23 +1,31 @@
-"""The fleet's router process, and the socket that outlives it.
+"""The fleet's router processes, and the sockets that outlive them.
+
+    port ─┬─ socket 0 ── router 0 ─┐   each holds all sockets, accepts from its own,
+          ├─ socket 1 ── router 1 ─┤   and from that of a router that is not there
+          └─ socket 2 ── router 2 ─┘   (`router.group.siblings`)
 
 The supervisor binds the port and holds it: while a router that died is started again, connections
-wait in the socket's backlog instead of being refused.
+wait in a socket's backlog, or are taken by the other routers, instead of being refused.
 """
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from fleet.local.preflight import claim_socket
+from fleet.local.preflight import BACKLOG, claim_socket
 from fleet.local.subprocesses import die_with_parent
+from router.group.member import alive_path
 
 _HEALTHY_S = 60.0
+_FAILURES = 5  # in a row, of one router
+_START_LIMIT_S = 60.0
 
 
 def own_address() -> str:
@@ -33,76 +41,245 @@ def own_address() -> str:
     return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
 
 
-class RouterProcess:
-    """One router after another, behind one listening socket.
+def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
+    """``count`` sockets that share a port, so that the kernel spreads connections over them.
+
+    A single one where the kernel cannot do that: then the routers take turns at it, and an idle one
+    may get more connections than its part.
+
+    Raises:
+        PortTakenError: Somebody else has the port; also if they would share it.
+    """
+    held = claim_socket(host, port)
+    if count == 1 or not hasattr(socket, "SO_REUSEPORT"):
+        return [held]
+    address = held.getsockname()
+    sockets: list[socket.socket] = []
+    try:
+        held.close()  # the check: it was bound alone
+        for _ in range(count):
+            one = socket.socket(held.family)
+            sockets.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if one.family is socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+            one.listen(BACKLOG)
+    except OSError:
+        for one in sockets:
+            one.close()
+        return [claim_socket(host, address[1])]
+    return sockets
+
+
+class _Life:
+    """One life of a router."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+        self.started_s = time.monotonic()
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self, limit_s: float) -> None:
+        """For its end, or bring it about."""
+        try:
+            self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class RouterFailedError(RuntimeError):
+    """A router does not come up; the message says which, and its exit code."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class RouterProcesses:
+    """Routers behind one port, each started again when it dies.
+
+    Every method must be called from one thread that lives as long as the routers shall.
 
     Args:
         host: Where to listen.
         port: 0 takes a free one.
+        count: How many.
 
     Raises:
         PortTakenError: Somebody else has the port.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._socket: socket.socket = claim_socket(host, port)
-        self.port = int(self._socket.getsockname()[1])
-        self.failures = 0  # deaths in a row
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_s = 0.0
+    def __init__(self, host: str, port: int, count: int = 1) -> None:
+        self._sockets = listening_sockets(host, port, count)
+        self.port = int(self._sockets[0].getsockname()[1])
+        self.count = count
+        self._lives: list[_Life | None] = [None] * count
+        self._failures = [0] * count  # deaths in a row
+        self._start_at_s = [0.0] * count
+        self._leaving: list[_Life] = []
+        self._to_replace: list[int] = []
+        self._next: _Life | None = None  # that shall replace the life at the first of these places
+        self._launch: Callable[[int], subprocess.Popen[bytes]] | None = None
+        self._group = Path()
 
     @property
-    def pid(self) -> int:
-        """Process id, 0 when it was never started."""
-        return self._process.pid if self._process is not None else 0
+    def pids(self) -> list[int]:
+        """Process ids by place; 0 of one that was never started."""
+        return [life.process.pid if life is not None else 0 for life in self._lives]
 
     @property
-    def ended(self) -> bool:
-        """Whether it is not running."""
-        return self._process is None or self._process.poll() is not None
+    def exit_codes(self) -> list[int | None]:
+        """Of the lives that ended, by place."""
+        return [life.process.poll() if life is not None else None for life in self._lives]
 
     @property
-    def exit_code(self) -> int | None:
-        """Of the life that ended."""
-        return self._process.returncode if self._process is not None else None
+    def settled(self) -> bool:
+        """Whether all are replaced that were to be, and none has answers left to finish."""
+        return not (self._to_replace or self._leaving)
 
-    def start(self, config_file: Path, environment: Mapping[str, str], log_file: Path) -> None:
-        """Start a life of it.
+    def start(
+        self, config_file: Path, environment: Mapping[str, str], group: Path, logs: Path
+    ) -> None:
+        """Start all of them.
 
-        Must be called from a thread that lives as long as the router shall.
+        Args:
+            config_file: The fleet file.
+            environment: Holds the secrets.
+            group: A folder for sockets by which they reach each other, for this user only.
+            logs: The folder of their logs.
         """
-        descriptor = self._socket.fileno()
-        command = [sys.executable, "-m", "router", "--config", str(config_file)]
-        with log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--port", str(self.port), "--fd", str(descriptor)],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(descriptor,),
-                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
-                preexec_fn=die_with_parent(),
-            )
-        self._started_s = time.monotonic()
+        group.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._group = group
+        descriptors = [one.fileno() for one in self._sockets]
+        options = ["--port", str(self.port), *(f"--fd={number}" for number in descriptors)]
+        options += ["--group", str(group), "--routers", str(self.count)]
+        command = [sys.executable, "-m", "router", "--config", str(config_file), *options]
 
-    def note_death(self) -> None:
-        """Count a death; a long life before it forgives the earlier ones."""
-        lived_s = time.monotonic() - self._started_s
-        self.failures = 1 if lived_s > _HEALTHY_S else self.failures + 1
+        def launch(index: int) -> "subprocess.Popen[bytes]":
+            with (logs / f"{log_name(index)}.log").open("ab") as log:
+                return subprocess.Popen(
+                    [*command, "--index", str(index)],
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=descriptors,
+                    start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+                    preexec_fn=die_with_parent(),
+                )
+
+        self._launch = launch
+        for index in range(self.count):
+            self._begin(index)
+
+    def _begin(self, index: int) -> None:
+        self._lives[index] = self._new_life(index)
+
+    def _new_life(self, index: int) -> _Life | None:
+        return _Life(self._launch(index)) if self._launch is not None else None
+
+    def keep(self, say: Callable[[str], None]) -> None:
+        """Start those again that died, and replace those that are to be replaced. Call it often.
+
+        A router is started again at once, after several deaths in a row a little later.
+
+        Raises:
+            RouterFailedError: One has died too often.
+        """
+        now_s = time.monotonic()
+        for index, life in enumerate(self._lives):
+            if life is None and self._launch is not None and now_s >= self._start_at_s[index]:
+                self._begin(index)
+            elif life is not None and life.ended:
+                self._note_death(index, life, now_s)
+                say(f"{_name(index)} died (exit code {life.process.returncode}); starting it again")
+                self._lives[index] = None
+                if now_s >= self._start_at_s[index]:
+                    self._begin(index)
+        for life in [life for life in self._leaving if life.ended]:
+            self._leaving.remove(life)
+        self._replace(say)
+
+    def _note_death(self, index: int, life: _Life, now_s: float) -> None:
+        healthy = now_s - life.started_s > _HEALTHY_S
+        self._failures[index] = failures = 1 if healthy else self._failures[index] + 1
+        if failures > _FAILURES:
+            raise RouterFailedError(
+                f"{_name(index)} died {failures} times (exit code {life.process.returncode})",
+                log_name(index),
+            )
+        self._start_at_s[index] = now_s + 0.2 * (failures - 1)
+
+    # --- one life after another -------------------------------------------------------------------
+
+    def roll(self) -> None:
+        """Replace all, one after the other: the next life serves before the last one leaves."""
+        self._to_replace += [index for index in range(self.count) if index not in self._to_replace]
+
+    def _replace(self, say: Callable[[str], None]) -> None:
+        if not self._to_replace:
+            return
+        index = self._to_replace[0]
+        if self._next is None:
+            self._next = self._new_life(index)
+            return
+        if self.serving(index) == self._next.process.pid:
+            last, self._lives[index] = self._lives[index], self._next
+            if last is not None and not last.ended:
+                last.process.send_signal(signal.SIGUSR1)
+                self._leaving.append(last)
+            say(f"{_name(index)} has a new life; the last one finishes its answers")
+        elif self._next.ended or time.monotonic() - self._next.started_s > _START_LIMIT_S:
+            self._next.wait(0.0)
+            say(f"{_name(index)}: its next life does not serve, so all stay as they are")
+            self._to_replace = [index]
+        else:
+            return
+        self._to_replace.pop(0)
+        self._next = None
+
+    def serving(self, index: int) -> int:
+        """The process id of the router that serves at this place; 0: none does."""
+        with (
+            contextlib.suppress(OSError, ValueError),
+            socket.socket(socket.AF_UNIX) as asked,
+        ):
+            asked.settimeout(1.0)
+            asked.connect(str(alive_path(self._group, index)))
+            return int(asked.makefile("rb").readline())
+        return 0
+
+    # --- down ------------------------------------------------------------------------------------
 
     def begin_stop(self) -> None:
         """Take no new connections; active requests have a moment left."""
-        self._socket.close()
-        if self._process is not None:
-            self._process.terminate()
+        for one in self._sockets:
+            one.close()
+        for life in self._all():
+            if not life.ended:
+                life.process.terminate()
 
     def finish_stop(self, limit_s: float) -> None:
-        """Wait for its end, or bring it about."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Wait for their end, or bring it about."""
+        until_s = time.monotonic() + limit_s
+        for life in self._all():
+            life.wait(max(until_s - time.monotonic(), 0.0))
+
+    def _all(self) -> Sequence[_Life]:
+        lives = (*self._lives, self._next, *self._leaving)
+        return [life for life in lives if life is not None]
+
+
+def log_name(index: int) -> str:
+    """Of the router at this place."""
+    return f"router-{index}" if index else "router"
+
+
+def _name(index: int) -> str:
+    return f"router {index}" if index else "the router"

@@ -24,16 +24,20 @@ class StopSignal:
 
     Until `starting_done` a signal raises `StopRequestedError` in the main thread, so that nothing
     waits for a start that is no longer wanted. After `stopping` signals are ignored.
+
+    SIGUSR2 asks for new routers (`baton restart routers`), and is kept until `take_new_routers`.
     """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._raise = True
+        self._new_routers = False
 
     def install(self) -> None:
         """Take the signals. Ray replaces the handlers: call again after it has started."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGUSR2, self._on_new_routers)
 
     def watch_make(self) -> None:
         """Start watching the parent, if it is make."""
@@ -53,6 +57,14 @@ class StopSignal:
     def is_set(self) -> bool:
         """Whether a stop was asked for."""
         return self._event.is_set()
+
+    def take_new_routers(self) -> bool:
+        """Whether new routers were asked for since the last call."""
+        asked, self._new_routers = self._new_routers, False
+        return asked
+
+    def _on_new_routers(self, number: int, frame: FrameType | None) -> None:
+        self._new_routers = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._event.is_set():

@@ -2,7 +2,7 @@
 
     supervisor ── Redis (embedded)
                ├─ Ray daemons ── controller, workers ── engines
-               └─ router
+               └─ routers
 
 The kernel ends every child with its parent, and every child has the run folder's name in its
 environment, so that nothing is left however the supervisor ends.
@@ -29,7 +29,12 @@ from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
-from fleet.local.router_process import RouterProcess, own_address
+from fleet.local.router_process import (
+    RouterFailedError,
+    RouterProcesses,
+    log_name,
+    own_address,
+)
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
 from fleet.pools.resources import ControllerSpec
@@ -45,7 +50,6 @@ _POLL_S = 0.25
 _CONTROLLER_POLL_S = 2.0
 _CONTROLLER_LOST_S = 30.0
 _GIVE_UP_LIVES = 3  # a worker that never came up in so many of them will not
-_ROUTER_FAILURES = 5
 _ANSWER_LIMIT_S = 3.0  # of a router that is starting: its socket takes connections before it does
 
 
@@ -87,7 +91,7 @@ class Supervisor:
         self._name = config.fleet  # of its state folder
         self._logs = Path()
         self._redis: EmbeddedRedis | None = None
-        self._router: RouterProcess | None = None
+        self._routers: RouterProcesses | None = None
         self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
         self._run_folder = Path()
@@ -137,8 +141,9 @@ class Supervisor:
     # --- up --------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._router = RouterProcess(self._config.host, self._config.port)
-        self._port = self._router.port
+        count = self._config.pools.router_count
+        self._routers = RouterProcesses(self._config.host, self._config.port, count)
+        self._port = self._routers.port
         self._choose_name()
         self._logs = fleet_state.log_folder(self._config, self._name)
         self._token = fleet_token(self._name)
@@ -155,8 +160,8 @@ class Supervisor:
         self._start_workers()
         sums = fleet_state.state_folder(self._config.fleet) / "transfers.json"
         sums.unlink(missing_ok=True)  # of an earlier fleet; a router that restarts finds its own
-        self._start_router(self._router)
-        self._wait_until_ready(self._router)
+        self._start_routers(self._routers)
+        self._wait_until_ready(self._routers)
 
     def _choose_name(self) -> None:
         """Take the fleet's state folder, after cleaning up what a killed run left behind."""
@@ -233,16 +238,17 @@ class Supervisor:
         self._stop.install()
         self._tell_news()
 
-    def _start_router(self, router: RouterProcess) -> None:
+    def _start_routers(self, routers: RouterProcesses) -> None:
         secrets_by_environment = {
             **os.environ,
             "BATON_REDIS_URL": self._redis_url,
             "BATON_FLEET_TOKEN": self._token,
             "BATON_STATE_DIR": str(fleet_state.state_folder(self._name)),
         }
-        router.start(self._config_file, secrets_by_environment, self._logs / "router.log")
+        group = self._run_folder / "routers"
+        routers.start(self._config_file, secrets_by_environment, group, self._logs)
 
-    def _wait_until_ready(self, router: RouterProcess) -> None:
+    def _wait_until_ready(self, routers: RouterProcesses) -> None:
         deadline = time.monotonic() + START_LIMIT_S
         shown: dict[str, str] = {}
         first: dict[str, int] = {}  # the lives that were there when this began to look
@@ -250,11 +256,12 @@ class Supervisor:
             while time.monotonic() < deadline:
                 self._show_slots(shown, first)
                 self._check_ray()
-                if router.ended:
-                    raise FleetError(
-                        f"the router ended with exit code {router.exit_code}:\n"
-                        f"{self._tail('router')}"
-                    )
+                for index, code in enumerate(routers.exit_codes):
+                    if code is not None:
+                        raise FleetError(
+                            f"the router ended with exit code {code}:\n"
+                            f"{self._tail(log_name(index))}"
+                        )
                 with contextlib.suppress(httpx.TransportError):
                     answer = client.get(f"{self.url}/health/ready")
                     if answer.status_code == 200 and self._all_ready():
@@ -295,7 +302,7 @@ class Supervisor:
         controller_seen_s = next_look_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
             self._keep_redis()
-            self._keep_router()
+            self._keep_routers()
             self._check_ray()
             if time.monotonic() >= next_look_s:
                 if self._pools is not None and self._pools.answers():
@@ -313,19 +320,15 @@ class Supervisor:
             self._say("redis died; starting it again, empty (the index heals by itself)")
             self._redis.start()
 
-    def _keep_router(self) -> None:
-        router = self._router
-        if router is None or not router.ended:
+    def _keep_routers(self) -> None:
+        if self._routers is None:
             return
-        router.note_death()
-        if router.failures > _ROUTER_FAILURES:
-            raise FleetError(
-                f"the router died {router.failures} times (exit code {router.exit_code}):\n"
-                f"{self._tail('router')}"
-            )
-        self._say(f"the router died (exit code {router.exit_code}); starting it again")
-        if not self._stop.wait(0.2 * (router.failures - 1)):  # the first time at once
-            self._start_router(router)
+        if self._stop.take_new_routers():
+            self._routers.roll()
+        try:
+            self._routers.keep(self._say)
+        except RouterFailedError as error:
+            raise FleetError(f"{error}:\n{self._tail(error.log)}") from error
 
     def _check_ray(self) -> None:
         if self._pools is None:
@@ -343,8 +346,8 @@ class Supervisor:
     def _take_down(self) -> None:
         """End everything, within `_STOP_LIMIT_S` even if parts of it hang."""
         if self._run_folder == Path():
-            if self._router is not None:
-                self._router.begin_stop()
+            if self._routers is not None:
+                self._routers.begin_stop()
             return  # nothing was started
         self._say("stopping")
         alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
@@ -358,9 +361,9 @@ class Supervisor:
             if self._redis is not None:
                 whatever_fails.callback(self._redis.stop)
             whatever_fails.callback(self._stop_workers)
-            if self._router is not None:  # first: what it answers, it answers with its workers
-                self._router.begin_stop()
-                self._router.finish_stop(_ROUTER_STOP_S)
+            if self._routers is not None:  # first: what they answer, they answer with workers
+                self._routers.begin_stop()
+                self._routers.finish_stop(_ROUTER_STOP_S)
 
     def _stop_workers(self) -> None:
         if self._pools is not None:

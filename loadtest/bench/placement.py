@@ -58,6 +58,18 @@ class _Workers:
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
+        self._of_name = {slot.worker_id: slot for slot in slots}
+        self._news = set(self._of_name)
+        for name, slot in self._of_name.items():
+            slot.on_change = partial(self._news.add, name)
+
+    def get(self, worker_id: str) -> Slot | None:
+        """The one of that name."""
+        return self._of_name.get(worker_id)
+
+    def news(self) -> set[str]:
+        """The names of those that report."""
+        return self._news
 
     @property
     def usable(self) -> list[Slot]:

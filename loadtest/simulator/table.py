@@ -67,6 +67,13 @@ class SimulatedTable:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())
 
+    def get(self, worker_id: str) -> Slot | None:
+        """The slot of that name."""
+        return self._slots.get(worker_id)
+
+    def news(self) -> None:
+        """Nobody is told: each is looked at."""
+
     def note_live(self, worker: SimulatedWorker) -> None:
         """A life of a worker began."""
         slot = self._slots.get(worker.worker_id)

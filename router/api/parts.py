@@ -85,7 +85,7 @@ class RouterParts:
             "router", lambda name: metrics.inc("baton_task_failures", task=name)
         )
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
-        observer.fitted = lambda: fitted_rates(gateway.workers)
+        observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
         return cls(
             settings=settings,
             model=model,

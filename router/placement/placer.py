@@ -1,11 +1,11 @@
 """Places a request: which workers can serve it, what each choice costs, and the booking."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from batonpb.common_pb2 import Capabilities
 
@@ -14,7 +14,9 @@ from engine.core.geometry import context_tokens
 from router.placement.booked_load import LoadBook
 from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, WorkerLoad, candidates, choose
 from router.placement.crowding import Crowding
+from router.placement.described import Described
 from router.placement.prefix_index import PrefixIndex
+from router.placement.pricing import Asked
 from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.placement.shortlist import Shortlist
 from router.placement.worker_load import Rates, Reports, load_of, loads_of
@@ -23,7 +25,6 @@ from router.settings import RouterSettings
 from router.workers.table import Slot
 from telemetry.running_mean import RunningMean
 
-_EXPLAINED_CANDIDATES = 32
 _INITIAL_ANSWER_TOKENS = 128.0
 _ANSWER_WEIGHT = 0.05  # of one answer in the mean of their lengths
 _STEP_S = 0.03
@@ -42,7 +43,7 @@ class Placement:
     """
 
     chosen: Candidate
-    candidates: tuple[Candidate, ...]
+    candidates: Sequence[Candidate]
     placed_ns: int
     holder: Slot | None = None
     prefix_blocks: int = 0
@@ -58,6 +59,16 @@ class Placement:
         return self.chosen.prefill.worker_id if self.chosen.prefill is not None else None
 
 
+class _Prompt(NamedTuple):
+    """What is to be placed: its hashes, who holds how many of them, and who gives how many."""
+
+    request: GenerationRequest
+    hashes: Sequence[bytes]
+    held: Mapping[bytes, int]
+    gives: tuple[str, int]
+    avoid: bytes
+
+
 class Workers(Protocol):
     """The workers of the fleet; ``router.workers.table.WorkerTable`` is it."""
 
@@ -67,6 +78,12 @@ class Workers(Protocol):
 
     def __iter__(self) -> Iterator[Slot]:
         """All."""
+
+    def get(self, worker_id: str) -> Slot | None:
+        """The one of that name."""
+
+    def news(self) -> set[str] | None:
+        """A set that gets the names of workers that change; None: nobody tells, so look at all."""
 
 
 class Placer:
@@ -98,6 +115,7 @@ class Placer:
         self._prefix_index = prefix_index
         self._book = book
         self._seeds = HashSeedCache()
+        self._news = workers.news()
         self._reports = Reports()
         self._crowding = Crowding()
         self._clock_ns = clock_ns
@@ -174,19 +192,77 @@ class Placer:
             UnavailableError: No worker that is ready can serve it in its mode.
         """
         now_ns = self._clock_ns()
-        rates = self._shortlist.update(self._workers, now_ns)
+        rates = self._shortlist.update(self._workers, now_ns, self._news)
         usable = self._shortlist.usable
         if not usable:
             raise UnavailableError("no worker is ready")
         hashes = self._hashes_of(request, usable)
         reusable = [] if request.whole_prompt else hashes
-        holder: Slot | None = None
+        held = self._prefix_index.prefixes(reusable, now_ns) if reusable else {}
+        holder, held_blocks = None, 0
+        if held and request.pinned is None and self._settings.pull_prefixes:
+            holder, held_blocks = self._shortlist.holder(held)
+        gives = (holder.worker_id, held_blocks) if holder is not None else ("", 0)
+        prompt = _Prompt(request, reusable, held, gives, avoid)
+        found = self._cheapest_of_all(prompt, rates, now_ns)
+        if found is None:
+            found = self._cheapest_of_few(prompt, rates, now_ns)
+        chosen, compared = found
+        self._book_load(request, chosen, now_ns)
+        if not request.probe:
+            for incarnation in {chosen.computes.incarnation, chosen.decode.incarnation}:
+                self._prefix_index.expect(incarnation, hashes, now_ns)
         prefix_blocks = 0  # to pull; what the holder is only expected to have soon cannot be
+        if holder is not None and chosen.pulled_blocks:
+            now_held = self._prefix_index.prefix_blocks(holder.incarnation, hashes)
+            prefix_blocks = min(chosen.pulled_blocks, now_held)
+        return Placement(
+            chosen=chosen,
+            candidates=compared,
+            placed_ns=now_ns,
+            holder=holder if prefix_blocks else None,
+            prefix_blocks=prefix_blocks,
+        )
+
+    def _cheapest_of_all(
+        self, prompt: "_Prompt", rates: Rates, now_ns: int
+    ) -> tuple[Candidate, Sequence[Candidate]] | None:
+        """The choice, and what was compared; None where not all workers can be priced at once."""
+        request = prompt.request
+        if request.pinned is not None or request.goes_on or request.adapter_digest:
+            return None
+        asked = Asked(
+            mode=request.mode,
+            prompt_tokens=len(request.prompt),
+            expected_tokens=self._expected_tokens(request),
+            choices=request.sampling.n,
+            moves_kv=request.sampling.max_tokens > 1,
+            holder_id=prompt.gives[0],
+            held_blocks=prompt.gives[1],
+        )
+        placed = self._shortlist.cheapest(
+            asked, prompt.held, self._book, now_ns, avoid=prompt.avoid
+        )
+        if placed is None:
+            return None
+        if not placed:
+            raise _unmet(request)
+        waits = {role: self._crowding.wait_per_s(role) for role in ("prefill", "decode")}
+        compared = Described(placed, asked, rates, waits)
+        limit_s = placed[0].cost_s + self._settings.tie_s
+        ties = [index for index, one in enumerate(placed) if one.cost_s < limit_s]
+        return compared[self._random.choice(ties)], compared
+
+    def _cheapest_of_few(
+        self, prompt: "_Prompt", rates: Rates, now_ns: int
+    ) -> tuple[Candidate, Sequence[Candidate]]:
+        """The same among the workers of the shortlist, or those that the client named."""
+        request = prompt.request
         if request.pinned is None:
-            loads, holder = self._worth_pricing(request, reusable, avoid, rates, now_ns)
+            loads = self._worth_pricing(prompt, rates, now_ns)
         else:
-            slots = self.eligible(request, avoid)
-            loads = loads_of(slots, reusable, self._prefix_index, self._book, now_ns)
+            slots = self.eligible(request, prompt.avoid)
+            loads = loads_of(slots, prompt.hashes, self._prefix_index, self._book, now_ns)
         compared = candidates(
             loads,
             mode=request.mode,
@@ -196,53 +272,23 @@ class Placer:
             moves_kv=request.sampling.max_tokens > 1,
         )
         if not compared:
-            raise UnavailableError(
-                f"x-baton-mode {request.mode} cannot be met by the workers that are ready"
-            )
-        chosen = choose(compared, tie_s=self._settings.tie_s, pick=self._random.choice)
-        self._book_load(request, chosen, now_ns)
-        if not request.probe:
-            for incarnation in {chosen.computes.incarnation, chosen.decode.incarnation}:
-                self._prefix_index.expect(incarnation, hashes, now_ns)
-        if holder is not None and chosen.pulled_blocks:
-            now_held = self._prefix_index.prefix_blocks(holder.incarnation, hashes)
-            prefix_blocks = min(chosen.pulled_blocks, now_held)
-        return Placement(
-            chosen=chosen,
-            candidates=tuple(compared[:_EXPLAINED_CANDIDATES]),
-            placed_ns=now_ns,
-            holder=holder if prefix_blocks else None,
-            prefix_blocks=prefix_blocks,
-        )
+            raise _unmet(request)
+        return choose(compared, tie_s=self._settings.tie_s, pick=self._random.choice), compared
 
-    def _worth_pricing(
-        self,
-        request: GenerationRequest,
-        hashes: Sequence[bytes],
-        avoid: bytes,
-        rates: Rates,
-        now_ns: int,
-    ) -> tuple[list[WorkerLoad], Slot | None]:
-        """The few workers that may be the best, as the cost model takes them.
-
-        Behind them, the worker that can give the others what it holds of the prompt.
-        """
-        held = self._prefix_index.prefixes(hashes, now_ns) if hashes else {}
-        holder, held_blocks = None, 0
-        if held and self._settings.pull_prefixes:
-            holder, held_blocks = self._shortlist.holder(held)
+    def _worth_pricing(self, prompt: "_Prompt", rates: Rates, now_ns: int) -> list[WorkerLoad]:
+        """The few workers that may be the best, as the cost model takes them."""
+        request = prompt.request
         best = self._shortlist.best(
             request,
-            len(hashes),
-            held,
+            len(prompt.hashes),
+            prompt.held,
             self._book,
             now_ns,
             keep=PAIRED_OF_A_ROLE,
-            given_blocks=held_blocks,
-            avoid=avoid,
+            given_blocks=prompt.gives[1],
+            avoid=prompt.avoid,
         )
-        gives = (holder.worker_id, held_blocks) if holder is not None else ("", 0)
-        loads = [
+        return [
             load_of(
                 slot,
                 cached_blocks,
@@ -251,11 +297,10 @@ class Placer:
                 rates,
                 self._reports,
                 self._crowding,
-                gives,
+                prompt.gives,
             )
             for slot, cached_blocks in best
         ]
-        return loads, holder
 
     def _book_load(self, request: GenerationRequest, chosen: Candidate, now_ns: int) -> None:
         computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id
@@ -267,3 +312,9 @@ class Placer:
             tokens = context = 0
         streams = request.sampling.n
         book(decodes, request.request_id, tokens=tokens, context=context, streams=streams)
+
+
+def _unmet(request: GenerationRequest) -> UnavailableError:
+    return UnavailableError(
+        f"x-baton-mode {request.mode} cannot be met by the workers that are ready"
+    )

@@ -16,7 +16,7 @@ others (slowdown and crowding), is part of both prices as it was when the choice
 that waited longer so that others wait less was placed well.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ def regret(
     chosen: Candidate,
     compared: Sequence[Candidate],
     measured: Measured,
-    fitted: Mapping[str, FittedRates],
+    fitted: Callable[[str], FittedRates | None],
     *,
     prompt_tokens: int,
     choices: int,
@@ -81,7 +81,7 @@ def regret(
         chosen: The placement that the request ran on.
         compared: Those that were priced when it was chosen, the cheapest first.
         measured: What it took.
-        fitted: Rates by worker; workers that are gone keep those of then.
+        fitted: Asked for a worker's rates; workers that are gone keep those of then.
         prompt_tokens: Length of the prompt.
         choices: Answers that ran at once.
     """
@@ -112,8 +112,8 @@ def regret(
     return Regret(seconds=chosen_s - best_s, chosen_s=chosen_s, best_s=best_s, best=best)
 
 
-def _refit(worker: WorkerLoad, fitted: Mapping[str, FittedRates]) -> WorkerLoad:
-    rates = fitted.get(worker.worker_id)
+def _refit(worker: WorkerLoad, fitted: Callable[[str], FittedRates | None]) -> WorkerLoad:
+    rates = fitted(worker.worker_id)
     if rates is None:
         return worker
     if rates.prefill_tokens_per_s:

@@ -1,29 +1,53 @@
 """Of all workers, the few that are worth a price. Sans-IO.
 
 To look at a thousand workers one by one takes longer than all the rest of a placement. So what
-their reports say stands in columns, and is written anew where something has changed. A prompt
-costs some operations on whole columns, and a price for the few workers that are left.
+their reports say stands in columns, and is written anew where something has changed. All of them
+are priced in C++ (``pricing.py``). Without that a prompt costs some operations on whole columns,
+and a price for the few workers that are left.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from heapq import nlargest
 from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from router.placement.booked_load import LoadBook
+from router.placement.booked_load import LoadBook, Unreported
 from router.placement.cost import PULL_OVERHEAD_S
 from router.placement.crowding import Crowding
-from router.placement.worker_load import Rates, Report, Reports
+from router.placement.native.library import load
+from router.placement.pricing import Asked, Pricing
+from router.placement.worker_load import Known, Rates, Report, Reports
 from router.request import GenerationRequest
 from router.workers.table import Slot
 
 _JITTER_S = 1e-9  # among equals, not always the same are looked at
 _HOLDERS = 8  # of a prompt are looked at
+_CROWDING_EVERY_NS = 20_000_000
+_NOTHING = Unreported()
 
 _Column = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.intp]
+
+
+class Placed(NamedTuple):
+    """A placement that was priced; one worker does both where both are the same."""
+
+    computes: Known
+    holds: Known
+    cost_s: float
+
+
+class Slots(Protocol):
+    """The workers; ``router.workers.table.WorkerTable`` is it."""
+
+    def __iter__(self) -> Iterator[Slot]:
+        """All."""
+
+    def get(self, worker_id: str) -> Slot | None:
+        """The one of that name."""
 
 
 class Shortlist:
@@ -33,15 +57,23 @@ class Shortlist:
         reports: The last of each worker.
         crowding: Learns how busy the fleet is.
         seed: Of the draws among equals.
+        native: Whether to price all workers, where that can be compiled.
     """
 
-    def __init__(self, reports: Reports, crowding: Crowding, seed: int) -> None:
+    def __init__(
+        self, reports: Reports, crowding: Crowding, seed: int, *, native: bool = True
+    ) -> None:
+        self._native = native
+        self.pricing: Pricing | None = None
+        self._crowding_ns = -_CROWDING_EVERY_NS
         self._reports = reports
         self._crowding = crowding
         self._draw = np.random.default_rng(seed)
         self._seen: list[Slot] = []  # all slots, usable or not
         self._marks: list[tuple[object, ...]] = []  # what was seen of each
+        self._place_of: dict[str, int] = {}  # in these lists
         self._index_of: list[int] = []  # its index below; -1: not usable
+        self._slots: list[Slot] = []  # usable ones
         self._usable: list[tuple[Slot, Report]] = []
         self._index_of_worker: dict[str, int] = {}
         self._index_of_incarnation: dict[bytes, int] = {}
@@ -60,24 +92,58 @@ class Shortlist:
     @property
     def usable(self) -> list[Slot]:
         """The workers that take new requests, as of the last look."""
-        return [slot for slot, _ in self._usable]
+        return self._slots
 
-    def update(self, slots: Iterable[Slot], now_ns: int) -> Rates:
+    def update(self, slots: Slots, now_ns: int, news: set[str] | None = None) -> Rates:
         """Look at what workers have said since the last time.
 
         Args:
             slots: All of them, usable or not.
             now_ns: Monotonic clock.
+            news: The workers of which anything changed, which is emptied; None: each is looked at.
 
         Returns:
             What is expected of workers that have not measured themselves.
         """
+        changed = self._changed_of(slots, news) if news is not None else None
+        anew = False
+        if changed is None:
+            changed, fewer = self._look_at_all(slots)
+            anew = fewer
+        if anew or any(map(self._came_or_went, changed)):
+            self._begin_anew()
+            changed, anew = [], True
+        for place in changed:
+            if (index := self._index_of[place]) >= 0:
+                self._read(index)
+        rates = self._reports.expected(self._usable, now_ns, changed=bool(changed) or anew)
+        if rates is not self._rates and not rates.is_like(self._rates):
+            self._rates = rates  # a row for each worker is written anew: not for nothing
+            changed = list(range(len(self._seen)))
+        for place in changed:
+            if (index := self._index_of[place]) >= 0:
+                self._write(index)
+        return self._rates
+
+    def _changed_of(self, slots: Slots, news: set[str]) -> list[int] | None:
+        """The places of what changed; None where one came or went."""
+        changed = []
+        while news:
+            worker_id = news.pop()
+            place, slot = self._place_of.get(worker_id), slots.get(worker_id)
+            if place is None or slot is None or slot is not self._seen[place]:
+                news.clear()
+                return None
+            self._marks[place] = _mark(slot)
+            changed.append(place)
+        return changed
+
+    def _look_at_all(self, slots: Slots) -> tuple[list[int], bool]:
+        """The places of what changed, and whether there are fewer than before."""
         seen, marks, changed = self._seen, self._marks, []
-        count, anew = -1, False
+        count = -1
         for count, slot in enumerate(slots):
-            link = slot.link
-            status = (link, link.live, link.status) if link is not None else ()
-            mark = (slot, slot.record, status)
+            mark = _mark(slot)
             if count == len(marks):
                 seen.append(slot)
                 marks.append(mark)
@@ -87,20 +153,9 @@ class Shortlist:
                 changed.append(count)
         fewer = len(marks) > count + 1
         del seen[count + 1 :], marks[count + 1 :]
-        if fewer or any(map(self._came_or_went, changed)):
-            self._begin_anew()
-            changed, anew = [], True
-        for place in changed:
-            if (index := self._index_of[place]) >= 0:
-                self._read(index)
-        rates = self._reports.expected(self._usable, now_ns, changed=bool(changed) or anew)
-        if rates is not self._rates:
-            self._rates = rates
-            changed = list(range(len(seen)))
-        for place in changed:
-            if (index := self._index_of[place]) >= 0:
-                self._write(index)
-        return rates
+        if fewer or changed:
+            self._place_of = {slot.worker_id: place for place, slot in enumerate(seen)}
+        return changed, fewer
 
     def _came_or_went(self, place: int) -> bool:
         if place >= len(self._index_of):
@@ -118,6 +173,7 @@ class Shortlist:
             for index, is_usable in zip(np.cumsum(usable), usable, strict=True)
         ]
         slots = [slot for slot, is_usable in zip(self._seen, usable, strict=True) if is_usable]
+        self._slots = slots
         self._usable = [(slot, self._reports.of(slot)) for slot in slots]
         self._index_of_worker = {slot.worker_id: index for index, slot in enumerate(slots)}
         self._index_of_incarnation = {slot.incarnation: index for index, slot in enumerate(slots)}
@@ -127,6 +183,8 @@ class Shortlist:
         columns = np.zeros((6, len(slots)))
         self._queued_tokens, self._streams, self._answering = columns[:3]
         self._token_s, self._block_tokens, self._block_pull_s = columns[3:]
+        library = load() if self._native else None
+        self.pricing = Pricing(library, len(slots)) if library is not None else None
         for index in range(len(slots)):
             self._write(index)
 
@@ -143,6 +201,8 @@ class Shortlist:
         self._block_tokens[index] = report.block_tokens
         self._token_s[index] = self._rates.token_s(slot.role, report)
         self._block_pull_s[index] = report.block_bytes / self._rates.edge_bytes_per_s
+        if self.pricing is not None:
+            self.pricing.write(index, slot.worker_id, slot.role, report, self._rates)
 
     # ---------------------------------------------------------------- a prompt
 
@@ -156,6 +216,62 @@ class Shortlist:
             if slot is not None and slot.gives_prefixes:
                 return slot, blocks
         return None, 0
+
+    def cheapest(
+        self,
+        asked: Asked,
+        held: Mapping[bytes, int],
+        book: LoadBook,
+        now_ns: int,
+        *,
+        avoid: bytes = b"",
+    ) -> "list[Placed] | None":
+        """The cheapest placements of all that there are; None where all cannot be priced.
+
+        Args:
+            asked: The prompt.
+            held: How many of its blocks each incarnation has that has the first.
+            book: Load that reports do not show yet.
+            now_ns: Monotonic clock.
+            avoid: An incarnation that is not to be taken.
+        """
+        if self.pricing is None or not self._usable:
+            return None
+        booked = [
+            (index, load)
+            for worker_id, load in book.booked()
+            if (index := self._index_of_worker.get(worker_id)) is not None
+        ]
+        of_incarnation = self._index_of_incarnation
+        cached = {
+            index: blocks
+            for incarnation, blocks in held.items()
+            if (index := of_incarnation.get(incarnation)) is not None
+        }
+        if now_ns - self._crowding_ns >= _CROWDING_EVERY_NS:
+            self._crowding_ns, queued = now_ns, self.pricing.queued_tokens.copy()
+            for index, load in booked:
+                queued[index] += load.tokens
+            self._note_crowding(queued, now_ns)
+        wait_per_s = self._crowding.wait_per_s
+        priced = self.pricing.cheapest(
+            asked,
+            booked,
+            cached.items(),
+            (wait_per_s("prefill"), wait_per_s("decode")),
+            avoid=of_incarnation.get(avoid, -1),
+            first=int(self._draw.integers(len(self._usable))),
+        )
+        loads = dict(booked)
+
+        def known(index: int) -> Known:
+            slot, report = self._usable[index]
+            more = loads.get(index, _NOTHING)
+            return Known(slot, slot.incarnation, report, more, cached.get(index, 0))
+
+        numbers = {index for one in priced for index in (one.computes, one.holds)}
+        workers = {index: known(index) for index in numbers}
+        return [Placed(workers[p.computes], workers[p.holds], p.cost_s) for p in priced]
 
     def best(
         self,
@@ -237,6 +353,11 @@ class Shortlist:
         if request.goes_on:
             out += [i for i, (slot, _) in enumerate(self._usable) if not slot.goes_on]
         prompt_s[out] = streams[out] = np.inf
+
+
+def _mark(slot: Slot) -> tuple[object, ...]:
+    link = slot.link
+    return (slot, slot.record, (link, link.live, link.status) if link is not None else ())
 
 
 def _smallest(members: _Indices, column: _Column, keep: int) -> list[int]:

@@ -1,6 +1,6 @@
 """The input of the cost model: a worker's last report, what was booked since, what it holds."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import fmean
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
 from engine.core.geometry import BLOCK_TOKENS, context_tokens, head_bytes
-from router.placement.booked_load import LoadBook
+from router.placement.booked_load import LoadBook, Unreported
 from router.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
@@ -27,6 +27,7 @@ _SAMPLED_EDGES = 8  # of a report, for what is expected of edges that were not m
 _SAMPLE_PROMPT_TOKENS = 4096
 _RATES_STAND_NS = 1_000_000_000
 _SMALL_FLEET = 32  # workers
+_UNNOTICED = 0.002
 _SAME_WITHIN = 0.1  # the fits of equal workers differ by a few percent
 
 
@@ -109,6 +110,18 @@ class Rates:
             {role: _middle(of_role) for role, of_role in lines.items()},
         )
 
+    def is_like(self, other: "Rates") -> bool:
+        """Whether what is expected has not changed by as much as anyone would notice."""
+        if self.prompt_lines.keys() != other.prompt_lines.keys():
+            return False
+        own, others = self._figures(), other._figures()  # noqa: SLF001 - of the same class
+        pairs = zip(own, others, strict=True)
+        return all(abs(a - b) <= _UNNOTICED * abs(b) for a, b in pairs)
+
+    def _figures(self) -> list[float]:
+        lines = [figure for role in sorted(self.prompt_lines) for figure in self.prompt_lines[role]]
+        return [self.prefill_tokens_per_s, self.decode_step_s, self.edge_bytes_per_s, *lines]
+
     def prompt_line(self, role: str, report: "Report") -> PromptLine:
         """The worker's own, unless it is so near to the usual one that the difference is noise.
 
@@ -163,6 +176,11 @@ class ReportedEdges(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._rates())
 
+    def rates(self, prefill_ids: Sequence[str]) -> list[float]:
+        """Those of several, 0 where none was measured."""
+        read = self._rates()
+        return [read.get(prefill_id, 0.0) for prefill_id in prefill_ids]
+
     def usual_bytes_per_s(self) -> float:
         """Mean of the first few; 0: none was measured."""
         rates = [edge.bytes_per_s for edge in self._status.edges[:_SAMPLED_EDGES]]
@@ -186,7 +204,7 @@ class Report:
     prompt_line: PromptLine
     decode_step_s: float
     adapters: frozenset[bytes]
-    edges_bytes_per_s: Mapping[str, float]
+    edges_bytes_per_s: ReportedEdges
     edge_bytes_per_s: float  # mean of some that were measured; 0: none was
     block_bytes: int
     block_tokens: int
@@ -286,48 +304,68 @@ def load_of(
     link = slot.link
     if link is None:
         raise ValueError(f"{slot.worker_id} is not connected")
-    report = (reports or Reports()).of(slot)
-    booked = book.unreported(slot.worker_id)
-    line = rates.prompt_line(slot.role, report)
-    adapter_s = 0.0
+    adapter_s, report = 0.0, (reports or Reports()).of(slot)
     if adapter and bytes.fromhex(adapter) not in report.adapters:
         adapter_s = 0.0 if book.brings(slot.worker_id, adapter) else PRIOR_ADAPTER_LOAD_S
-    return WorkerLoad(
-        worker_id=slot.worker_id,
-        incarnation=link.incarnation,
-        role=slot.role,
-        queued_tokens=report.queued_tokens + booked.tokens,
-        queued_context=report.queued_context + booked.context,
-        streams=report.streams + booked.streams,
-        answering=None if report.answering is None else report.answering + booked.streams,
-        room_blocks=report.room_blocks,
-        total_blocks=report.total_blocks,
-        cached_blocks=cached_blocks,
-        peer_id=holder[0],
-        peer_blocks=holder[1],
-        adapter_s=adapter_s,
-        crowding=crowding.wait_per_s(slot.role) if crowding is not None else 0.0,
-        prefill_tokens_per_s=report.prefill_tokens_per_s or rates.prefill_tokens_per_s,
-        prefill_token_s=line.token_s,
-        prefill_context_s=line.context_s,
-        decode_step_s=report.decode_step_s or rates.decode_step_s,
-        block_bytes=report.block_bytes,
-        block_tokens=report.block_tokens,
-        format_id=report.format_id,
-        edges_bytes_per_s=report.edges_bytes_per_s,
-        unmeasured_bytes_per_s=rates.edge_bytes_per_s,
-    )
+    wait_per_s = crowding.wait_per_s(slot.role) if crowding is not None else 0.0
+    known = Known(slot, link.incarnation, report, book.unreported(slot.worker_id), cached_blocks)
+    return known.load(rates, wait_per_s, adapter_s, holder)
 
 
-def fitted_rates(slots: Iterable[Slot]) -> dict[str, FittedRates]:
-    """What live workers report of themselves now, by worker."""
-    return {
-        slot.worker_id: FittedRates(
-            status.prefill_tokens_per_s,
-            status.decode_step_s,
-            status.prefill_token_s,
-            status.prefill_context_s,
+class Known(NamedTuple):
+    """What is known of a worker when a prompt is placed."""
+
+    slot: Slot
+    incarnation: bytes
+    report: Report
+    booked: Unreported
+    cached_blocks: int
+
+    def load(
+        self,
+        rates: Rates,
+        wait_per_s: float,
+        adapter_s: float = 0.0,
+        holder: tuple[str, int] = ("", 0),
+    ) -> WorkerLoad:
+        """As the cost model takes it; the arguments are those of `load_of`."""
+        slot, report, booked = self.slot, self.report, self.booked
+        line = rates.prompt_line(slot.role, report)
+        return WorkerLoad(
+            worker_id=slot.worker_id,
+            incarnation=self.incarnation,
+            role=slot.role,
+            queued_tokens=report.queued_tokens + booked.tokens,
+            queued_context=report.queued_context + booked.context,
+            streams=report.streams + booked.streams,
+            answering=None if report.answering is None else report.answering + booked.streams,
+            room_blocks=report.room_blocks,
+            total_blocks=report.total_blocks,
+            cached_blocks=self.cached_blocks,
+            peer_id=holder[0],
+            peer_blocks=holder[1],
+            adapter_s=adapter_s,
+            crowding=wait_per_s,
+            prefill_tokens_per_s=report.prefill_tokens_per_s or rates.prefill_tokens_per_s,
+            prefill_token_s=line.token_s,
+            prefill_context_s=line.context_s,
+            decode_step_s=report.decode_step_s or rates.decode_step_s,
+            block_bytes=report.block_bytes,
+            block_tokens=report.block_tokens,
+            format_id=report.format_id,
+            edges_bytes_per_s=report.edges_bytes_per_s,
+            unmeasured_bytes_per_s=rates.edge_bytes_per_s,
         )
-        for slot in slots
-        if slot.link is not None and (status := slot.link.status) is not None
-    }
+
+
+def fitted_rates(slot: Slot | None) -> FittedRates | None:
+    """What a live worker reports of itself now."""
+    status = slot.link.status if slot is not None and slot.link is not None else None
+    if status is None:
+        return None
+    return FittedRates(
+        status.prefill_tokens_per_s,
+        status.decode_step_s,
+        status.prefill_token_s,
+        status.prefill_context_s,
+    )

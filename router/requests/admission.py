@@ -5,26 +5,34 @@ Priorities are strict: lower numbers run first. Among equals tenants take turns
 requests in it than others takes the newest place of the tenant that has most.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from math import ceil
 
 from engine.core.errors import QueueFullError
+from registry.router_demands import TenantDemand
 from router.requests.fair_queue import FairQueue, Waiting
 
 _RATE_WINDOW_NS = 30_000_000_000
 _MAX_RETRY_AFTER_S = 600.0
+_MOST_AHEAD_TOKENS = 65_536.0  # that service at other routers counts against a tenant
 
 
 class Admission:
     """The requests that wait, how many run, and how fast they end.
 
     Args:
-        max_waiting: Requests that may wait; one more is refused.
+        max_waiting: Requests that may wait at all routers together; one more is refused.
+
+    Attributes:
+        limit: Of these, how many may wait at this one.
     """
 
     def __init__(self, max_waiting: int) -> None:
-        self.max_waiting = max_waiting
+        self.max_waiting = self.limit = max_waiting
         self.running = 0  # sequences
+        self._running_of: Counter[str] = Counter()  # by tenant
+        self._waiting_of: Counter[str] = Counter()  # the same of those that wait
+        self._served_tokens: defaultdict[str, float] = defaultdict(float)
         self._levels: dict[int, FairQueue] = {}  # by priority; none is empty
         self._places: dict[str, Waiting] = {}  # by request
         self._of_tenant: Counter[str] = Counter()
@@ -50,7 +58,7 @@ class Admission:
             QueueFullError: The queue is full, and no tenant has more in it than its share.
         """
         loser = None
-        if self.waiting >= self.max_waiting:
+        if self.waiting >= self.limit:
             loser = self._loser(entry.tenant)
             if loser is None:
                 raise self.refusal(entry.tenant, now_ns, expected_s=expected_s)
@@ -58,6 +66,7 @@ class Admission:
         self._levels.setdefault(entry.priority, FairQueue()).push(entry)
         self._places[entry.request_id] = entry
         self._of_tenant[entry.tenant] += 1
+        self._waiting_of[entry.tenant] += entry.weight
         return loser
 
     def _loser(self, newcomer: str) -> Waiting | None:
@@ -72,8 +81,8 @@ class Admission:
         """The error for a tenant without a place."""
         own = self._of_tenant[tenant]
         return QueueFullError(
-            f"{self.waiting} requests are waiting, {own} of them this tenant's; the limit is "
-            f"{self.max_waiting} (max_queued_requests)",
+            f"{self.waiting} requests are waiting here, {own} of them this tenant's; the limit of "
+            f"all routers is {self.max_waiting} (max_queued_requests)",
             retry_after_s=self.retry_after_s(tenant, now_ns, expected_s=expected_s),
         )
 
@@ -110,14 +119,37 @@ class Admission:
             return None
         entry = level.pop()
         self.running += entry.weight
+        self._running_of[entry.tenant] += entry.weight
+        self._served_tokens[entry.tenant] += entry.cost_tokens
         self._forget(entry)
         return entry
 
     def charge(self, entry: Waiting, cost_tokens: float) -> None:
         """A request was placed, and what it costs is known better now."""
+        more_tokens = cost_tokens - entry.cost_tokens
+        self._served_tokens[entry.tenant] += more_tokens
         level = self._levels.get(entry.priority)
         if level is not None:
-            level.charge(entry.tenant, cost_tokens - entry.cost_tokens)
+            level.charge(entry.tenant, more_tokens)
+
+    def demands(self) -> dict[str, TenantDemand]:
+        """What there is to do for each tenant that has anything here, for the other routers."""
+        busy = self._running_of.keys() | self._waiting_of.keys()
+        for tenant in self._served_tokens.keys() - busy:
+            del self._served_tokens[
+                tenant
+            ]  # it begins anew: a pause earns nothing and owes nothing
+        return {
+            tenant: TenantDemand(
+                self._running_of[tenant], self._waiting_of[tenant], self._served_tokens[tenant]
+            )
+            for tenant in busy
+        }
+
+    def served_elsewhere(self, tenant: str, tokens: float) -> None:
+        """Another router has served a tenant: where it waits here, it waits longer."""
+        for level in self._levels.values():
+            level.charge(tenant, tokens, ahead=_MOST_AHEAD_TOKENS)
 
     def leave(self, request_id: str) -> None:
         """A waiting request goes away (cancelled, or its deadline passed); others are ignored."""
@@ -131,10 +163,18 @@ class Admission:
         self._of_tenant[entry.tenant] -= 1
         if not self._of_tenant[entry.tenant]:
             del self._of_tenant[entry.tenant]
+        _take(self._waiting_of, entry.tenant, entry.weight)
         if not self._levels[entry.priority]:
             del self._levels[entry.priority]
 
-    def release(self, weight: int, now_ns: int) -> None:
+    def release(self, weight: int, now_ns: int, tenant: str = "default") -> None:
         """A running request ended."""
         self.running -= weight
+        _take(self._running_of, tenant, weight)
         self._ends_ns.append(now_ns)
+
+
+def _take(counts: Counter[str], tenant: str, weight: int) -> None:
+    counts[tenant] -= weight
+    if not counts[tenant]:
+        del counts[tenant]

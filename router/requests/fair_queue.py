@@ -85,9 +85,15 @@ class FairQueue:
             self._rest(entry.tenant)
         return entry
 
-    def charge(self, tenant: str, tokens: float) -> None:
-        """A served request turned out to cost so much more (or less) than was reckoned."""
+    def charge(self, tenant: str, tokens: float, *, ahead: float | None = None) -> None:
+        """A served request turned out to cost so much more (or less) than was reckoned.
+
+        With ``ahead`` the tenant's tag is put no further before the clock than that.
+        """
         line = self._lines.get(tenant)
+        if ahead is not None:
+            tag = line.tag if line is not None else self._tags.get(tenant, self.clock)
+            tokens = min(tokens, max(self.clock + ahead - tag, 0.0))
         if line is not None:
             line.tag += tokens
         elif tenant in self._tags:

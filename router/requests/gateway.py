@@ -48,6 +48,7 @@ from router.requests.recovery_policy import after_worker_death, may_try_again
 from router.requests.stream_repair import StreamRepair
 from router.requests.tickets import Tickets
 from router.settings import RouterSettings
+from router.shares.shares import Shares
 from router.workers.directory import WorkerDirectory
 from router.workers.link import WorkerLink
 from router.workers.table import WorkerTable
@@ -86,6 +87,7 @@ class Gateway:
         )
         self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
         self.admission = Admission(settings.max_queued_requests)
+        self.shares = Shares()
         self.tickets = Tickets()
         self._tokenizer = tokenizer
         self._observer = observer
@@ -153,7 +155,7 @@ class Gateway:
         else:
             if loser is not None:
                 self._push_out(self._active[loser.request_id])
-            self._pump()
+            self.pump()
         return active
 
     def _push_out(self, active: ActiveRequest) -> None:
@@ -173,16 +175,14 @@ class Gateway:
         """Requests that have not ended, and those whose worker has not confirmed the end."""
         return len(self._active)
 
-    def _window(self) -> int:
-        return len(self.workers.usable) * self.settings.window_requests
-
-    def _pump(self) -> None:
-        """Place what fits into the window."""
+    def pump(self) -> None:
+        """Place what fits into this router's part of the window."""
         if self._pumping:  # a placement failed at once, which freed its place: the loop sees it
             return
+        window = self.shares.window(len(self.workers.usable) * self.settings.window_requests)
         self._pumping = True
         try:
-            while (entry := self.admission.pop(self._window())) is not None:
+            while (entry := self.admission.pop(window)) is not None:
                 active = self._active[entry.request_id]  # a request that ends has left the queue
                 active.admitted = True
                 active.record.ticket = self.tickets.draw()
@@ -238,7 +238,7 @@ class Gateway:
         active.wants_prefill = False
         self._book.release(active.id)
         if active.admitted:
-            self.admission.release(active.request.sampling.n, now_ns)
+            self.admission.release(active.request.sampling.n, now_ns, active.request.tenant)
             active.admitted = False
         elif active.decode_id is None and not active.request.probe:
             self.admission.leave(active.id)
@@ -250,7 +250,7 @@ class Gateway:
         if active.record.error is None:
             self._placer.learn(active.request, active.record.completion_tokens)
         active.notify()
-        self._pump()
+        self.pump()
 
     def delivered(self, active: ActiveRequest) -> None:
         """The handler has written the last byte, or the client has gone."""
@@ -276,7 +276,7 @@ class Gateway:
                 elif active.record.error is not None:
                     self._send_cancel(active)  # the first one may have been lost
         self._prefill_recovery.on_live(list(self._active.values()))
-        self._pump()
+        self.pump()
 
     def on_broken(self, link: WorkerLink, kind: str) -> None:
         """A stream broke and is being opened again."""

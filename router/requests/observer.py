@@ -4,7 +4,7 @@ All durations are on the router's clock except the parts that the worker reports
 left of a request's time is the phase ``unattributed``, so that the phases always add up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import median
 
 from router.placement.regret import FittedRates, Measured, regret
@@ -25,8 +25,8 @@ class Observer:
         self.metrics = metrics
         self.series = LiveSeries()
         self._gaps = metrics.histogram("baton_inter_token_seconds")
-        self.fitted: Callable[[], Mapping[str, FittedRates]] = dict
-        """Asked for the rates that workers report, when a request is over."""
+        self.fitted: Callable[[str], FittedRates | None] = lambda _: None
+        """Asked for the rates that a worker reports, when a request is over."""
 
     def queue(self, waiting: int, limit: int) -> None:
         """The length of the queue changed."""
@@ -192,7 +192,7 @@ class Observer:
                 ),
                 answer_tokens=max(record.completion_tokens // active.request.sampling.n, 1),
             ),
-            self.fitted(),
+            self.fitted,
             prompt_tokens=record.prompt_tokens,
             choices=active.request.sampling.n,
         )

@@ -113,11 +113,12 @@ class WorkerLink:
     ) -> None:
         self.worker_id = worker_id
         self.address = address
-        self.status: WorkerStatus | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._status: WorkerStatus | None = None
         self.capabilities = WorkerStatus().capabilities
         self.status_ns = 0
         self.incarnation = b""
-        self.live = False
+        self._live = False
         self._listener = listener
         self._hello = hello
         self._metadata = token_metadata(token)
@@ -130,6 +131,26 @@ class WorkerLink:
         self._broken_ns = 0
         self._tasks = BackgroundTasks(f"link {worker_id}", count_failure)
         self._stub: DecodeStub | None = None
+
+    @property
+    def status(self) -> WorkerStatus | None:
+        """The worker's last report."""
+        return self._status
+
+    @status.setter
+    def status(self, status: WorkerStatus | None) -> None:
+        self._status = status
+        self.on_change()
+
+    @property
+    def live(self) -> bool:
+        """Whether the stream is open and the worker answers."""
+        return self._live
+
+    @live.setter
+    def live(self, live: bool) -> None:
+        self._live = live
+        self.on_change()
 
     @property
     def known(self) -> bool:

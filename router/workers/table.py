@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -36,13 +37,41 @@ class Slot:
     """
 
     def __init__(self, record: WorkerRecord, emulated: str = "") -> None:
-        self.record = record
+        self.on_change: Callable[[], None] = lambda: None
+        self._record = record
         self._emulated = emulated
-        self.link: WorkerLink | None = None
+        self._link: WorkerLink | None = None
         self.dead_since_ns: int | None = None
         self.epoch = record.epoch
         self.listed = True  # whether the directory names it
         self.older: WorkerRecord | None = None  # the directory's word, if of an earlier life
+
+    @property
+    def record(self) -> WorkerRecord:
+        """What the directory said last."""
+        return self._record
+
+    @record.setter
+    def record(self, record: WorkerRecord) -> None:
+        self._record = record
+        self.on_change()
+
+    @property
+    def link(self) -> WorkerLink | None:
+        """The stream to it, if there is one."""
+        return self._link
+
+    @link.setter
+    def link(self, link: WorkerLink | None) -> None:
+        if self._link is not None:
+            self._link.on_change = lambda: None
+        self._link = link
+        if link is not None:
+            link.on_change = self._changed
+        self.on_change()
+
+    def _changed(self) -> None:
+        self.on_change()
 
     @property
     def worker_id(self) -> str:
@@ -170,6 +199,10 @@ class WorkerTable:
         self._hello = hello
         self._listener = listener
         self._slots: dict[str, Slot] = {}
+        self._usable: list[Slot] = []
+        self._usable_of: dict[str, Slot] = {}
+        self._unseen: set[str] = set()  # slots that changed since `usable` was asked for
+        self._readers = [self._unseen]
         folder = Path(settings.state_dir) if settings.state_dir else None
         self._transfers = TransferLedger(folder / "transfers.json" if folder else None)
         self._count_failure = count_failure
@@ -220,6 +253,7 @@ class WorkerTable:
                 if _long_dead(slot, limit_ns) and not (connecting or slot.is_begun):
                     self._hang_up(slot, died=False)
                     del self._slots[worker_id]
+                    self._tell(worker_id)
 
     def _upsert(self, record: WorkerRecord) -> None:
         slot = self._slots.get(record.worker_id)
@@ -227,6 +261,8 @@ class WorkerTable:
             if record.state == "dead":
                 return
             slot = self._slots[record.worker_id] = Slot(record, self._settings.emulated)
+            slot.on_change = partial(self._tell, record.worker_id)
+            self._tell(record.worker_id)
         slot.listed = True
         if record.epoch < slot.epoch:  # of an earlier life: left over in Redis, most likely
             slot.older = record
@@ -334,8 +370,30 @@ class WorkerTable:
 
     @property
     def usable(self) -> list[Slot]:
-        """Slots whose workers take new requests."""
-        return [slot for slot in self._slots.values() if slot.usable]
+        """Slots whose workers take new requests; only what changed is looked at again."""
+        if self._unseen:
+            anew = False
+            for worker_id in self._unseen:
+                slot = self._slots.get(worker_id)
+                now = slot if slot is not None and slot.usable else None
+                anew = anew or now is not self._usable_of.get(worker_id)
+            self._unseen.clear()
+            if anew:
+                self._usable = [slot for slot in self._slots.values() if slot.usable]
+                self._usable_of = {slot.worker_id: slot for slot in self._usable}
+        return self._usable
+
+    def news(self) -> set[str]:
+        """A set that gets the name of each worker of which anything changes; its reader clears it.
+
+        Nothing changes that is not told so: that of a thousand workers nobody need look at each.
+        """
+        self._readers.append(set(self._slots))
+        return self._readers[-1]
+
+    def _tell(self, worker_id: str) -> None:
+        for unseen in self._readers:
+            unseen.add(worker_id)
 
     def describe(self) -> dict[str, Any]:
         """The answer to ``GET /fleet``."""

@@ -1,25 +1,20 @@
-"""Parts of the supervisor, each alone: Ray's health, logs, the router's socket."""
+"""Parts of the supervisor, each alone: Ray's health, logs, the order of its end."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
-import httpx
 import pytest
 
 from config.fleet_file import FleetConfig
 from fleet.local.log_files import OwnOutput, rotate, terminal
-from fleet.local.redis_server import EmbeddedRedis
-from fleet.local.router_process import RouterProcess
 from fleet.local.supervisor import Supervisor
 from fleet.pools.ray_health import RayHealth
 from fleet.process_key import ProcessKey
@@ -108,64 +103,6 @@ def test_what_libraries_print_goes_to_a_log(tmp_path: Path, capfd: pytest.Captur
     assert captured.err == ""
 
 
-# ---- the router's socket ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def router(tmp_path: Path, redis_server: EmbeddedRedis) -> Iterator[tuple[RouterProcess, Callable]]:
-    process = RouterProcess("127.0.0.1", 0)
-    environment = {
-        **os.environ,
-        "BATON_REDIS_URL": redis_server.url,
-        "BATON_FLEET_TOKEN": "t",
-        "BATON_STATE_DIR": str(tmp_path),
-    }
-
-    def start() -> None:
-        process.start(ROOT / "deploy" / "local.yaml", environment, tmp_path / "router.log")
-
-    start()
-    yield process, start
-    process.begin_stop()
-    process.finish_stop(5.0)
-
-
-@pytest.mark.slow
-def test_connections_made_while_a_router_is_started_again_wait(
-    router: tuple[RouterProcess, Callable],
-) -> None:
-    """Defect 21: none is refused, and each is answered by the next life."""
-    process, start = router
-    url = f"http://127.0.0.1:{process.port}/health/live"
-    assert httpx.get(url, timeout=60.0, trust_env=False).status_code == 200
-    os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: process.ended)
-    answers: list[int] = []
-
-    def ask() -> None:
-        answers.append(httpx.get(url, timeout=60.0, trust_env=False).status_code)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    start()
-    for thread in threads:
-        thread.join(60.0)
-    assert answers == [200] * 8
-
-
-def test_a_stopped_router_refuses_connections(router: tuple[RouterProcess, Callable]) -> None:
-    """Defect 21: the socket that is held must not let clients wait for nobody."""
-    process, _ = router
-    url = f"http://127.0.0.1:{process.port}/health/live"
-    assert httpx.get(url, timeout=60.0, trust_env=False).status_code == 200
-    process.begin_stop()
-    process.finish_stop(5.0)
-    assert process.exit_code == 0
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(url, timeout=5.0, trust_env=False)
-
-
 def test_the_router_ends_first_and_a_fault_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +121,7 @@ def test_the_router_ends_first_and_a_fault_leaves_nothing(
     monkeypatch.setattr(supervisor, "_stop_workers", fail)
     ends = [lambda *_, name=name: order.append(name) for name in ("router", "ended", "redis")]
     router = SimpleNamespace(begin_stop=ends[0], finish_stop=ends[1])
-    monkeypatch.setattr(supervisor, "_router", router)
+    monkeypatch.setattr(supervisor, "_routers", router)
     monkeypatch.setattr(supervisor, "_redis", SimpleNamespace(stop=ends[2]))
     with pytest.raises(RuntimeError, match="something new"):
         supervisor._take_down()

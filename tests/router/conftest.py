@@ -131,12 +131,22 @@ async def make_fleet(model):
     fleets: list[tuple[Fleet, asyncio.Task]] = []
 
     async def make(
-        workers: dict[str, Script | None], served=model, stored_responses=None, **settings
+        workers: dict[str, Script | None],
+        served=model,
+        stored_responses=None,
+        shared_demands=None,
+        **settings,
     ) -> Fleet:
         base = RouterSettings(model=DEFAULT_MODEL, model_names=served.names, fleet_token="secret")
         directory = StaticDirectory()
         settings = replace(base, **settings)
-        router = Router(settings, served, directory, stored_responses=stored_responses)
+        router = Router(
+            settings,
+            served,
+            directory,
+            stored_responses=stored_responses,
+            shared_demands=shared_demands,
+        )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(
             server_config(app, metrics, settings.clients, port=0, timeout_graceful_shutdown=1)

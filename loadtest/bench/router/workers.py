@@ -44,6 +44,7 @@ class _Stream:
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
+        self.router_id = ""
         self._running: dict[str, tuple[pb.Submission, int]] = {}  # and the next token's index
         self.frame = pb.WorkerFrame()
         self.dirty = asyncio.Event()
@@ -123,6 +124,10 @@ class SteppedWorker(DecodeServicer):
         await server.start()
         self._server = server
 
+    async def stop(self) -> None:
+        """Hang up."""
+        await self._server.stop(grace=0)
+
     async def run(self) -> None:
         """Step for ever."""
         loop = asyncio.get_running_loop()
@@ -168,15 +173,18 @@ class SteppedWorker(DecodeServicer):
             del self._streams[id(stream)]
 
     async def Submit(self, submission: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
-        """A long prompt; the bench has one router."""
+        """A long prompt."""
         for stream in self._streams.values():
-            stream.begin(submission)
+            if stream.router_id == submission.router_id:
+                stream.begin(submission)
         return pb.SubmitAck()
 
     async def _listen(self, requests: AsyncIterator[pb.RouterFrame], stream: _Stream) -> None:
         async for frame in requests:
             if frame.HasField("submit"):
                 stream.begin(frame.submit)
+            elif frame.HasField("hello"):
+                stream.router_id = frame.hello.router_id
             elif frame.HasField("cancel"):
                 stream.cancel(frame.cancel.request_id)
 

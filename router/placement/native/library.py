@@ -1,4 +1,4 @@
-"""Compiles ``block_table.cpp`` once per machine, and loads it; ``BATON_NATIVE=0`` does without."""
+"""Compiles what is here once per machine, and loads it; ``BATON_NATIVE=0`` does without."""
 
 import ctypes
 import functools
@@ -7,8 +7,11 @@ from pathlib import Path
 
 from engine.compiled import compiled
 
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
+# No contraction: prices are to have the bits that Python's have.
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off")
+_SOURCES = ("block_table.cpp", "pricing.cpp")
 _POINTER, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_I32 = ctypes.c_int32
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "baton_blocks_new": (_POINTER, (_U32,)),
     "baton_blocks_delete": (None, (_POINTER,)),
@@ -24,6 +27,17 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "baton_blocks_sweep": (None, (_POINTER, _POINTER, _U32, _U32)),
     "baton_blocks_list": (_U64, (_POINTER, _U32, _POINTER, _U64)),
     "baton_blocks_clear": (None, (_POINTER,)),
+    "baton_price_workers": (
+        None,
+        (_POINTER, _U32, *(_POINTER,) * 4, _I32, _U32, _U32, *(_POINTER,) * 4),
+    ),
+    "baton_price_cheapest": (
+        _U32,
+        (
+            *(_POINTER, _U32, _POINTER, _U32, _U32, _I32, _I32),
+            *(*(_POINTER,) * 5, _U32, _POINTER, _POINTER),
+        ),
+    ),
 }
 """Result and arguments of what the library exports."""
 
@@ -34,7 +48,7 @@ def load() -> ctypes.CDLL | None:
     if os.environ.get("BATON_NATIVE") == "0":
         return None
     try:
-        path = compiled("blocks", Path(__file__).parent, ("block_table.cpp",), _FLAGS)
+        path = compiled("placement", Path(__file__).parent, _SOURCES, _FLAGS)
         if path is None:
             return None
         library = ctypes.CDLL(str(path))

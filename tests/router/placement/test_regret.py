@@ -36,7 +36,7 @@ def as_predicted(candidate, **changes) -> Measured:
 
 
 def told(chosen, placements, measured, fitted=None):
-    return regret(chosen, placements, measured, fitted or {}, prompt_tokens=PROMPT, choices=1)
+    return regret(chosen, placements, measured, (fitted or {}).get, prompt_tokens=PROMPT, choices=1)
 
 
 def test_the_best_choice_has_none() -> None:

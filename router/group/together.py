@@ -1,0 +1,64 @@
+"""What several routers answer to one question, put together. Sans-IO."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+_COUNTED = ("generated_tokens", "prompt_tokens", "ended", "failed", "queued", "running")
+_DEFAULT_LIMIT = 50
+
+
+def load_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, int]:
+    """``GET /load``: all requests that are not over."""
+    return {"server_load": sum(part["server_load"] for part in parts)}
+
+
+def latest_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:
+    """``GET /fleet/requests``: the newest or slowest of all."""
+    found = [request for part in parts for request in part["requests"]]
+    if asked.get("order") == "slowest":
+        found.sort(key=lambda request: -float(request["elapsed_s"]))
+    else:
+        found.sort(key=lambda request: float(request["age_s"]))
+    return {"requests": found[: int(asked.get("limit", _DEFAULT_LIMIT))]}
+
+
+def series_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:
+    """``GET /fleet/series``: a second that all have closed is one sample.
+
+    Samples of the same second have the same number in all routers. Percentiles of several routers
+    cannot be had of theirs: the 50th is their mean, by tokens, the 99th the largest.
+    """
+    last = min(part["last"] for part in parts)
+    seconds: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for part in parts:
+        for sample in part["samples"]:
+            if sample["number"] <= last:
+                seconds[sample["number"]].append(sample)
+    samples = [_second(seconds[number]) for number in sorted(seconds)]
+    return {**parts[0], "last": last, "samples": samples}
+
+
+def _second(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(samples) == 1:
+        return samples[0]
+    handoffs: Counter[str] = Counter()
+    for sample in samples:
+        handoffs.update(sample["handoffs"])
+    return {
+        **samples[0],
+        **{name: sum(sample[name] for sample in samples) for name in _COUNTED},
+        **{name: _usual(samples, name) for name in ("ttft_p50_s", "itl_p50_s")},
+        **{name: _largest(samples, name) for name in ("ttft_p99_s", "itl_p99_s")},
+        "handoffs": dict(handoffs),
+    }
+
+
+def _usual(samples: list[dict[str, Any]], name: str) -> float | None:
+    told = [(sample[name], sample["generated_tokens"] + 1) for sample in samples if sample[name]]
+    weight = sum(tokens for _, tokens in told)
+    return sum(value * tokens for value, tokens in told) / weight if told else None
+
+
+def _largest(samples: list[dict[str, Any]], name: str) -> float | None:
+    return max((sample[name] for sample in samples if sample[name] is not None), default=None)

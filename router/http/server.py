@@ -1,0 +1,107 @@
+"""uvicorn's server, which ends as a router shall: soon when it is told to stop, or when replaced.
+
+A router that is replaced leaves: it accepts no more, and all that it has accepted it answers, be it
+connections that have asked nothing yet.
+"""
+
+import asyncio
+import contextlib
+import functools
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import uvicorn
+
+_LOOK_EVERY_S = 0.1
+
+
+class Group(Protocol):
+    """The routers that share the port; ``router.group.group.RouterGroup`` is it."""
+
+    async def join(self, make_connection: Any, tls: object | None) -> None:
+        """This one serves."""
+
+    def leave(self) -> None:
+        """It accepts no more."""
+
+    async def close(self) -> None:
+        """It ends."""
+
+
+class RouterServer(uvicorn.Server):
+    """Stops on a signal, and then ends with code 0: uvicorn would raise the signal again.
+
+    Args:
+        config: uvicorn's.
+        group: Routers with the same port, or None.
+        leave_limit_s: When it leaves, answers may take so long.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, group: Group | None = None, *, leave_limit_s: float = 0.0
+    ) -> None:
+        super().__init__(config)
+        self.stopping = asyncio.Event()
+        self._leaving = False
+        self._group = group
+        self._leave_limit_s = leave_limit_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT stop it, SIGUSR1 has it leave."""
+        loop = asyncio.get_running_loop()
+        handlers = {
+            signal.SIGTERM: self._stop,
+            signal.SIGINT: self._stop,
+            signal.SIGUSR1: self._leave,
+        }
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        try:
+            yield
+        finally:
+            for number in handlers:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.should_exit = True
+        self.stopping.set()
+
+    def _leave(self) -> None:
+        self._leaving = self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, then join the group."""
+        await super().startup(sockets)
+        if self._group is not None:
+            protocol: Any = self.config.http_protocol_class
+            make = functools.partial(
+                protocol,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+            await self._group.join(make, self.config.ssl)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; when it leaves, only after all answers."""
+        if self._group is not None:
+            self._group.leave()
+        if self._leaving:
+            for server in self.servers:
+                server.close()
+            await self._answer_all()
+        await super().shutdown(sockets)
+        if self._group is not None:
+            await self._group.close()
+
+    async def _answer_all(self) -> None:
+        """Until the last connection has ended, or the time is over, or it is told to stop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._leave_limit_s):
+                while self.server_state.connections and not self.stopping.is_set():
+                    for connection in list(self.server_state.connections):
+                        connection.leave()  # type: ignore[union-attr]
+                    await asyncio.sleep(_LOOK_EVERY_S)

@@ -1,0 +1,176 @@
+// Prices every worker for one prompt, and pairs of the best; see pricing.py beside this folder.
+//
+// The same sums in the same order as cost.py, in doubles and without contraction, so that both give
+// the same bits. Whole numbers stay below 2^53.
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+enum Column {
+  kQueuedTokens, kQueuedContext, kStreams, kAnswering, kRoomBlocks, kTotalBlocks, kTokenS, kContextS,
+  kStepS, kBlockBytes, kBlockTokens, kFormat, kIsDecode, kUnmeasured, kColumns
+};
+
+constexpr int kPaired = 6;
+
+struct Prompt {
+  double own_s, compute_s;
+};
+
+struct Answer {
+  double with_adapter_s, own_s, lacking_bytes;
+};
+
+struct Best {  // the smallest few, in the order of their arrival where equal
+  double own_s[kPaired];
+  int32_t worker[kPaired];
+  int count = 0;
+
+  void offer(double value, int32_t who) {
+    if (count == kPaired && value >= own_s[count - 1]) return;
+    int at = count < kPaired ? count++ : count - 1;
+    for (; at > 0 && own_s[at - 1] > value; --at) {
+      own_s[at] = own_s[at - 1];
+      worker[at] = worker[at - 1];
+    }
+    own_s[at] = value;
+    worker[at] = who;
+  }
+};
+
+struct Computed {
+  double tokens, seconds;
+};
+
+// Tokens to compute behind so many blocks, and how long that takes.
+Computed compute(const double* row, double prompt_tokens, double overhead_s, double held_blocks) {
+  double held = held_blocks * row[kBlockTokens], most = prompt_tokens - 1;
+  double known = held < most ? held : most, tokens = prompt_tokens - known;
+  double context = tokens * (known + prompt_tokens - 1) / 2;  // tokens before each, in all
+  return {tokens, overhead_s + (tokens * row[kTokenS] + context * row[kContextS])};
+}
+
+double whole_up(double value, double by) { return std::ceil(value / by); }
+
+}  // namespace
+
+extern "C" {
+
+// What one prompt asks; the figures of cost.py.
+struct BatonAsked {
+  double prompt_tokens, expected_tokens, choices, moves_kv;
+  double crowding_prefill, crowding_decode;
+  double prefill_overhead_s, edge_overhead_s, step_share, exposed_share;
+  double peer_blocks, pull_overhead_s;  // so many can be had from another worker
+};
+
+// For each worker: what it costs alone, and the two halves of what it would cost in a pair.
+// `halves` gets, for each format, six prefill and six decode workers, -1 where there are fewer.
+// Workers are looked at from `first` on, so that among equals not always the same are paired.
+void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* asked,
+                         const double* booked, const double* cached, const double* pulls,
+                         int32_t avoid, uint32_t first, uint32_t formats, double* alone_s, double* prompts, double* answers,
+                         int32_t* halves) {
+  std::vector<Best> best(2 * formats);
+  for (uint32_t step = 0; step < count; ++step) {
+    uint32_t i = first + step < count ? first + step : first + step - count;
+    if (static_cast<int32_t>(i) == avoid) {
+      alone_s[i] = INFINITY;
+      continue;
+    }
+    const double* row = rows + static_cast<size_t>(i) * kColumns;
+    const double* more = booked + static_cast<size_t>(i) * 3;
+    double token_s = row[kTokenS], context_s = row[kContextS], step_s = row[kStepS];
+    double streams = row[kStreams] + more[2];
+    double delayed = row[kAnswering] + more[2];
+
+    double queue_s = (row[kQueuedTokens] + more[0]) * token_s + (row[kQueuedContext] + more[1]) * context_s;
+    double compute_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, cached[i]).seconds;
+    double pull_s = 0, given = asked->peer_blocks - cached[i];
+    if (given > 0) {
+      double rate = pulls[i] != 0 ? pulls[i] : row[kUnmeasured];
+      double wire_s = asked->pull_overhead_s + given * row[kBlockBytes] / rate;
+      double rest_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, asked->peer_blocks).seconds;
+      if (wire_s + rest_s < compute_s) {
+        compute_s = rest_s;
+        pull_s = wire_s > queue_s ? wire_s - queue_s : 0;
+      }
+    }
+    double delays_s = compute_s * delayed;
+    double crowding = row[kIsDecode] != 0 ? asked->crowding_decode : asked->crowding_prefill;
+    double crowding_s = compute_s * crowding;
+    double prompt_own_s = queue_s + pull_s + compute_s + delays_s + crowding_s;
+
+    double marginal_s = step_s * asked->step_share;
+    double decode_s = asked->expected_tokens * (step_s + marginal_s * streams);
+    double slows_s = asked->expected_tokens * marginal_s * streams * asked->choices;
+    double blocks = whole_up(asked->prompt_tokens + asked->choices * asked->expected_tokens, row[kBlockTokens]);
+    double lacking = blocks - cached[i] - row[kRoomBlocks];
+    if (lacking < 0) lacking = 0;
+    double total = row[kTotalBlocks] > 1 ? row[kTotalBlocks] : 1;
+    double room_s = lacking / total * asked->expected_tokens * step_s;
+    double lacks = whole_up(asked->prompt_tokens, row[kBlockTokens]) - cached[i];
+    double lacking_bytes = asked->moves_kv != 0 && lacks > 0 ? lacks * row[kBlockBytes] : 0;
+    double answer_s = room_s + decode_s + slows_s;
+    double wire_s = lacking_bytes / row[kUnmeasured] * asked->exposed_share;
+
+    alone_s[i] = prompt_own_s + answer_s;
+    prompts[2 * i] = prompt_own_s;
+    prompts[2 * i + 1] = compute_s;
+    answers[2 * i] = answer_s;
+    answers[2 * i + 1] = lacking_bytes;
+    Best* halves_of = &best[2 * static_cast<uint32_t>(row[kFormat])];
+    if (row[kIsDecode] == 0)
+      halves_of[0].offer(prompt_own_s, static_cast<int32_t>(i));
+    else
+      halves_of[1].offer(answer_s + wire_s, static_cast<int32_t>(i));
+  }
+  for (uint32_t half = 0; half < 2 * formats; ++half)
+    for (int k = 0; k < kPaired; ++k)
+      halves[half * kPaired + k] = k < best[half].count ? best[half].worker[k] : -1;
+}
+
+// The cheapest `most` placements: (computes, holds, cost). Equal numbers: one worker does both.
+// `rates` has the measured bytes/s of the pairs of each format, row by row; 0: not measured.
+uint32_t baton_price_cheapest(const double* rows, uint32_t count, const BatonAsked* asked,
+                              uint32_t first, uint32_t formats, int32_t alone, int32_t pairs,
+                              const double* alone_s, const double* prompts, const double* answers,
+                              const int32_t* halves, const double* rates, uint32_t most,
+                              int32_t* chosen, double* costs) {
+  uint32_t found = 0;
+  auto offer = [&](double cost, int32_t computes, int32_t holds) {
+    if (found == most && !(cost < costs[found - 1])) return;
+    uint32_t at = found < most ? found++ : found - 1;
+    for (; at > 0 && costs[at - 1] > cost; --at) {
+      costs[at] = costs[at - 1];
+      chosen[2 * at] = chosen[2 * at - 2];
+      chosen[2 * at + 1] = chosen[2 * at - 1];
+    }
+    costs[at] = cost;
+    chosen[2 * at] = computes;
+    chosen[2 * at + 1] = holds;
+  };
+  for (uint32_t step = 0; alone != 0 && step < count; ++step) {
+    int32_t i = static_cast<int32_t>(first + step < count ? first + step : first + step - count);
+    if (alone_s[i] < INFINITY) offer(alone_s[i], i, i);
+  }
+  for (uint32_t format = 0; pairs != 0 && format < formats; ++format)
+    for (int p = 0; p < kPaired; ++p)
+      for (int d = 0; d < kPaired; ++d) {
+        int32_t prefill = halves[(2 * format) * kPaired + p];
+        int32_t decode = halves[(2 * format + 1) * kPaired + d];
+        if (prefill < 0 || decode < 0) continue;
+        double rate = rates[(format * kPaired + p) * kPaired + d];
+        if (rate == 0) rate = rows[static_cast<size_t>(decode) * kColumns + kUnmeasured];
+        double wire_s = answers[2 * decode + 1] / rate;
+        double hidden_s = wire_s - prompts[2 * prefill + 1], exposed_s = wire_s * asked->exposed_share;
+        double transfer_s = asked->edge_overhead_s + (hidden_s > exposed_s ? hidden_s : exposed_s);
+        offer(prompts[2 * prefill] + answers[2 * decode] + transfer_s, prefill, decode);
+      }
+  return found;
+}
+
+}  // extern "C"

@@ -1,0 +1,160 @@
+"""Prices in C++: the bits of Python's, over all workers."""
+
+import random
+
+import msgspec
+import pytest
+
+from loadtest.bench.placement import fleet
+from registry.types import EventBatch
+from router.placement import cost
+from router.placement.booked_load import LoadBook
+from router.placement.cost import candidates
+from router.placement.crowding import Crowding
+from router.placement.described import Described
+from router.placement.native.library import load
+from router.placement.prefix_index import PrefixIndex
+from router.placement.pricing import Asked, Pricing
+from router.placement.shortlist import Shortlist
+from router.placement.worker_load import Reports, loads_of
+
+pytestmark = pytest.mark.skipif(load() is None, reason="no compiler")
+MODES = ("auto", "disaggregated", "colocated")
+
+
+def drawn(seed: int):
+    """A fleet with caches, queues, bookings, unlike reports, and a few formats."""
+    draw = random.Random(seed)
+    slots, index, book = (
+        fleet(draw.randrange(9), draw.randrange(1, 9), draw),
+        PrefixIndex(),
+        LoadBook(),
+    )
+    hashes = [draw.randbytes(16) for _ in range(64)]
+    for slot in slots:
+        status, link = slot.link.status, slot.link
+        if draw.random() < 0.3:
+            status.ClearField("answering")
+        if draw.random() < 0.3:
+            status.prefill_tokens_per_s = status.prefill_token_s = status.decode_step_s = 0
+        status.kv_blocks.free, status.kv_blocks.cached = draw.randrange(60), draw.randrange(60)
+        status.queued_prompt_context = draw.randrange(10**6)
+        for edge in status.edges:
+            edge.bytes_per_s = draw.choice((0, 1e6, 1e9))
+        if draw.random() < 0.2:
+            link.capabilities.numerics_id = "exact/other"
+        if draw.random() < 0.5:
+            stored = tuple(hashes[: draw.randrange(1, 65)])
+            index.apply(EventBatch(incarnation=slot.incarnation, sequence=1, stored=stored))
+        if draw.random() < 0.5:
+            tokens, streams = draw.randrange(500), draw.randrange(3)
+            book.book(slot.worker_id, slot.worker_id, tokens=tokens, streams=streams, now_ns=0)
+    return draw, slots, index.prefixes(hashes, 0), book, index, hashes
+
+
+class Slots(list):
+    def get(self, worker_id):
+        return next((slot for slot in self if slot.worker_id == worker_id), None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(25))
+def test_what_is_found_is_what_python_finds_among_all(seed, mode):
+    draw, slots, held, book, index, hashes = drawn(seed)
+    asked = Asked(mode, draw.randrange(1, 1500), draw.randrange(1, 300), draw.choice((1, 4)), True)
+    crowding, short = Crowding(), Shortlist(Reports(), Crowding(), seed)
+    rates = short.update(Slots(slots), 0)
+    placed = short.cheapest(asked, held, book, 0)
+    found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
+    loads = loads_of(slots, hashes, index, book, 0)
+    if held and mode == MODES[seed % 3]:  # somebody gives what it holds
+        holder = max(slots, key=lambda slot: held.get(slot.incarnation, 0))
+        gives = (holder.worker_id, held[holder.incarnation])
+        asked = asked._replace(holder_id=gives[0], held_blocks=gives[1])
+        named = {"peer_id": gives[0], "peer_blocks": gives[1]}
+        loads = [msgspec.structs.replace(load, **named) for load in loads]
+        placed = short.cheapest(asked, held, book, 0)
+        found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
+    work = ("mode", "prompt_tokens", "expected_tokens", "choices", "moves_kv")
+    expected = candidates(loads, **{name: getattr(asked, name) for name in work})
+    assert crowding.wait_per_s("prefill") == 0.0
+    assert [one.terms.total_s for one in found] == pytest.approx(
+        [one.terms.total_s for one in expected], rel=1e-12
+    )
+    assert [one.cost_s for one in placed] == pytest.approx(
+        [one.terms.total_s for one in found], rel=1e-12
+    )
+    if expected:
+        assert found[0].terms == expected[0].terms
+
+
+def test_a_worker_that_just_failed_is_in_none():
+    _, slots, held, book, _, _ = drawn(3)
+    short = Shortlist(Reports(), Crowding(), 0)
+    short.update(Slots(slots), 0)
+    avoid = slots[0].incarnation
+    placed = short.cheapest(Asked("auto", 500, 64, 1, True), held, book, 0, avoid=avoid)
+    assert placed
+    assert all(avoid not in (one.computes.incarnation, one.holds.incarnation) for one in placed)
+
+
+def test_equal_workers_are_paired_in_turns():
+    slots = fleet(40, 40, random.Random(1))
+    for slot in slots:
+        slot.link.status = slots[0 if slot.role == "prefill" else -1].link.status
+    short, book, seen = Shortlist(Reports(), Crowding(), 0), LoadBook(), set()
+    short.update(Slots(slots), 0)
+    for _ in range(200):
+        placed = short.cheapest(Asked("disaggregated", 500, 64, 1, True), {}, book, 0)
+        seen |= {one.computes.slot.worker_id for one in placed}
+    assert len(seen) == 40
+
+
+def test_what_a_prompt_found_leaves_nothing_for_the_next():
+    _, slots, held, book, _, _ = drawn(7)
+    asked = Asked("auto", 900, 64, 1, True)
+    fresh, used = (Shortlist(Reports(), Crowding(), 0) for _ in range(2))
+    for short in (fresh, used):
+        short.update(Slots(slots), 0)
+    used.cheapest(asked._replace(prompt_tokens=17), held, book, 0)
+    used._draw = __import__("numpy").random.default_rng(0)
+    costs = [
+        [one.cost_s for one in short.cheapest(asked, {}, LoadBook(), 0)] for short in (fresh, used)
+    ]
+    assert costs[0] == costs[1]
+
+
+def test_the_work_for_a_prompt_grows_with_reports_and_not_with_workers(monkeypatch):
+    """Counted: rows that are written, and slots that are looked at."""
+    written = []
+    real = Pricing.write
+    monkeypatch.setattr(Pricing, "write", lambda *said: written.append(1) or real(*said))
+    slots = Slots(fleet(100, 100, random.Random(1)))
+    looked: list[str] = []
+    named = {slot.worker_id: slot for slot in slots}
+
+    class Counted(Slots):
+        def get(self, worker_id):
+            looked.append(worker_id)
+            return named[worker_id]
+
+        def __iter__(self):
+            looked.extend("all" for _ in range(len(self)))
+            return super().__iter__()
+
+    counted, news = Counted(slots), {slot.worker_id for slot in slots}
+    short = Shortlist(Reports(), Crowding(), 0)
+    short.update(counted, 0, news)
+    assert (len(written), news) == (400, set())  # once more with what is usual among them
+    written.clear(), looked.clear()
+    for _ in range(10):
+        short.update(counted, 0, news)
+        short.cheapest(Asked("auto", 500, 64, 1, True), {}, LoadBook(), 0)
+    assert (written, looked) == ([], [])
+    slots[3].link.status = type(slots[3].link.status)(state="ready")
+    news.add(slots[3].worker_id)
+    short.update(counted, 0, news)
+    assert (len(written), looked) == (1, [slots[3].worker_id])
+
+
+assert cost.PAIRED_OF_A_ROLE == 6, "as in pricing.cpp"
