@@ -1,5 +1,6 @@
 """A real gateway over links that have no network: a test reads what was sent, and says frames."""
 
+from functools import partial
 from time import monotonic_ns
 
 from batonpb import common_pb2 as common
@@ -33,8 +34,9 @@ class FakeLink(WorkerLink):
         self.status_ns = monotonic_ns()
         self.unary: list[pb.Submission] = []
         slot = Slot(record_of(worker_id, "fake", worker_id.split("-")[0]))
-        slot.link = self
         gateway.workers._slots[worker_id] = slot
+        slot.on_change = partial(gateway.workers._tell, worker_id)
+        slot.link = self
 
     def start(self) -> None:
         pass

@@ -273,7 +273,8 @@ class TestAnAnswerGoesOn:
             await until(lambda: fleet.state("decode-2") == "ready")
             await kill(fleet, second[0])
 
-        events = await self.stream(fleet, 8, then, **SIXTY_TOKENS)
+        # Longer than it takes to start a worker.
+        events = await self.stream(fleet, 8, then, **{**SIXTY_TOKENS, "max_tokens": 1500})
         assert events[-1]["error"]["code"] == "poison_request"
         assert not fleet.workers["decode-2"].submissions
 
