@@ -4,7 +4,9 @@ With ``--fd`` it takes a socket that listens already, and whose holder outlives 
 is started again, new connections wait in the socket's queue and are not refused.
 
 SIGTERM and SIGINT end it within five seconds: no new connections; active requests end with an
-error, and the workers are told to stop them. Secrets come by environment (``router/settings.py``).
+error, and the workers are told to stop them. SIGUSR1 lets it end with its last answer, however long
+that takes: another router has its place, on the same socket. Secrets come by environment
+(``router/settings.py``).
 """
 
 import argparse
@@ -40,6 +42,7 @@ from telemetry.metrics import Metrics
 _LOG = logging.getLogger("router")
 
 _GRACE_S = 3
+_RETIRED_S = 24 * 3600  # the longest that a request may last
 
 
 def main() -> int:
@@ -49,6 +52,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, help="instead of the one in the file")
     parser.add_argument("--host", help="instead of the one in the file")
     parser.add_argument("--fd", type=int, help="a socket that listens already, inherited")
+    parser.add_argument("--ready-fd", type=int, help="where a byte is written once it listens")
     arguments = parser.parse_args()
     set_up_logs("text")
     overrides = {"host": arguments.host} if arguments.host else {}
@@ -65,27 +69,39 @@ def main() -> int:
     limit_arenas()
     collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, model, listening))
+        runner.run(serve(settings, model, listening, arguments.ready_fd))
     return 0
 
 
 class _Server(uvicorn.Server):
     """Stops on a signal, and then ends with code 0: uvicorn would raise the signal again."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, ready_fd: int | None = None) -> None:
         super().__init__(config)
         self.stopping = asyncio.Event()
+        self._ready_fd = ready_fd
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._ready_fd is not None and self.started:
+            os.write(self._ready_fd, b"1")
+            os.close(self._ready_fd)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGUSR1, self._retire)
         try:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    def _retire(self) -> None:
+        self.config.timeout_graceful_shutdown = _RETIRED_S
+        self.should_exit = True
 
     def _stop(self) -> None:
         self.should_exit = True
@@ -93,9 +109,19 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    settings: RouterSettings, model: ServedModel, listening: socket.socket | None = None
+    settings: RouterSettings,
+    model: ServedModel,
+    listening: socket.socket | None = None,
+    ready_fd: int | None = None,
 ) -> None:
-    """Serve HTTP until a signal comes, on a socket that ``listening`` is if it is not None."""
+    """Serve HTTP until a signal comes.
+
+    Args:
+        settings: Of the router.
+        model: That it serves.
+        listening: A socket that listens already; None: one of its own.
+        ready_fd: Where a byte is written as soon as it takes connections.
+    """
     if settings.emulated:
         _LOG.warning("EMULATED fleet (%s): answers are made up, no model runs", settings.emulated)
     registry = Registry(settings.redis_url, settings.fleet)
@@ -131,7 +157,8 @@ async def serve(
             port=settings.port,
             loop="uvloop",
             timeout_graceful_shutdown=_GRACE_S,
-        )
+        ),
+        ready_fd,
     )
     async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
         await server.serve(None if listening is None else [listening])

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,18 @@ import httpx
 
 from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
+from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools
 from fleet.local.fleet_token import fleet_token
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate
 from fleet.local.preflight import describe_model, notes
-from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
+from fleet.local.redis_check import check_external, redacted
+from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcess, own_address
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
+from fleet.pools.nodes import CapacityError
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
@@ -66,6 +70,8 @@ class Supervisor:
         say: Shows one line of progress.
         address: An existing Ray cluster, or None for a private local one.
         take_over: Run the fleet although another supervisor does; its workers are adopted.
+        leave: A stop ends this process and its router; workers on a cluster serve on.
+        reread: Reads the file again, when somebody says that it has changed.
     """
 
     def __init__(
@@ -76,12 +82,18 @@ class Supervisor:
         address: str | None = None,
         *,
         take_over: bool = False,
+        leave: bool = False,
+        reread: Callable[[], FleetConfig] | None = None,
     ) -> None:
         self._config = config
         self._config_file = config_file.resolve()
         self._say = say
         self._address = address
         self._take_over = take_over
+        self._leave = leave
+        self._reread = reread
+        self._changing: Changes | None = None  # that workers are still at
+        self._changes_done = 0
         self._stop = StopSignal()
         self._token = ""
         self._name = config.fleet  # of its state folder
@@ -176,7 +188,7 @@ class Supervisor:
             fleet_state.forget(self._name)
             self._say(f"cleaned up after a run that was killed ({left} processes were left)")
 
-    def _save_state(self) -> None:
+    def _save_state(self, problem: str = "") -> None:
         me = ProcessKey.of(os.getpid())
         if me is None:
             raise FleetError("cannot read /proc")
@@ -192,6 +204,10 @@ class Supervisor:
                 config_file=str(self._config_file),
                 fleet_token=self._token,
                 on_cluster=self._address is not None,
+                config_json=self._config.to_json(),
+                keys_digest=keys_digest(self._config, self._token),
+                changes_done=self._changes_done,
+                change_problem=problem,
             )
         )
 
@@ -199,7 +215,7 @@ class Supervisor:
         import asyncio
 
         if self._config.redis != EMBEDDED:
-            version = asyncio.run(check_external(self._config.redis))
+            version = asyncio.run(check_external(self._config.redis, self._config.fleet))
             self._redis_url = self._config.redis
             self._say(f"redis {version} at {redacted(self._config.redis)}")
             return
@@ -210,13 +226,6 @@ class Supervisor:
 
     def _start_workers(self) -> None:
         self._say("starting Ray" if self._address is None else f"asking Ray at {self._address}")
-        spec = ControllerSpec(
-            config_json=self._config.to_json(),
-            redis_url=self._redis_url,
-            fleet_token=self._token,
-            host="",  # its pools know
-            log_dir=str(self._logs),
-        )
         self._output = OwnOutput(self._logs / "ray.log")
         if self._address is None:
             self._pools = LocalPools(self._config, self._run_folder / "r")
@@ -229,18 +238,30 @@ class Supervisor:
                 log=self._logs / "ray.log",
                 take_over=self._take_over,
             )
-        self._pools.start(spec)
+        self._pools.start(self._spec(self._config))
         self._stop.install()
         self._tell_news()
 
+    def _spec(self, config: FleetConfig) -> ControllerSpec:
+        return ControllerSpec(
+            config_json=config.to_json(),
+            redis_url=self._redis_url,
+            fleet_token=self._token,
+            host="",  # its pools know
+            log_dir=str(self._logs),
+        )
+
     def _start_router(self, router: RouterProcess) -> None:
-        secrets_by_environment = {
+        environment = self._router_environment()
+        router.start(self._config_file, environment, self._logs / "router.log")
+
+    def _router_environment(self) -> dict[str, str]:
+        return {
             **os.environ,
             "BATON_REDIS_URL": self._redis_url,
             "BATON_FLEET_TOKEN": self._token,
             "BATON_STATE_DIR": str(fleet_state.state_folder(self._name)),
         }
-        router.start(self._config_file, secrets_by_environment, self._logs / "router.log")
 
     def _wait_until_ready(self, router: RouterProcess) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -297,6 +318,7 @@ class Supervisor:
             self._keep_redis()
             self._keep_router()
             self._check_ray()
+            self._keep_up_with_the_file()
             if time.monotonic() >= next_look_s:
                 if self._pools is not None and self._pools.answers():
                     controller_seen_s = time.monotonic()
@@ -326,6 +348,57 @@ class Supervisor:
         self._say(f"the router died (exit code {router.exit_code}); starting it again")
         if not self._stop.wait(0.2 * (router.failures - 1)):  # the first time at once
             self._start_router(router)
+
+    def _keep_up_with_the_file(self) -> None:
+        """Begin a change that was asked for; end one whose workers are there."""
+        if self._stop.take_change():
+            try:
+                self._changing = self._begin_change(self._changing)
+            except (ValueError, CapacityError) as error:
+                self._end_change(f"the file is not taken, the fleet goes on as it was: {error}")
+        elif self._changing is not None and self._all_in_place():
+            self._give_router_a_successor(self._changing)
+
+    def _give_router_a_successor(self, plan: Changes) -> None:
+        """The last step of a change, taken again until it is done."""
+        router, problem = self._router, ""
+        if plan.router and router is not None:
+            if not router.has_successor:
+                log = self._logs / "router.log"
+                router.begin_succession(self._config_file, self._router_environment(), log)
+            taken_over = router.succession()
+            if taken_over is None:
+                return
+            if not taken_over:
+                problem = (
+                    f"the new router did not start, the old one serves on:\n{self._tail('router')}"
+                )
+        self._changing = None
+        self._end_change(problem)
+
+    def _all_in_place(self) -> bool:
+        slots = self._slots()
+        return bool(slots) and all(slot["phase"] in ("ready", "parked") for slot in slots)
+
+    def _begin_change(self, earlier: Changes | None) -> Changes:
+        if self._reread is None or self._pools is None:
+            raise ValueError("nobody said how to read it again")
+        new = self._reread()
+        plan = changes(self._config, new)
+        if plan.refused:
+            raise ValueError("; ".join(plan.refused))
+        describe_model(new)
+        for line in plan.lines:
+            self._say(line)
+        if plan.keys:
+            self._pools.change(new, self._spec(new))
+        self._config = new
+        return replace(plan, router=plan.router or (earlier is not None and earlier.router))
+
+    def _end_change(self, problem: str = "") -> None:
+        self._say(problem or "the fleet is as its file says")
+        self._changes_done += 1
+        self._save_state(problem)
 
     def _check_ray(self) -> None:
         if self._pools is None:
@@ -364,7 +437,7 @@ class Supervisor:
 
     def _stop_workers(self) -> None:
         if self._pools is not None:
-            self._pools.stop(leave=not self._stop.is_set)
+            self._pools.stop(leave=self._leave or not self._stop.is_set)
 
     def _end_by_force(self) -> None:
         self._say("the stop takes too long: ending what is left")

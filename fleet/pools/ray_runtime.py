@@ -247,7 +247,7 @@ def clean(fleet: str) -> int:
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(actor_name(fleet, worker_id, epoch), namespace=NAMESPACE))
             left += 1
-    for group, _ in groups_of(fleet).values():
+    for group, *_ in groups_of(fleet).values():
         remove_placement_group(group)
         left += 1
     return left
