@@ -105,6 +105,25 @@ def start_ray(
     host.output([*base, *flags], timeout_s=timeout_s, environment=settings)
 
 
+def run_unit(host: Host, unit: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Run a host's command as systemd would by a unit file: again two seconds after each end.
+
+    Args:
+        host: There is no systemd in it: a shell plays it.
+        unit: The file; its ``Environment=`` and ``ExecStart=`` are taken as they stand.
+        environment: What its ``EnvironmentFile=`` would say.
+    """
+    text = unit.read_text().replace("\\\n", " ")
+    lines = [line.partition("=") for line in text.splitlines() if not line.startswith("#")]
+    settings = dict(environment)
+    for key, _, value in lines:
+        if key == "Environment":
+            settings |= dict(pair.split("=", 1) for pair in shlex.split(value))
+    command = next(value for key, _, value in lines if key == "ExecStart")
+    script = f"while :; do {command}; sleep 2; done >> {HOME}/unit.log 2>&1"
+    return host.start(script, environment=settings)
+
+
 def baton(host: Host, *arguments: str, timeout_s: float = 60.0, ok: bool = True) -> str:
     """Run a `baton` command on a host; what it prints."""
     command = [sys.executable, "-m", "fleet.cli.main", *arguments]
