@@ -96,7 +96,8 @@ def start_ray(
     base = ["ray", "start", "--disable-usage-stats", f"--node-ip-address={host.address}"]
     base += ["--node-manager-port=6380", "--object-manager-port=6381"]
     base += ["--min-worker-port=11000", "--max-worker-port=11999", "--object-store-memory=80000000"]
-    settings = {**NODE_SETTINGS, **(environment or {})}
+    patient = {"RAY_raylet_start_wait_time_s": "110"}  # the hosts share the machine's cores
+    settings = {**NODE_SETTINGS, **patient, **(environment or {})}
     if host is head:
         settings |= HEAD_SETTINGS
         base += ["--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false"]

@@ -44,7 +44,7 @@ _FIRST_PROCESS = rf"""
 set -e
 mount --make-rprivate /
 hostname "$1"
-mount -t tmpfs -o size=64m tmpfs /mnt
+mount -t tmpfs -o size=2g tmpfs /mnt
 mkdir -p /mnt/tmp /mnt/etc
 for folder in $3; do mkdir -p "/mnt$folder"; mount --bind "$folder" "/mnt$folder"; done
 printf '%s' "$4" > /mnt/etc/hosts

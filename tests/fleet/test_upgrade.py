@@ -94,15 +94,16 @@ class Mixed:
             fleet_token=TOKEN,
             kv_blocks=256,
         )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fleet.worker"],
-            cwd=tree,
-            env=self.environment(tree),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(self.folder / f"{worker_id}.log").open("ab"),
-            preexec_fn=die_with_parent(),
-        )
+        with (self.folder / f"{worker_id}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fleet.worker"],
+                cwd=tree,
+                env=self.environment(tree),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=die_with_parent(),
+            )
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(msgspec.json.encode(settings))
         process.stdin.close()
@@ -115,14 +116,15 @@ class Mixed:
         (self.folder / "fleet.yaml").write_text(FILE)
         port = free_port()
         command = [sys.executable, "-m", "router", "--config", str(self.folder / "fleet.yaml")]
-        self.router = subprocess.Popen(
-            [*command, "--port", str(port)],
-            cwd=tree,
-            env=self.environment(tree),
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / "router.log").open("ab"),
-            preexec_fn=die_with_parent(),
-        )
+        with (self.folder / "router.log").open("ab") as log:
+            self.router = subprocess.Popen(
+                [*command, "--port", str(port)],
+                cwd=tree,
+                env=self.environment(tree),
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                preexec_fn=die_with_parent(),
+            )
         self.url = f"http://127.0.0.1:{port}"
 
     def wait_ready(self) -> None:

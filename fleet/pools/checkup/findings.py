@@ -8,7 +8,7 @@ import msgspec
 
 CLOCK_LIMIT_S = 0.5
 SLOW_EDGE_BYTES_S = 10e6  # under it a hand-off of any length costs more than to compute it
-SLOW_EDGE_SHARE = 0.2  # of the median edge
+SLOW_EDGE_SHARE = 0.1  # of the median edge
 ALIKE = ("baton", "python", "torch", "ray", "grpcio", "wire", "sums", "model")
 """What all nodes must have alike: each one's value stands in its report under this name."""
 
@@ -116,9 +116,14 @@ def _clock(clock: Clock) -> Cell:
     return Cell(text, f"{clock.ahead_s:+.1f} s beside this node's: run an NTP client there")
 
 
-def _edges(edges: Sequence[Edge]) -> dict[str, dict[str, Cell]]:
+def slow_floor(edges: Sequence[Edge]) -> float:
+    """Bytes per second under which one of these edges is slow."""
     rates = [edge.bytes_per_s for edge in edges if not edge.problem]
-    floor = max(SLOW_EDGE_BYTES_S, SLOW_EDGE_SHARE * statistics.median(rates) if rates else 0.0)
+    return max(SLOW_EDGE_BYTES_S, SLOW_EDGE_SHARE * statistics.median(rates) if rates else 0.0)
+
+
+def _edges(edges: Sequence[Edge]) -> dict[str, dict[str, Cell]]:
+    floor = slow_floor(edges)
     table: dict[str, dict[str, Cell]] = {}
     for edge in edges:
         text = f"{edge.bytes_per_s / 1e6:.0f} MB/s" if not edge.problem else "none"
