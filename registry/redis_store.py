@@ -30,11 +30,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from registry.connection import RedisUrlError, open_redis
 from registry.stream_entries import StreamEntry, parse_entry
 from registry.types import EventBatch, Snapshot, WorkerRecord
 
@@ -44,7 +42,6 @@ KV_TTL_S = 60.0
 ADAPTERS_TTL_S = TICKETS_TTL_S = 24 * 3600
 STREAM_BATCHES = 4096
 BATCH_HASHES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
-_TIMEOUT_S = 2.0
 _CALL_LIMIT_S = 3.0
 
 Command = tuple[Any, ...]
@@ -60,24 +57,15 @@ class Registry:
     """A connection to the registry of one fleet. Makes no call until it is used.
 
     Args:
-        url: ``redis://``, ``rediss://`` or ``unix://``.
+        url: See ``registry/connection.py``.
         fleet: The fleet's name.
+
+    Raises:
+        RedisUrlError: The URL cannot be used.
     """
 
     def __init__(self, url: str, fleet: str) -> None:
-        # No retries by the client: a MULTI whose first try took effect must not be sent again.
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=_TIMEOUT_S,
-            # Its way of timing a write loses a cancel (`asyncio.wait_for` before Python 3.12): a
-            # loop that was told to end goes on. Calls have a limit of ours instead.
-            socket_timeout=None,
-            max_connections=8,
-            timeout=_TIMEOUT_S,  # calls beyond these wait for a connection
-        )
-        self._redis = redis.asyncio.Redis.from_pool(pool)
+        self._redis = open_redis(url)
         self._skipped: dict[str, str] = {}
         self.on_skipped: Callable[[str], None] = lambda _: None
         self._prefix = f"baton:{{{fleet}}}:"  # the braces keep a fleet on one cluster node
@@ -381,7 +369,7 @@ class Registry:
                     pipe.execute_command(*command)
                 async with asyncio.timeout(_CALL_LIMIT_S):
                     answers: Sequence[Any] = await pipe.execute()
-        except (TimeoutError, RedisError, OSError) as error:
+        except (TimeoutError, RedisError, OSError, RedisUrlError) as error:
             self.connected = False
             self.errors += 1
             raise RegistryUnavailableError(f"Redis: {error}") from error

@@ -22,7 +22,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read(registry: Registry, of: str) -> Wanted:
-    """What was asked of the fleet that was started with ``of``; nothing if that is another one.
+    """What was asked of the fleet that was started with ``of``.
+
+    Of one that was started with another file only the closed nodes count: those are about machines.
 
     Raises:
         RegistryUnavailableError: Redis does not answer.
@@ -34,8 +36,7 @@ async def read(registry: Registry, of: str) -> Wanted:
         except msgspec.DecodeError as error:
             registry.skip("wanted", str(error))
         else:
-            if found.of == of:
-                return found
+            return found if found.of == of else Wanted(of=of, closed_nodes=found.closed_nodes)
     return Wanted(of=of)
 
 

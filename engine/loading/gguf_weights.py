@@ -23,6 +23,7 @@ from engine.artifacts.gguf_file import GgufTensor, open_gguf
 from engine.artifacts.locate import cache_root
 from engine.loading.memory import give_back_memory
 from engine.loading.safetensors_file import Layout, SafetensorsFile, read_fully, write_safetensors
+from engine.loading.turns import turn
 from engine.loading.weights import Progress, Rows, Weights, check_table, finished, silent
 from engine.models.families import weight_table
 from engine.models.family import ROPE_FACTORS, WeightName
@@ -62,12 +63,28 @@ def open_gguf_weights(
     path = _cache_path(artifact, dtype, cache_dir)
     readers = _open_cache(path, _layout(table, dtype), files)
     if readers is None:
-        converters = _converters(artifact, table, dtype, files)
-        _write_cache(path, _layout(table, dtype), artifact, converters, progress)
-        give_back_memory()
-        readers = _open_cache(path, _layout(table, dtype), files) or converters
+        # Other workers begin at the same moment, and hosts may share the folder.
+        with turn(path.parent.parent / "locks" / path.stem):
+            readers = _open_cache(path, _layout(table, dtype), files)
+            if readers is None:
+                readers = _converted(artifact, table, dtype, path, progress, files)
     own_rows = {name: partial(read, rows(name)) for name, read in readers.items()}
     return Weights(str(artifact.path), own_rows, progress)
+
+
+def _converted(
+    artifact: ModelArtifact,
+    table: list[WeightName],
+    dtype: str,
+    path: Path,
+    progress: Progress,
+    files: ExitStack,
+) -> Mapping[str, Reader]:
+    """Convert, and keep what was made; where that cannot be kept, convert while reading."""
+    converters = _converters(artifact, table, dtype, files)
+    _write_cache(path, _layout(table, dtype), artifact, converters, progress)
+    give_back_memory()
+    return _open_cache(path, _layout(table, dtype), files) or converters
 
 
 def _converters(
@@ -156,7 +173,7 @@ def _layout(table: Iterable[WeightName], dtype: str) -> Layout:
     }
 
 
-def _open_cache(path: Path, layout: Layout, files: ExitStack) -> dict[str, Reader] | None:
+def _open_cache(path: Path, layout: Layout, files: ExitStack) -> Mapping[str, Reader] | None:
     """What is kept, or ``None`` when there is nothing or it is damaged."""
     try:
         file = files.enter_context(SafetensorsFile(path))

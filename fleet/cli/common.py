@@ -45,7 +45,19 @@ FleetOption = Annotated[
 
 
 def load_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetConfig]:
-    """The fleet file and what it says, with the port from the option or BATON_PORT."""
+    """The same as `read_fleet_file`; the command fails where the file is wrong."""
+    try:
+        return read_fleet_file(file, port)
+    except ConfigError as error:
+        fail(str(error))
+
+
+def read_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetConfig]:
+    """The fleet file and what it says, with the port from the option or BATON_PORT.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
     path = file or Path(os.environ.get("BATON_CONFIG") or DEFAULT_FILE)
     overrides: dict[str, object] = {}
     said_by = "--port"
@@ -54,10 +66,7 @@ def load_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetCon
     elif text := os.environ.get("BATON_PORT"):
         said_by = "BATON_PORT"
         overrides["port"] = int(text) if text.isdigit() else text
-    try:
-        return path, load_config(path, overrides, said_by=said_by)
-    except ConfigError as error:
-        fail(str(error))
+    return path, load_config(path, overrides, said_by=said_by)
 
 
 def known_fleet(fleet: str | None) -> FleetState | None:

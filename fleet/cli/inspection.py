@@ -1,6 +1,5 @@
-"""Commands that only look: `baton status`, `doctor`, `logs` and `config check`."""
+"""Commands that only look: `baton status`, `logs` and `config check`."""
 
-import asyncio
 import json
 import subprocess
 from pathlib import Path
@@ -19,9 +18,7 @@ from fleet.cli.common import (
     get_json,
     known_fleet,
     load_fleet_file,
-    running_fleet,
 )
-from fleet.cli.edges import measure_edges
 from fleet.cli.reach import KeyOption, RemoteFleet, UrlOption, order, reach
 from fleet.local import preflight
 from fleet.local import state as fleet_state
@@ -74,56 +71,6 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
             escape(worker["address"]),
         )
     return table
-
-
-def doctor(
-    file: FileArgument = None,
-    speed: Annotated[
-        bool, typer.Option(help="Measure the engine beside plain torch: ten seconds.")
-    ] = True,
-    edges: Annotated[
-        bool, typer.Option("--edges", help="Measure each edge of the fleet that runs here.")
-    ] = False,
-    fleet: FleetOption = None,
-) -> None:
-    """Check this machine: packages, model, Redis, port, memory, limits, speed. Starts nothing.
-
-    With --edges: hands KV over between every two workers instead, by each transport they have.
-    """
-    if edges:
-        _show_edges(running_fleet(fleet))
-        return
-    _, config = load_fleet_file(file, None)
-    findings = preflight.doctor(config)
-    if speed:
-        findings.append(preflight.engine_speed(config))
-    table = Table(show_header=False, box=None)
-    for finding in findings:
-        mark = "[green]ok[/]" if finding.ok else "[red]!![/]"
-        table.add_row(mark, finding.name, escape(finding.text))
-    for state in fleet_state.load_all():
-        what = "runs" if state.running else "was killed; `baton down` cleans up"
-        table.add_row("[blue]--[/]", "fleet", escape(f"{state.name} at {state.url} {what}"))
-    Console(soft_wrap=True).print(table)
-    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
-
-
-def _show_edges(state: FleetState) -> None:
-    try:
-        figures = asyncio.run(measure_edges(state.redis_url, state.fleet, state.fleet_token))
-    except ConnectionError as error:
-        fail(str(error))
-    names = list(dict.fromkeys(figure.transport for figure in figures))
-    table = Table("from", "to", *(f"{name}, GB/s" for name in names))
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for figure in figures:
-        rate = f"{figure.bytes_per_s / 1e9:.2f}" if figure.bytes_per_s else figure.why
-        cells.setdefault((figure.prefill_id, figure.decode_id), {})[figure.transport] = rate
-    for (prefill_id, decode_id), rates in cells.items():
-        row = (prefill_id, decode_id, *(rates.get(name, "-") for name in names))
-        table.add_row(*map(escape, row))
-    Console().print(table)
-    raise typer.Exit(0 if all(figure.bytes_per_s for figure in figures) else 1)
 
 
 def logs(

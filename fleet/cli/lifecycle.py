@@ -12,7 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from config.fleet_file import FleetConfig
-from fleet.cli.common import FileArgument, emulated_note, fail, load_fleet_file, show_error
+from fleet.cli.common import (
+    FileArgument,
+    emulated_note,
+    fail,
+    load_fleet_file,
+    read_fleet_file,
+    show_error,
+)
+from fleet.cli.reconcile import reconcile_running
 from fleet.local import state as fleet_state
 from fleet.local.cluster_pools import LeaseTakenError, call_cluster
 from fleet.local.log_files import terminal
@@ -44,15 +52,36 @@ def up(
         bool,
         typer.Option("--take-over", help="Run the fleet although another `baton up` does."),
     ] = False,
+    leave: Annotated[
+        bool,
+        typer.Option(
+            "--leave",
+            help="With --address: a stop leaves controller and workers for the next `up` to adopt; "
+            "`baton down FILE --address` ends them.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="With --address: only say which node would take what."),
+        typer.Option(
+            "--dry-run",
+            help="Only say what would change in the fleet that runs here, or with --address which "
+            "node would take what.",
+        ),
+    ] = False,
+    reconcile: Annotated[
+        bool,
+        typer.Option(
+            "--reconcile", help="Make the fleet that runs here what its file says now, and return."
+        ),
     ] = False,
 ) -> None:
     """Start a fleet and stay in the foreground; Ctrl-C stops all of it.
 
     Starts Redis, Ray, the workers and a router on this machine, shows what it waits for, and
     prints one line with the URL when a request can be sent.
+
+    A file that has changed is taken over by `baton up FILE --reconcile` while the fleet serves: it
+    adds, drains and renews workers, as many as needed; with --dry-run it says which.
 
     Examples: `baton up`, `baton up deploy/local-2x2.yaml`, `BATON_PORT=9000 baton up`.
     """
@@ -63,10 +92,21 @@ def up(
     def say(line: str) -> None:
         console.print(f"[dim]{time.monotonic() - began_s:6.1f} s[/]  {escape(line)}")
 
-    if dry_run:
+    if reconcile or (dry_run and address is None):
+        reconcile_running(config_file, config, dry_run=dry_run)
+        return
+    if dry_run and address is not None:
         _show_plan(config, address)
         return
-    supervisor = Supervisor(config, config_file, say, address, take_over=take_over)
+    supervisor = Supervisor(
+        config,
+        config_file,
+        say,
+        address,
+        take_over=take_over,
+        leave=leave,
+        reread=lambda: read_fleet_file(config_file, port)[1],
+    )
     try:
         supervisor.run(lambda: _announce(console, supervisor, config))
     except RayLostError as error:
@@ -76,9 +116,7 @@ def up(
         fail(str(error))
 
 
-def _show_plan(config: FleetConfig, address: str | None) -> None:
-    if address is None:
-        fail("--dry-run asks a Ray cluster: say which with --address")
+def _show_plan(config: FleetConfig, address: str) -> None:
     call = ClusterCall(verb="plan", address=address, config_json=config.to_json())
     try:
         places = call_cluster(call, Path(os.devnull)).places

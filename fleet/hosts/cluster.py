@@ -96,13 +96,33 @@ def start_ray(
     base = ["ray", "start", "--disable-usage-stats", f"--node-ip-address={host.address}"]
     base += ["--node-manager-port=6380", "--object-manager-port=6381"]
     base += ["--min-worker-port=11000", "--max-worker-port=11999", "--object-store-memory=80000000"]
-    settings = {**NODE_SETTINGS, **(environment or {})}
+    patient = {"RAY_raylet_start_wait_time_s": "110"}  # the hosts share the machine's cores
+    settings = {**NODE_SETTINGS, **patient, **(environment or {})}
     if host is head:
         settings |= HEAD_SETTINGS
         base += ["--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false"]
     else:
         base += [f"--address={head.address}:{RAY_PORT}"]
     host.output([*base, *flags], timeout_s=timeout_s, environment=settings)
+
+
+def run_unit(host: Host, unit: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Run a host's command as systemd would by a unit file: again two seconds after each end.
+
+    Args:
+        host: There is no systemd in it: a shell plays it.
+        unit: The file; its ``Environment=`` and ``ExecStart=`` are taken as they stand.
+        environment: What its ``EnvironmentFile=`` would say.
+    """
+    text = unit.read_text().replace("\\\n", " ")
+    lines = [line.partition("=") for line in text.splitlines() if not line.startswith("#")]
+    settings = dict(environment)
+    for key, _, value in lines:
+        if key == "Environment":
+            settings |= dict(pair.split("=", 1) for pair in shlex.split(value))
+    command = next(value for key, _, value in lines if key == "ExecStart")
+    script = f"while :; do {command}; sleep 2; done >> {HOME}/unit.log 2>&1"
+    return host.start(script, environment=settings)
 
 
 def baton(host: Host, *arguments: str, timeout_s: float = 60.0, ok: bool = True) -> str:

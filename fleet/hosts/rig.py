@@ -44,7 +44,7 @@ _FIRST_PROCESS = rf"""
 set -e
 mount --make-rprivate /
 hostname "$1"
-mount -t tmpfs -o size=64m tmpfs /mnt
+mount -t tmpfs -o size=2g tmpfs /mnt
 mkdir -p /mnt/tmp /mnt/etc
 for folder in $3; do mkdir -p "/mnt$folder"; mount --bind "$folder" "/mnt$folder"; done
 printf '%s' "$4" > /mnt/etc/hosts
@@ -250,17 +250,24 @@ class Rig:
         shared: Folders below ``/tmp`` that every host sees as they are here.
         layer: A folder whose ``usr/`` lies over every host's ``/usr``: programs that this machine
             lacks. Default: the environment's ``BATON_HOSTS_LAYER``.
+        environment: Of every host's commands.
 
     Raises:
         RigError: This machine can have none.
     """
 
-    def __init__(self, shared: Sequence[Path] = (), layer: str | None = None) -> None:
+    def __init__(
+        self,
+        shared: Sequence[Path] = (),
+        layer: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         if why := unavailable():
             raise RigError(why)
         below = [str(folder.resolve()) for folder in shared]
         self._shared = [folder for folder in below if folder.startswith("/tmp/")]  # noqa: S108
         self._layer = os.environ.get(_LAYER_VARIABLE, "") if layer is None else layer
+        self._environment = dict(environment or {})
         self._switch: subprocess.Popen[bytes] | None = None
         self.hosts: dict[str, Host] = {}
 
@@ -296,7 +303,7 @@ class Rig:
         """Add hosts and start them. Add all that shall know each other by name in one call."""
         for name in names:
             address = f"{_SUBNET}.{len(self.hosts) + 1}"
-            self.hosts[name] = Host(name, address)
+            self.hosts[name] = Host(name, address, dict(self._environment))
         return [self.power_on(name) for name in names]
 
     def power_on(self, name: str) -> Host:
@@ -329,6 +336,20 @@ class Rig:
     def join(self, name: str) -> None:
         """Put it back in."""
         self._in_switch(f"ip link set {_port(name)} up")
+
+    def mute(self, name: str) -> None:
+        """Let nothing out of a host; what is sent to it arrives."""
+        self.hosts[name].output("tc qdisc replace dev eth0 root pfifo limit 0")
+
+    def slow_down(self, name: str, rate: str) -> None:
+        """Let out of a host no more than a rate as `tc` writes it: ``5mbit``."""
+        self.hosts[name].output(
+            f"tc qdisc replace dev eth0 root tbf rate {rate} burst 32kbit latency 400ms"
+        )
+
+    def unhinder(self, name: str) -> None:
+        """End `mute` or `slow_down`."""
+        self.hosts[name].output("tc qdisc delete dev eth0 root")
 
     def _in_switch(self, script: str) -> None:
         if self._switch is None:

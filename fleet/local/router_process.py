@@ -124,6 +124,7 @@ class RouterProcesses:
         self._start_at_s = [0.0] * count
         self._leaving: list[_Life] = []
         self._to_replace: list[int] = []
+        self.roll_failed = ""  # why the last one broke off
         self._next: _Life | None = None  # that shall replace the life at the first of these places
         self._launch: Callable[[int], subprocess.Popen[bytes]] | None = None
         self._group = Path()
@@ -137,6 +138,11 @@ class RouterProcesses:
     def exit_codes(self) -> list[int | None]:
         """Of the lives that ended, by place."""
         return [life.process.poll() if life is not None else None for life in self._lives]
+
+    @property
+    def rolled(self) -> bool:
+        """Whether none is still to be replaced."""
+        return not self._to_replace
 
     @property
     def settled(self) -> bool:
@@ -220,6 +226,7 @@ class RouterProcesses:
 
     def roll(self) -> None:
         """Replace all, one after the other: the next life serves before the last one leaves."""
+        self.roll_failed = ""
         self._to_replace += [index for index in range(self.count) if index not in self._to_replace]
 
     def _replace(self, say: Callable[[str], None]) -> None:
@@ -239,6 +246,7 @@ class RouterProcesses:
             self._next.wait(0.0)
             say(f"{_name(index)}: its next life does not serve, so all stay as they are")
             self._to_replace = [index]
+            self.roll_failed = f"{_name(index)}: its next life does not serve"
         else:
             return
         self._to_replace.pop(0)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+CHANGE_SIGNAL = signal.SIGUSR1  # to `baton up`: read the fleet file again
 _POLL_S = 0.2
 
 
@@ -20,7 +21,7 @@ class StopRequestedError(BaseException):
 
 
 class StopSignal:
-    """SIGINT, SIGTERM, SIGHUP, or make's end, as one event.
+    """SIGINT, SIGTERM, SIGHUP, or make's end, as one event; SIGUSR1, as another.
 
     Until `starting_done` a signal raises `StopRequestedError` in the main thread, so that nothing
     waits for a start that is no longer wanted. After `stopping` signals are ignored.
@@ -30,6 +31,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._change = threading.Event()
         self._raise = True
         self._new_routers = False
 
@@ -38,6 +40,7 @@ class StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR2, self._on_new_routers)
+        signal.signal(CHANGE_SIGNAL, lambda number, frame: self._change.set())
 
     def watch_make(self) -> None:
         """Start watching the parent, if it is make."""
@@ -65,6 +68,12 @@ class StopSignal:
 
     def _on_new_routers(self, number: int, frame: FrameType | None) -> None:
         self._new_routers = True
+
+    def take_change(self) -> bool:
+        """Whether somebody said, since the last call, that the file has changed."""
+        asked = self._change.is_set()
+        self._change.clear()
+        return asked
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._event.is_set():

@@ -42,6 +42,10 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     config_file: str
     fleet_token: str = ""  # also the key of an operator, for `baton status`
     on_cluster: bool = False  # of another's Ray
+    config_json: str = ""  # what runs, without the API keys
+    keys_digest: str = ""  # of those
+    changes_done: int = 0  # how often the file was read again
+    change_problem: str = ""  # why it was not taken, the last time
 
     @property
     def running(self) -> bool:

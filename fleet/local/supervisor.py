@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ import httpx
 
 from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
+from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools
 from fleet.local.fleet_token import fleet_token
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate
 from fleet.local.preflight import describe_model, notes
-from fleet.local.redis_server import EmbeddedRedis, check_external, redacted
+from fleet.local.redis_check import check_external, redacted
+from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import (
     RouterFailedError,
     RouterProcesses,
@@ -37,6 +40,7 @@ from fleet.local.router_process import (
 )
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
+from fleet.pools.nodes import CapacityError
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
@@ -70,6 +74,8 @@ class Supervisor:
         say: Shows one line of progress.
         address: An existing Ray cluster, or None for a private local one.
         take_over: Run the fleet although another supervisor does; its workers are adopted.
+        leave: A stop ends this process and its router; workers on a cluster serve on.
+        reread: Reads the file again, when somebody says that it has changed.
     """
 
     def __init__(
@@ -80,12 +86,19 @@ class Supervisor:
         address: str | None = None,
         *,
         take_over: bool = False,
+        leave: bool = False,
+        reread: Callable[[], FleetConfig] | None = None,
     ) -> None:
         self._config = config
         self._config_file = config_file.resolve()
         self._say = say
         self._address = address
         self._take_over = take_over
+        self._leave = leave
+        self._reread = reread
+        self._changing: Changes | None = None  # that workers are still at
+        self._changes_done = 0
+        self._rolling = False  # the routers, as its last step
         self._stop = StopSignal()
         self._token = ""
         self._name = config.fleet  # of its state folder
@@ -181,7 +194,7 @@ class Supervisor:
             fleet_state.forget(self._name)
             self._say(f"cleaned up after a run that was killed ({left} processes were left)")
 
-    def _save_state(self) -> None:
+    def _save_state(self, problem: str = "") -> None:
         me = ProcessKey.of(os.getpid())
         if me is None:
             raise FleetError("cannot read /proc")
@@ -197,6 +210,10 @@ class Supervisor:
                 config_file=str(self._config_file),
                 fleet_token=self._token,
                 on_cluster=self._address is not None,
+                config_json=self._config.to_json(),
+                keys_digest=keys_digest(self._config, self._token),
+                changes_done=self._changes_done,
+                change_problem=problem,
             )
         )
 
@@ -204,7 +221,7 @@ class Supervisor:
         import asyncio
 
         if self._config.redis != EMBEDDED:
-            version = asyncio.run(check_external(self._config.redis))
+            version = asyncio.run(check_external(self._config.redis, self._config.fleet))
             self._redis_url = self._config.redis
             self._say(f"redis {version} at {redacted(self._config.redis)}")
             return
@@ -215,13 +232,6 @@ class Supervisor:
 
     def _start_workers(self) -> None:
         self._say("starting Ray" if self._address is None else f"asking Ray at {self._address}")
-        spec = ControllerSpec(
-            config_json=self._config.to_json(),
-            redis_url=self._redis_url,
-            fleet_token=self._token,
-            host="",  # its pools know
-            log_dir=str(self._logs),
-        )
         self._output = OwnOutput(self._logs / "ray.log")
         if self._address is None:
             self._pools = LocalPools(self._config, self._run_folder / "r")
@@ -234,9 +244,18 @@ class Supervisor:
                 log=self._logs / "ray.log",
                 take_over=self._take_over,
             )
-        self._pools.start(spec)
+        self._pools.start(self._spec(self._config))
         self._stop.install()
         self._tell_news()
+
+    def _spec(self, config: FleetConfig) -> ControllerSpec:
+        return ControllerSpec(
+            config_json=config.to_json(),
+            redis_url=self._redis_url,
+            fleet_token=self._token,
+            host="",  # its pools know
+            log_dir=str(self._logs),
+        )
 
     def _start_routers(self, routers: RouterProcesses) -> None:
         secrets_by_environment = {
@@ -304,6 +323,7 @@ class Supervisor:
             self._keep_redis()
             self._keep_routers()
             self._check_ray()
+            self._keep_up_with_the_file()
             if time.monotonic() >= next_look_s:
                 if self._pools is not None and self._pools.answers():
                     controller_seen_s = time.monotonic()
@@ -329,6 +349,55 @@ class Supervisor:
             self._routers.keep(self._say)
         except RouterFailedError as error:
             raise FleetError(f"{error}:\n{self._tail(error.log)}") from error
+
+    def _keep_up_with_the_file(self) -> None:
+        """Begin a change that was asked for; end one whose workers are there."""
+        if self._stop.take_change():
+            try:
+                self._changing = self._begin_change(self._changing)
+            except (ValueError, CapacityError) as error:
+                self._end_change(f"the file is not taken, the fleet goes on as it was: {error}")
+        elif self._changing is not None and self._all_in_place():
+            self._give_routers_successors(self._changing)
+
+    def _give_routers_successors(self, plan: Changes) -> None:
+        """The last step of a change, taken again until it is done."""
+        routers, problem = self._routers, ""
+        if plan.router and routers is not None:
+            if not self._rolling:
+                self._rolling = True
+                routers.roll()
+            if not routers.rolled:
+                return
+            self._rolling = False
+            if failed := routers.roll_failed:
+                problem = f"{failed}; the routers serve on as they were:\n{self._tail('router')}"
+        self._changing = None
+        self._end_change(problem)
+
+    def _all_in_place(self) -> bool:
+        slots = self._slots()
+        return bool(slots) and all(slot["phase"] in ("ready", "parked") for slot in slots)
+
+    def _begin_change(self, earlier: Changes | None) -> Changes:
+        if self._reread is None or self._pools is None:
+            raise ValueError("nobody said how to read it again")
+        new = self._reread()
+        plan = changes(self._config, new)
+        if plan.refused:
+            raise ValueError("; ".join(plan.refused))
+        describe_model(new)
+        for line in plan.lines:
+            self._say(line)
+        if plan.keys:
+            self._pools.change(new, self._spec(new))
+        self._config = new
+        return replace(plan, router=plan.router or (earlier is not None and earlier.router))
+
+    def _end_change(self, problem: str = "") -> None:
+        self._say(problem or "the fleet is as its file says")
+        self._changes_done += 1
+        self._save_state(problem)
 
     def _check_ray(self) -> None:
         if self._pools is None:
@@ -367,7 +436,7 @@ class Supervisor:
 
     def _stop_workers(self) -> None:
         if self._pools is not None:
-            self._pools.stop(leave=not self._stop.is_set)
+            self._pools.stop(leave=self._leave or not self._stop.is_set)
 
     def _end_by_force(self) -> None:
         self._say("the stop takes too long: ending what is left")

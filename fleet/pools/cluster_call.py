@@ -14,6 +14,7 @@ import msgspec
 
 from config.fleet_file import FleetConfig
 from engine.ipc import die_with_parent
+from fleet.pools.checkup.findings import Checkup
 from fleet.pools.nodes import CapacityError, plan
 from fleet.pools.resources import ControllerSpec
 
@@ -24,10 +25,11 @@ class ClusterCall(msgspec.Struct, frozen=True, kw_only=True):
     """What to do there.
 
     ``ensure`` has a controller run on this node; ``clean`` ends the fleet, also what has no
-    controller; ``plan`` says where an empty cluster would take the replicas.
+    controller; ``plan`` says where an empty cluster would take the replicas; ``examine`` looks at
+    every node.
     """
 
-    verb: Literal["ensure", "clean", "plan"]
+    verb: Literal["ensure", "clean", "plan", "examine"]
     address: str
     config_json: str
     spec: ControllerSpec | None = None  # of `ensure`; its host is found out here
@@ -41,6 +43,7 @@ class ClusterReply(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""  # of this node, as others reach it
     left: int = 0  # of `clean`: what no controller ended
     places: dict[str, str] = {}  # of `plan`: worker id -> node, empty where there is no room
+    checkup: Checkup | None = None  # of `examine`
 
 
 def carry_out(call: ClusterCall) -> ClusterReply:
@@ -55,6 +58,11 @@ def carry_out(call: ClusterCall) -> ClusterReply:
     if call.verb == "clean":
         ray_runtime.attach(call.address)
         return ClusterReply(left=ray_runtime.clean(config.fleet))
+    if call.verb == "examine":
+        from fleet.pools.checkup.examine import examine
+
+        ray_runtime.attach(call.address)
+        return ClusterReply(checkup=examine(config))
     host = ray_runtime.connect(call.address, config)
     import ray
 

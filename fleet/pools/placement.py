@@ -47,6 +47,7 @@ class Place:
     address: str  # of the node; empty where Ray chose it
     port: int  # of its raylet
     node_id: str = ""  # Ray's: a node that joins again has a new one
+    cpus: tuple[float, ...] = ()  # of each rank, as it was reserved; empty: not known
 
 
 class Placements:
@@ -88,6 +89,8 @@ class Placements:
             RuntimeError: No node had room for `PLACEMENT_LIMIT_S`.
         """
         avoid: set[str] = set()
+        if self.outgrown(worker_id):
+            self.remove(worker_id)
         place = self._places.get(worker_id)
         if place is not None and self._chooses and (move or not await self._answers(place)):
             avoid.add(place.address)
@@ -100,7 +103,9 @@ class Placements:
                         place = await self._on_chosen_node(worker_id, role, settled, avoid)
                     settled.set()
                 else:
-                    place = place or Place(self._reserve(worker_id, role, ""), "", 0)
+                    if place is None:
+                        cpus = self._cpus_of_ranks(role)
+                        place = Place(self._reserve(worker_id, role, ""), "", 0, cpus=cpus)
                     self._keep(worker_id, role, place)
                     work = _set_when(place.group.ready(), settled)
                     async with self._tasks.beside(work, "placement"):
@@ -112,6 +117,13 @@ class Placements:
                 f"{config.pools.width(role)} ranks for {PLACEMENT_LIMIT_S:g} s"
             ) from error
         return place.group
+
+    def outgrown(self, worker_id: str) -> bool:
+        """Whether a slot's place was reserved for another size than it has now."""
+        place = self._places.get(worker_id)
+        if place is None or not place.cpus:
+            return False
+        return place.cpus != self._cpus_of_ranks(self._roles[worker_id])
 
     async def lost(self) -> set[str]:
         """The slots whose node Ray has given up: what is started there waits for ever."""
@@ -141,14 +153,14 @@ class Placements:
         if left:
             nodes = await self.nodes()
         by_id = {node.id: node for node in nodes}
-        for worker_id, (group, node_id) in left.items():
+        for worker_id, (group, node_id, cpus) in left.items():
             node = by_id.get(node_id)
             if worker_id not in worker_ids or (self._chooses and node is None):
                 _LOG.info("%s: its place is given back, nobody lives there", worker_id)
                 remove_placement_group(group)
                 continue
             address, port = (node.address, node.port) if node is not None else ("", 0)
-            self._keep(worker_id, role_of(worker_id), Place(group, address, port, node_id))
+            self._keep(worker_id, role_of(worker_id), Place(group, address, port, node_id, cpus))
 
     async def nodes(self) -> list[Node]:
         """The cluster's nodes that live. Free CPUs are without what this fleet has been given."""
@@ -180,7 +192,8 @@ class Placements:
                 )
                 if node is not None:
                     group = self._reserve(worker_id, role, node.address)
-                    place = Place(group, node.address, node.port, node.id)
+                    cpus = self._cpus_of_ranks(role)
+                    place = Place(group, node.address, node.port, node.id, cpus)
                     self._keep(worker_id, role, place)
                     reserved = False
                     try:
@@ -225,6 +238,9 @@ class Placements:
 
     def _cpus(self, role: Role) -> float:
         return self._config.cpus_per_rank * self._config.pools.width(role)
+
+    def _cpus_of_ranks(self, role: Role) -> tuple[float, ...]:
+        return tuple(bundle["CPU"] for bundle in bundles(self._config, role))
 
     def _failed_lately(self) -> set[str]:
         since_s = time.monotonic() - AVOID_S
@@ -288,9 +304,9 @@ def group_stem(fleet: str) -> str:
     return f"baton-{fleet}-"
 
 
-def groups_of(fleet: str) -> dict[str, tuple[PlacementGroup, str]]:
-    """Worker id -> the group and the id of its node, of all groups of a fleet that Ray knows."""
-    found: dict[str, tuple[PlacementGroup, str]] = {}
+def groups_of(fleet: str) -> dict[str, tuple[PlacementGroup, str, tuple[float, ...]]]:
+    """Of a fleet's groups that Ray knows: worker id -> group, id of its node, CPUs of ranks."""
+    found: dict[str, tuple[PlacementGroup, str, tuple[float, ...]]] = {}
     stem = group_stem(fleet)
     entries: list[dict[str, Any]] = sorted(
         placement_group_table().values(), key=lambda e: e["name"]
@@ -305,7 +321,9 @@ def groups_of(fleet: str) -> dict[str, tuple[PlacementGroup, str]]:
         if worker_id in found:  # the older one: a controller has one of each, and removes first
             remove_placement_group(found[worker_id][0])
         node_ids = [node for node in entry.get("bundles_to_node_id", {}).values() if node]
-        found[worker_id] = (group, node_ids[0] if node_ids else "")
+        asked: list[dict[str, float]] = list(entry.get("bundles", {}).values())
+        cpus = tuple(bundle.get("CPU", 0.0) for bundle in asked)
+        found[worker_id] = (group, node_ids[0] if node_ids else "", cpus)
     return found
 
 

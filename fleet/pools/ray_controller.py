@@ -330,7 +330,8 @@ class ControllerActor:
             role = role_of(worker_id)
             life = self._watch(worker_id, epoch, actor, actor.record.remote())
             self._follow(Launch(worker_id, role, epoch), life)
-            if process is not None and self._differs(worker_id, role, process):
+            differs = process is not None and self._differs(worker_id, role, process)
+            if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
         for role, size in self._machine.wanted.items() if actors else ():
             self._apply(self._machine.resize(role, size, _now_ns()))

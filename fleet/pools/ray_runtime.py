@@ -25,6 +25,7 @@ from fleet.process_key import ProcessKey
 
 _DAEMONS = ("gcs_server", "raylet")  # without one of them a local Ray is lost
 _NAME_FREE_LIMIT_S = 10.0
+_START_LIMIT_S = 75.0  # of the controller's process, on a busy machine
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 
 
@@ -146,7 +147,7 @@ class Controller:
                     raise
                 time.sleep(0.2)
         controller = cls(actor)
-        controller.keep_running()
+        controller.keep_running(_START_LIMIT_S)
         return controller
 
     @classmethod
@@ -247,7 +248,7 @@ def clean(fleet: str) -> int:
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(actor_name(fleet, worker_id, epoch), namespace=NAMESPACE))
             left += 1
-    for group, _ in groups_of(fleet).values():
+    for group, *_ in groups_of(fleet).values():
         remove_placement_group(group)
         left += 1
     return left

@@ -145,8 +145,14 @@ def _workers_on_a_host(config: FleetConfig) -> int:
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """Tells settings of a worker from others; which life they are for does not count."""
+    """Tells settings of a worker from others.
+
+    Which life they are for does not count, nor how many more there are on its host: a fleet that
+    grows leaves those alone that it has.
+    """
     same = {name: value for name, value in settings.items() if name != "epoch"}
+    if isinstance(engine := same.get("engine"), dict):
+        same["engine"] = {n: v for n, v in engine.items() if n != "workers_on_host"}
     raw = msgspec.json.encode(same, order="deterministic")
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 

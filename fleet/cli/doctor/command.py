@@ -1,0 +1,128 @@
+"""`baton doctor`: this machine, the edges of a fleet that runs here, or every node of a cluster."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from config.fleet_file import FleetConfig
+from fleet.cli.common import FileArgument, FleetOption, fail, load_fleet_file, running_fleet
+from fleet.cli.doctor.edges import measure_edges
+from fleet.local import preflight
+from fleet.local import state as fleet_state
+from fleet.local.cluster_pools import call_cluster
+from fleet.local.state import FleetState
+from fleet.pools.checkup.findings import Cell, Checkup
+from fleet.pools.cluster_call import ClusterCall
+from fleet.pools.nodes import CapacityError
+
+_LIMIT_S = 300.0
+_SHOWN_NODES = 10  # beyond them only those where something is wrong
+
+
+def doctor(
+    file: FileArgument = None,
+    speed: Annotated[
+        bool, typer.Option(help="Measure the engine beside plain torch: ten seconds.")
+    ] = True,
+    edges: Annotated[
+        bool, typer.Option("--edges", help="Measure each edge of the fleet that runs here.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Of a Ray cluster (`auto` or HOST:PORT): every node of it instead."),
+    ] = None,
+    fleet: FleetOption = None,
+) -> None:
+    """Check this machine: packages, model, Redis, port, memory, limits, speed. Starts nothing.
+
+    With --edges: hands KV over between every two workers instead, by each transport they have.
+    With --address: asks each node of a cluster for versions, model, Redis, ports, clock and disk,
+    and measures what comes through between nodes. Exit code 1 where something is wrong.
+    """
+    if edges:
+        _show_edges(running_fleet(fleet))
+        return
+    _, config = load_fleet_file(file, None)
+    if address is not None:
+        _show_cluster(config, address)
+        return
+    findings = preflight.doctor(config)
+    if speed:
+        findings.append(preflight.engine_speed(config))
+    table = Table(show_header=False, box=None)
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.ok else "[red]!![/]"
+        table.add_row(mark, finding.name, escape(finding.text))
+    for state in fleet_state.load_all():
+        what = "runs" if state.running else "was killed; `baton down` cleans up"
+        table.add_row("[blue]--[/]", "fleet", escape(f"{state.name} at {state.url} {what}"))
+    Console(soft_wrap=True).print(table)
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def _show_edges(state: FleetState) -> None:
+    try:
+        figures = asyncio.run(measure_edges(state.redis_url, state.fleet, state.fleet_token))
+    except ConnectionError as error:
+        fail(str(error))
+    names = list(dict.fromkeys(figure.transport for figure in figures))
+    table = Table("from", "to", *(f"{name}, GB/s" for name in names))
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for figure in figures:
+        rate = f"{figure.bytes_per_s / 1e9:.2f}" if figure.bytes_per_s else figure.why
+        cells.setdefault((figure.prefill_id, figure.decode_id), {})[figure.transport] = rate
+    for (prefill_id, decode_id), rates in cells.items():
+        row = (prefill_id, decode_id, *(rates.get(name, "-") for name in names))
+        table.add_row(*map(escape, row))
+    Console().print(table)
+    raise typer.Exit(0 if all(figure.bytes_per_s for figure in figures) else 1)
+
+
+def _show_cluster(config: FleetConfig, address: str) -> None:
+    call = ClusterCall(verb="examine", address=address, config_json=config.to_json())
+    try:
+        found = call_cluster(call, Path(os.devnull), _LIMIT_S).checkup
+    except CapacityError as error:
+        fail(str(error))
+    if found is None:
+        fail("the cluster gave no answer")
+    console = Console(soft_wrap=True)
+    wrong = {node for cells in found.rows.values() for node, cell in cells.items() if cell.problem}
+    shown = found.nodes
+    if len(shown) > _SHOWN_NODES:
+        shown = [node for node in shown if node in wrong][:_SHOWN_NODES] or shown[:1]
+        console.print(f"{len(found.nodes)} nodes, {len(wrong)} with findings; shown: {len(shown)}")
+    console.print(_table("", shown, found.rows))
+    between = {source: cells for source, cells in found.edges.items() if source in shown}
+    if between:
+        console.print("what comes through, from the node of the line to that of the column:")
+        console.print(_table("from", shown, between))
+    for problem in found.problems:
+        console.print(f"[red]!![/] {escape(problem)}")
+    raise typer.Exit(_verdict(console, found))
+
+
+def _table(first: str, nodes: list[str], rows: dict[str, dict[str, Cell]]) -> Table:
+    table = Table(first, *map(escape, nodes))
+    for name, cells in rows.items():
+        row = [_shown(cells[node]) if node in cells else "" for node in nodes]
+        table.add_row(escape(name), *row)
+    return table
+
+
+def _shown(cell: Cell) -> str:
+    return f"[red]{escape(cell.text)} !![/]" if cell.problem else escape(cell.text)
+
+
+def _verdict(console: Console, found: Checkup) -> int:
+    if found.problems:
+        console.print(f"[red]{len(found.problems)} findings[/] on {len(found.nodes)} nodes")
+        return 1
+    console.print(f"[green]{len(found.nodes)} nodes, nothing is wrong[/]")
+    return 0

@@ -1,0 +1,122 @@
+"""The look at an operator's Redis before a fleet uses it: each thing that is wrong is named."""
+
+import asyncio
+import ssl
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import redis.asyncio
+from redis.asyncio.sentinel import MasterNotFoundError
+from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyError
+
+from fleet.local.redis_server import RedisError
+from registry.connection import RedisTarget, RedisUrlError, open_redis, parse_redis_url
+
+MINIMUM_VERSION = (6, 2)
+_LIMIT_S = 5.0
+_TRIAL_MS = 1000
+_RULE = "ACL SETUSER NAME on >PASSWORD ~baton:* +@all -@admin -@dangerous +info"
+
+
+def redacted(url: str) -> str:
+    """A URL without its password, for messages."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return url.replace(f":{parts.password}@", ":***@", 1)
+
+
+async def check_external(url: str, fleet: str = "check") -> str:
+    """Try an operator's Redis with the commands that a fleet sends.
+
+    Args:
+        url: See ``registry/connection.py``.
+        fleet: Under whose keys it is tried.
+
+    Returns:
+        Its version.
+
+    Raises:
+        RedisError: The URL is wrong, nobody answers, no primary is known, the password or the
+            certificate is refused, a command is not allowed, it is a replica, or too old.
+    """
+    try:
+        target = parse_redis_url(url)
+        client = open_redis(url, max_connections=1)
+    except RedisUrlError as error:
+        raise RedisError(f"redis = {redacted(url)}: {error}") from error
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            version = await _version(client)
+            await _try_out(client, fleet)
+    except (TimeoutError, redis.RedisError, OSError, ValueError) as error:
+        why = _explained(error, target)
+        raise RedisError(f"redis = {redacted(url)}: {why}") from error
+    finally:
+        await client.aclose()
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
+        raise RedisError(f"redis = {redacted(url)}: version {version} is too old, 6.2 is the least")
+    return version
+
+
+async def _version(client: redis.asyncio.Redis) -> str:
+    return str((await client.info("server"))["redis_version"])
+
+
+async def _try_out(client: redis.asyncio.Redis, fleet: str) -> None:
+    """What a fleet sends, once, under keys of its own that are gone at once."""
+    key = f"baton:{{{fleet}}}:check"
+    several = [f"{key}:{n}" for n in range(4)]
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.execute_command("SET", key, "1", "PX", _TRIAL_MS)
+        pipe.execute_command("INCRBY", key, 1)
+        pipe.execute_command("HSET", several[0], "a", 1)
+        pipe.execute_command("SADD", several[1], "a")
+        pipe.execute_command("ZADD", several[2], 1, "a")
+        pipe.execute_command("XADD", several[3], "MAXLEN", "~", 1, "*", "a", 1)
+        pipe.execute_command("EVAL", "return redis.call('TIME')[1]", 1, key)
+        pipe.execute_command("UNLINK", key, *several)
+        await pipe.execute()
+
+
+def _explained(error: Exception, target: RedisTarget) -> str:
+    """What is wrong, and what to do."""
+    text = str(error)
+    if isinstance(error, RedisUrlError):
+        return text
+    if isinstance(error, NoPermissionError) or "no permissions" in text:
+        return f"the user may not do what a fleet does ({text}); such a rule is enough: {_RULE}"
+    if isinstance(error, AuthenticationError):
+        return (
+            f"the server refuses the password or the user ({text}); write them as "
+            "redis://USER:PASSWORD@HOST:6379/0, USER is empty for the server's own password"
+        )
+    if isinstance(error, MasterNotFoundError):
+        if " : " in text:
+            return f"not one of {target} answers ({text}); start them, or correct the hosts"
+        return f"the Sentinels know no primary of the name {target.primary!r}, or none that lives"
+    if isinstance(error, ReadOnlyError) or "previous master is now a slave" in text:
+        return f"{target} is a replica: name the primary, or its Sentinels (redis+sentinel://…)"
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error)):
+        return (
+            f"the server's certificate is not trusted ({text}): ca_file names who signed it; it "
+            "must be made out to the host of the URL"
+        )
+    if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)) or (
+        target.tls and isinstance(error, redis.ConnectionError) and "closed" in text
+    ):
+        return f"no TLS comes about ({text}): a server without it takes redis://"
+    hint = "; a server that wants TLS takes rediss://"
+    if target.tls:
+        hint = "; a server without TLS may be silent so: it takes redis://"
+    return (
+        f"{target} cannot be reached ({text or type(error).__name__}); start it, correct `redis:` "
+        f"in the fleet file, or set it to `embedded`{'' if target.path else hint}"
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__

@@ -1,0 +1,223 @@
+"""The part of `baton doctor --address` that runs on a node, as a Ray actor bound to it."""
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from config.fleet_file import EMBEDDED, FleetConfig
+from engine.core.errors import BatonError
+from fleet.pools.checkup.findings import Cell, Edge, NodeReport
+
+ROOT = Path(__file__).parents[3]
+_PACKAGES = ("baton", "config", "engine", "fleet", "kvtransfer", "registry", "router", "wire")
+_CONNECT_S = 2.0
+_SEND_S = 0.4  # of each edge
+_CHUNK = bytes(256 * 1024)
+_LEAST_FILES = 1024
+_LEAST_FREE_GIB = 1.0
+_LEAST_MEMORY_GIB = 2.0
+
+
+class NodeProbe:
+    """Looks at its node, and measures what comes from there to others.
+
+    Args:
+        config_json: Of the fleet.
+        address: This node's, where the others reach it.
+    """
+
+    def __init__(self, config_json: str, address: str) -> None:
+        self._config = FleetConfig.model_validate_json(config_json)
+        self._address = address
+        self._server: asyncio.Server | None = None
+
+    async def now(self) -> float:
+        """This node's clock."""
+        return time.time()
+
+    async def report(self) -> bytes:
+        """What is here, as msgpack of a `NodeReport`."""
+        checks: dict[str, Callable[[], Awaitable[str]]] = {
+            "baton": _in_thread(code_version),
+            "python": _in_thread(lambda: sys.version.split()[0]),
+            "torch": _in_thread(lambda: importlib.metadata.version("torch")),
+            "ray": _in_thread(lambda: importlib.metadata.version("ray")),
+            "grpcio": _in_thread(lambda: importlib.metadata.version("grpcio")),
+            "wire": _in_thread(_wire),
+            "model": _in_thread(self._model),
+            "redis": self._redis,
+            "files": _in_thread(_files),
+            "disk": _in_thread(_disk),
+            "memory": _in_thread(_memory),
+        }
+        if self._config.pools.engine.emulated is None:
+            checks["sums"] = _in_thread(self._sums)
+        cells = {name: await _cell(check) for name, check in checks.items()}
+        return msgspec.msgpack.encode(NodeReport(cells=cells))
+
+    async def listen(self) -> int:
+        """Take bytes from other nodes, on a port that the fleet's workers may have; which one.
+
+        Raises:
+            OSError: There is none.
+        """
+        from fleet.ports import free_port
+
+        port = free_port(self._address, self._config.pools.ports or "")
+        self._server = await asyncio.start_server(_swallow, self._address, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def measure(self, name: str, target: str, address: str, port: int) -> bytes:
+        """Send for a moment; what came through, as msgpack of an `Edge`.
+
+        Args:
+            name: Of this node.
+            target: Name of the other one.
+            address: Its address.
+            port: Where it listens.
+        """
+        edge = Edge(source=name, target=target)
+        try:
+            rate = await _send(address, port)
+        except (OSError, TimeoutError) as error:
+            why = f"{address}:{port} cannot be reached ({error or type(error).__name__})"
+            return msgspec.msgpack.encode(msgspec.structs.replace(edge, problem=why))
+        return msgspec.msgpack.encode(msgspec.structs.replace(edge, bytes_per_s=rate))
+
+    async def reaches(self, address: str, port: int) -> str:
+        """Why a port of another node cannot be connected to; empty if it can."""
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, writer = await asyncio.open_connection(address, port)
+        except (OSError, TimeoutError) as error:
+            return f"{address}:{port} cannot be reached ({error or type(error).__name__})"
+        writer.close()
+        return ""
+
+    def _model(self) -> str:
+        from engine.artifacts.artifact import resolve_model
+
+        artifact = resolve_model(self._config.model)
+        return artifact.weights_digest.hex()[:12]
+
+    def _sums(self) -> str:
+        from engine.cpu.native import library
+
+        library.choose_native(self._config.numerics.native)
+        return "torch" if library.load() is None else library.sums_name()
+
+    async def _redis(self) -> str:
+        from registry.redis_store import Registry
+
+        if self._config.redis == EMBEDDED:
+            raise ValueError("embedded is on one machine: set `redis:` to a server's URL")
+        registry = Registry(self._config.redis, self._config.fleet)
+        try:
+            await registry.birth()
+            began_s = time.monotonic()
+            await registry.birth()
+            return f"{1e3 * (time.monotonic() - began_s):.1f} ms"
+        finally:
+            await registry.close()
+
+
+def code_version() -> str:
+    """The version, and a digest of the sources: two nodes of one version may differ."""
+    digest = hashlib.blake2b(digest_size=4)
+    for package in _PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            digest.update(file.relative_to(ROOT).as_posix().encode())
+            digest.update(file.read_bytes())
+    try:
+        version = importlib.metadata.version("baton-serve")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    return f"{version} ({digest.hexdigest()})"
+
+
+async def _cell(check: Callable[[], Awaitable[str]]) -> Cell:
+    try:
+        return Cell(await check())
+    except (BatonError, OSError, ValueError, RuntimeError, ImportError) as error:
+        return Cell("–", str(error) or type(error).__name__)
+
+
+def _in_thread(check: Callable[[], str]) -> Callable[[], Awaitable[str]]:
+    return lambda: asyncio.to_thread(check)
+
+
+def _wire() -> str:
+    from wire.compatibility import WIRE_MAX, WIRE_MIN
+
+    return f"{WIRE_MIN}-{WIRE_MAX}"
+
+
+def _files() -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _LEAST_FILES:
+        raise ValueError(f"limit {soft}, {_LEAST_FILES} is the least: `ulimit -n {hard}`")
+    return str(soft)
+
+
+def _disk() -> str:
+    """The fullest of what Ray, the logs and converted weights lie on."""
+    from engine.artifacts.locate import cache_root
+
+    folders = [Path("/tmp"), Path.home(), cache_root()]  # noqa: S108 - Ray's
+    there = [next(f for f in (folder, *folder.parents) if f.exists()) for folder in folders]
+    free = {str(folder): shutil.disk_usage(folder).free / 2**30 for folder in there}
+    folder = min(free, key=lambda name: free[name])
+    if free[folder] < _LEAST_FREE_GIB:
+        raise ValueError(
+            f"{free[folder]:.2f} GiB free in {folder}, {_LEAST_FREE_GIB:g} is the least"
+        )
+    if closed := [name for name in free if not os.access(name, os.W_OK)]:
+        raise ValueError(f"{closed[0]} cannot be written to")
+    return f"{free[folder]:.0f} GiB free"
+
+
+def _memory() -> str:
+    gib = psutil.virtual_memory().available / 2**30
+    if gib < _LEAST_MEMORY_GIB:
+        raise ValueError(f"{gib:.1f} GiB available, {_LEAST_MEMORY_GIB:g} is the least")
+    return f"{gib:.0f} GiB, {os.cpu_count()} cores"
+
+
+async def _swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Count what comes until the sender has done, and tell it how much and in which time."""
+    with contextlib.suppress(OSError):
+        taken, began_s, last_s = 0, time.monotonic(), time.monotonic()
+        while data := await reader.read(len(_CHUNK)):
+            taken, last_s = taken + len(data), time.monotonic()
+        writer.write(f"{taken / max(last_s - began_s, 1e-6)}\n".encode())
+        await writer.drain()
+        writer.close()
+
+
+async def _send(address: str, port: int) -> float:
+    """Bytes per second, as who took them saw it."""
+    async with asyncio.timeout(_CONNECT_S):
+        reader, writer = await asyncio.open_connection(address, port)
+    try:
+        until_s = time.monotonic() + _SEND_S
+        async with asyncio.timeout(_SEND_S + 8 * _CONNECT_S):  # a slow link has some in its queue
+            while time.monotonic() < until_s:
+                writer.write(_CHUNK)
+                await writer.drain()
+            writer.write_eof()
+            return float(await reader.readline())
+    except ValueError as error:
+        raise OSError("it broke off") from error
+    finally:
+        writer.close()

@@ -1,0 +1,203 @@
+"""``deploy/kubernetes`` fits the schemas of Kubernetes and KubeRay, and says the same everywhere.
+
+Nothing here needs a cluster or a network. What is checked: every object, strictly, against the
+schemas in the package ``kubernetes-validate``; the pods in the RayCluster likewise; its own fields
+against the names and types that KubeRay documents, as far as the file may ever use them.
+"""
+
+import copy
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from config.fleet_file import load_config
+from registry.connection import RedisUrlError, parse_redis_url
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+FILES = ("raycluster.yaml", "router.yaml", "network-policies.yaml")
+KUBERNETES = "1.33"
+SECRETS = {"baton", "baton-fleet"}
+
+
+def fields(required: str = "", **properties: Any) -> dict[str, Any]:
+    """A mapping of these and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+
+
+TEXT, NUMBER, POD = {"type": "string"}, {"type": "integer"}, {"type": "object"}
+FLAGS = {"type": "object", "additionalProperties": TEXT}
+SECRET = fields("valueFrom", valueFrom=fields(secretKeyRef=fields("name key", name=TEXT, key=TEXT)))
+RAY_CLUSTER = fields(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayCluster"},
+    metadata={"type": "object"},
+    spec=fields(
+        "rayVersion headGroupSpec workerGroupSpecs",
+        rayVersion=TEXT,
+        authOptions=fields("mode", mode={"enum": ["disabled", "token"]}, secretName=TEXT),
+        gcsFaultToleranceOptions=fields(
+            "redisAddress", redisAddress=TEXT, redisUsername=SECRET, redisPassword=SECRET
+        ),
+        headGroupSpec=fields("template", rayStartParams=FLAGS, template=POD),
+        workerGroupSpecs={
+            "type": "array",
+            "items": fields(
+                "groupName minReplicas maxReplicas template",
+                groupName=TEXT,
+                replicas=NUMBER,
+                minReplicas=NUMBER,
+                maxReplicas=NUMBER,
+                rayStartParams=FLAGS,
+                template=POD,
+            ),
+        },
+    ),
+)
+
+
+def documents() -> list[dict[str, Any]]:
+    return [d for name in FILES for d in yaml.safe_load_all((FOLDER / name).read_text())]
+
+
+def ray_cluster() -> dict[str, Any]:
+    return next(d for d in documents() if d["kind"] == "RayCluster")
+
+
+def pod_templates() -> Iterator[tuple[str, dict[str, Any]]]:
+    spec = ray_cluster()["spec"]
+    yield "head", spec["headGroupSpec"]["template"]
+    for group in spec["workerGroupSpecs"]:
+        yield group["groupName"], group["template"]
+    router = next(d for d in documents() if d["kind"] == "Deployment")
+    yield "router", router["spec"]["template"]
+
+
+def check(document: dict[str, Any]) -> None:
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="pip install kubernetes-validate brings the schemas"
+    ).validate
+    validate(document, KUBERNETES, strict=True)
+
+
+def as_pod(template: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
+
+
+def test_every_object_fits_the_schema_of_kubernetes() -> None:
+    others = [d for d in documents() if d["kind"] != "RayCluster"]
+    kinds = [d["kind"] for d in others]
+    assert kinds == ["Deployment", "Service", "PodDisruptionBudget"] + 2 * ["NetworkPolicy"]
+    for document in others:
+        check(document)
+
+
+def test_the_pods_of_the_ray_cluster_do_too() -> None:
+    for _, template in pod_templates():
+        check(as_pod(template))
+
+
+def test_a_slip_of_the_pen_is_found() -> None:
+    (_, template), *_ = pod_templates()
+    wrong = as_pod(template)
+    wrong["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(Exception, match="volumeMount"):
+        check(wrong)
+    cluster = ray_cluster()
+    cluster["spec"]["headGroupSpec"]["rayStartParam"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="rayStartParam"):
+        jsonschema.validate(cluster, RAY_CLUSTER)
+    cluster = ray_cluster()
+    cluster["spec"]["workerGroupSpecs"][0]["rayStartParams"]["num-cpus"] = 2  # KubeRay wants texts
+    with pytest.raises(jsonschema.ValidationError, match="is not of type 'string'"):
+        jsonschema.validate(cluster, RAY_CLUSTER)
+
+
+def test_the_ray_cluster_has_the_fields_that_kuberay_knows() -> None:
+    jsonschema.validate(ray_cluster(), RAY_CLUSTER)
+
+
+def test_the_head_has_no_replicas_and_each_group_has_its_role() -> None:
+    spec = ray_cluster()["spec"]
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert spec["authOptions"]["mode"] == "token"
+    config = load_config(FOLDER / "fleet.yaml")
+    for group in spec["workerGroupSpecs"]:
+        role = group["groupName"]
+        assert group["rayStartParams"]["resources"] == f'\'"{{\\"baton_{role}\\": 1}}"\''[1:-1]
+        (container,) = group["template"]["spec"]["containers"]
+        cpus = float(container["resources"]["requests"]["cpu"]) * group["replicas"]
+        assert getattr(config.pools, role) * config.cpus_per_rank <= cpus
+        assert "$KUBERAY_GEN_RAY_START_CMD" in container["args"][0]
+
+
+def test_the_fleet_file_is_right_and_holds_no_secret_of_redis() -> None:
+    config = load_config(FOLDER / "fleet.yaml")
+    assert config.host == "0.0.0.0" and config.api_keys
+    with pytest.raises(RedisUrlError, match="/etc/baton-secrets/redis-password cannot be read"):
+        parse_redis_url(config.redis)
+
+
+def test_secrets_come_as_files_and_are_those_that_the_page_makes() -> None:
+    for name, template in pod_templates():
+        spec = template["spec"]
+        used = {v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v}
+        assert used == SECRETS, name
+        mounted = {m["name"] for c in spec["containers"] for m in c["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in spec["volumes"]}
+        values = [e.get("value", "") for c in spec["containers"] for e in c["env"]]
+        assert "/etc/baton-secrets/fleet-token" in values
+        assert spec["securityContext"]["runAsNonRoot"] is True
+
+
+def test_ports_are_the_same_in_the_fleet_file_the_policies_and_the_service() -> None:
+    config = load_config(FOLDER / "fleet.yaml")
+    policies = [d for d in documents() if d["kind"] == "NetworkPolicy"]
+    rules = [rule for policy in policies for rule in policy["spec"]["ingress"]]
+    ports = [port for rule in rules for port in rule.get("ports", [])]
+    ranges = {f"{p['port']}-{p['endPort']}" for p in ports if "endPort" in p}
+    assert ranges == {config.pools.ports}
+    assert {p["port"] for p in ports if "endPort" not in p} == {config.port}
+    templates = dict(pod_templates())
+    (container,) = templates["router"]["spec"]["containers"]
+    assert [p["containerPort"] for p in container["ports"]] == [config.port]
+    for kind in ("Service", "PodDisruptionBudget"):
+        found = next(d for d in documents() if d["kind"] == kind)
+        selector = found["spec"]["selector"]
+        selector = selector.get("matchLabels", selector)
+        assert selector.items() <= templates["router"]["metadata"]["labels"].items()
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here, which has kustomize")
+def test_kustomize_puts_it_together() -> None:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made = list(yaml.safe_load_all(done.stdout))
+    kinds = sorted(document["kind"] for document in made)
+    assert kinds == sorted([*(d["kind"] for d in documents()), "Secret"])
+    images = {
+        container["image"]
+        for document in made
+        for spec in (document.get("spec", {}),)
+        for template in (
+            spec.get("template"),
+            spec.get("headGroupSpec", {}).get("template"),
+            *(group["template"] for group in spec.get("workerGroupSpecs", [])),
+        )
+        if template
+        for container in template["spec"]["containers"]
+    }
+    assert images == {"registry.example/baton:0.1.0"}, "an image that the page does not name"

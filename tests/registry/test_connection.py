@@ -1,0 +1,144 @@
+"""Every way to a Redis, and what each wrong one is told."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fleet.local.redis_check import check_external
+from fleet.local.redis_server import EmbeddedRedis, RedisError
+from registry.connection import RedisUrlError, parse_redis_url
+from registry.redis_store import Registry, RegistryUnavailableError
+from tests.registry.redis_servers import Server, by_tls, certificates, free_ports
+
+ENOUGH = "~baton:* +@all -@admin -@dangerous +info"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://h", "http:// is none of redis, rediss"),
+        ("redis://h?ca_file=/x", "ca_file is for TLS: say rediss://"),
+        ("rediss://h?ca_file=/not/there", "/not/there is not there"),
+        ("rediss://h?cert_file=/x", "cert_file and key_file go together"),
+        ("redis://h?ssl_ca_certs=/x", "ssl_ca_certs is not known: ca_file, cert_file, db"),
+        ("redis://h?password_file=/not/there", "password_file: /not/there cannot be read"),
+        ("redis://h?password_env=BATON_NOT_SET", "BATON_NOT_SET is not set"),
+        ("redis://:word@h?password_env=HOME", "say one"),
+        ("redis://h?password_env=HOME&password_file=/x", "exclude each other"),
+        ("redis://h?sentinel_user=x", "is for redis+sentinel://"),
+        ("redis+sentinel://h", "what the Sentinels call the primary is missing"),
+        ("redis://a,b/0", "several hosts are those of Sentinels"),
+        ("redis://h:port/0", "h:port: "),
+        ("redis+sentinel://a,:7/name", "a host is missing"),
+        ("redis://h/one", "'one' is no number of a database"),
+    ],
+)
+def test_what_a_wrong_url_is_told(url: str, said: str) -> None:
+    with pytest.raises(RedisUrlError) as refused:
+        parse_redis_url(url)
+    assert said in str(refused.value)
+    assert "word" not in str(refused.value).replace("password", "")
+
+
+def test_what_a_url_means() -> None:
+    target = parse_redis_url("redis+sentinel://me:p%40ss@a:1,[::1]:2,c/main?db=3&sentinel_user=s")
+    assert target.hosts == (("a", 1), ("::1", 2), ("c", 26379))
+    assert target.primary == "main" and not target.tls
+    assert target.options == {"username": "me", "password": "p@ss", "db": 3}
+    assert target.sentinel_options == {"username": "s"}
+    assert parse_redis_url("unix:///run/r.sock?db=2").path == "/run/r.sock"
+    assert parse_redis_url("rediss://h").hosts == (("h", 6379),)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One with users: a fleet's, and one that may not write streams."""
+    (port,) = free_ports(1)
+    made = Server(
+        tmp_path_factory.mktemp("redis"),
+        port,
+        f"user fleet on >a-password {ENOUGH}",
+        "user reader on >a-password ~baton:* +@all -@admin -@dangerous +info -xadd",
+        "user elsewhere on >a-password ~other:* +@all",
+    )
+    made.wait_up()
+    yield made
+    made.kill()
+
+
+async def test_the_rule_for_a_user_is_enough_for_all_that_a_fleet_sends(server: Server) -> None:
+    url = f"redis://fleet:a-password@127.0.0.1:{server.port}/0"
+    assert await check_external(url, "users") == "6.2.14"
+    registry = await Registry.connect(url, "users")
+    assert await registry.take_tickets(2, above=10) > 10
+    await registry.close()
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        ("reader:a-password", "the user may not do what a fleet does"),
+        ("elsewhere:a-password", "the user may not do what a fleet does"),
+        ("fleet:wrong", "the server refuses the password or the user"),
+        ("nobody:a-password", "the server refuses the password or the user"),
+    ],
+)
+async def test_a_user_that_may_not_is_told_what_it_may_not(
+    server: Server, user: str, said: str
+) -> None:
+    with pytest.raises(RedisError, match=said) as refused:
+        await check_external(f"redis://{user}@127.0.0.1:{server.port}/0")
+    assert "a-password" not in str(refused.value)
+
+
+async def test_a_password_file_is_read_for_each_connection(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("a-password\n")
+    url = f"redis://fleet@127.0.0.1:{server.port}/0?password_file={file}"
+    registry = await Registry.connect(url, "rotates")
+    with server.client() as operator:
+        operator.execute_command("ACL", "SETUSER", "fleet", "resetpass", ">another-password")
+        try:
+            file.write_text("another-password\n")
+            for identity in operator.client_list():  # as a restart, or a dropped connection, does
+                if identity["user"] == "fleet":
+                    operator.client_kill_filter(_id=identity["id"])
+            with pytest.raises(RegistryUnavailableError):
+                await registry.birth()
+            assert await registry.birth()
+            file.unlink()
+            with pytest.raises(RedisError, match="password_file"):
+                await check_external(url)
+        finally:
+            operator.execute_command("ACL", "SETUSER", "fleet", "resetpass", ">a-password")
+    await registry.close()
+
+
+async def test_tls_wants_a_certificate_of_a_known_ca_for_the_host(
+    redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    ca, certificate, key = certificates(tmp_path)
+    with by_tls(redis_server.port, certificate, key) as port:
+        url = f"rediss://:{redis_server.password}@127.0.0.1:{port}/0"
+        registry = await Registry.connect(f"{url}?ca_file={ca}", "by-tls")
+        assert await registry.birth()
+        await registry.close()
+        assert await check_external(f"{url}?ca_file={ca}") == "6.2.14"
+        with pytest.raises(RedisError, match="certificate is not trusted"):
+            await check_external(url)
+        with pytest.raises(RedisError, match="a server that wants TLS takes rediss://"):
+            await check_external(f"redis://:{redis_server.password}@127.0.0.1:{port}/0")
+    plain = f"rediss://:{redis_server.password}@127.0.0.1:{redis_server.port}/0?ca_file={ca}"
+    with pytest.raises(RedisError, match="a server without TLS may be silent so"):
+        await check_external(plain)
+
+
+async def test_a_certificate_for_another_host_is_refused(
+    redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    ca, certificate, key = certificates(tmp_path, name="10.9.8.7")
+    with by_tls(redis_server.port, certificate, key) as port:
+        url = f"rediss://:{redis_server.password}@127.0.0.1:{port}/0?ca_file={ca}"
+        with pytest.raises(RedisError, match="made out to the host"):
+            await check_external(url)
