@@ -109,7 +109,7 @@ def footprint(
         context: The longest, in tokens; 0 is the model's limit.
         ranks: Of a tensor-parallel replica.
         draft: The numbers of the draft model, which the leader holds.
-        native: Products in bf16 have kernels of our own; oneDNN generates code as it goes.
+        native: Products in bf16 and int8 have kernels of our own; oneDNN generates code as it goes.
 
     Raises:
         ModelError: The model cannot be split over so many ranks.
@@ -261,8 +261,9 @@ def _rank_layers(c: ModelConfig, engine: _Engine) -> int:
 def _rank_process(c: ModelConfig, engine: _Engine) -> int:
     """One rank's, without the vocabulary."""
     process = _PROCESS_BYTES + _STEP_BYTES
+    has_own_kernels = engine.native and engine.quantisation == "int8"
     if engine.generates_kernels or engine.quantisation != "none":
-        process += _KERNEL_BYTES[engine.quantisation]
+        process += 0 if has_own_kernels else _KERNEL_BYTES[engine.quantisation]
     if engine.numerics == "exact" and engine.generates_kernels:
         process += _probes(_shapes(c) if engine.quantisation == "none" else _router_shapes(c))
     return process
