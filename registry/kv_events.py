@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from registry.redis_store import (
     BATCH_HASHES,
+    CHUNK_HASHES,
     Registry,
     RegistryUnavailableError,
 )
@@ -30,6 +31,8 @@ from telemetry.tasks import BackgroundTasks
 _LOG = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
+MAX_LOG_BATCHES = 512
+MIN_LOG_HASHES = 16_384
 MAX_PENDING_HASHES = 65_536  # beyond it a snapshot is cheaper than the batches
 _COALESCE_S = 0.02
 _RETRY_S = 0.5
@@ -54,6 +57,8 @@ class HashLedger:
         self.sequence = 0  # of the last batch or snapshot taken
         self.checksum = 0  # of what was taken
         self.taken_hashes = 0  # how many hashes that set has
+        self.values = 0  # of the set as Redis has it; then the batches in the log, and their hashes
+        self.batches = self._logged_hashes = 0
         self.needs_snapshot = False
         self._stored: dict[bytes, None] = {}  # ordered
         self._removed: dict[bytes, None] = {}
@@ -100,6 +105,10 @@ class HashLedger:
         self.sequence += 1
         if self._cleared:
             self.checksum = self.taken_hashes = 0
+            self.values = self.batches = self._logged_hashes = 0
+        if stored or removed:
+            self.batches += 1
+            self._logged_hashes += len(stored) + len(removed)
         self.checksum = hashes_checksum((*removed, *stored), self.checksum)
         self.taken_hashes += len(stored) - len(removed)
         batch = EventBatch(
@@ -117,11 +126,23 @@ class HashLedger:
         self.lost()
         self.needs_snapshot = False
         self.sequence += 1
-        self.checksum = hashes_checksum(self.hashes)
+        snapshot = self._whole()
+        self.checksum = snapshot.checksum
         self.taken_hashes = len(self.hashes)
-        return Snapshot(
-            incarnation=self.incarnation, sequence=self.sequence, hashes=frozenset(self.hashes)
-        )
+        return snapshot
+
+    def take_fold(self) -> Snapshot | None:
+        """The set under its present number, if its log has become long beside it."""
+        few = self.batches <= MAX_LOG_BATCHES
+        if self.pending or (few and self._logged_hashes <= max(self.taken_hashes, MIN_LOG_HASHES)):
+            return None
+        return self._whole()
+
+    def _whole(self) -> Snapshot:
+        self.values = -(-len(self.hashes) // CHUNK_HASHES)
+        self.batches = self._logged_hashes = 0
+        packed = b"".join(self.hashes)
+        return Snapshot(incarnation=self.incarnation, sequence=self.sequence, packed=packed)
 
 
 def _take(pending: dict[bytes, None], limit: int) -> tuple[bytes, ...]:
@@ -214,7 +235,7 @@ class KvEventPublisher:
         """Renew the keys' life; publish everything when Redis has something else."""
         ledger = self._ledger
         in_redis = await self._registry.refresh(ledger.incarnation)
-        if in_redis != (ledger.sequence, ledger.checksum, ledger.taken_hashes):
+        if in_redis != (ledger.sequence, ledger.checksum, ledger.values, ledger.batches):
             ledger.lost()
 
     async def _flush(self) -> None:
@@ -227,6 +248,8 @@ class KvEventPublisher:
             else:
                 batch = self._ledger.take_batch()
                 await self._registry.publish(batch, self._ledger.checksum)
+        if (fold := self._ledger.take_fold()) is not None:
+            await self._registry.fold(fold)
 
 
 @dataclass(slots=True)
@@ -285,7 +308,7 @@ class FeedMachine:
         """A snapshot that was asked for. One that is damaged or outdated is read again."""
         track = self._tracks.get(snapshot.incarnation)
         outdated = track is not None and snapshot.sequence < track.sequence
-        if outdated or hashes_checksum(snapshot.hashes) != checksum:
+        if outdated or snapshot.checksum != checksum:
             return []
         self.wants.discard(snapshot.incarnation)
         self._tracks[snapshot.incarnation] = _Track(snapshot.sequence, checksum)

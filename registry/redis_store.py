@@ -6,7 +6,8 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     worker:<worker id>    what the worker says about itself                10 s
     slots                 the ids of both kinds                            pruned when read
     kv:live               sorted set: incarnation -> last refresh (ms)     pruned when written
-    kv:<incarnation>:set  the hashes of the blocks it holds                60 s
+    kv:<incarnation>:blocks  list: hashes of the blocks that it held       60 s
+    kv:<incarnation>:log  list: batches that came since                    60 s
     kv:<incarnation>:meta hash: sequence, checksum                         60 s
     kv:events             stream of batches                                MAXLEN ~
     orders, answer:<id>   what operators ask, see orders.py                10 s, 60 s
@@ -33,14 +34,15 @@ import msgspec
 from redis.exceptions import RedisError
 
 from registry.connection import RedisUrlError, open_redis
-from registry.stream_entries import StreamEntry, parse_entry
-from registry.types import EventBatch, Snapshot, WorkerRecord
+from registry.stream_entries import StreamEntry, parse_entry, with_log
+from registry.types import HASH_BYTES, EventBatch, Snapshot, WorkerRecord
 
 SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
 KV_TTL_S = 60.0
 ADAPTERS_TTL_S = TICKETS_TTL_S = 24 * 3600
 STREAM_BATCHES = 4096
+CHUNK_HASHES = 65_536  # of a worker's set are one value in Redis: 1 MiB
 BATCH_HASHES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
 _CALL_LIMIT_S = 3.0
 
@@ -219,66 +221,76 @@ class Registry:
     # --- KV events: the publishing side ----------------------------------------------------------
 
     async def publish(self, batch: EventBatch, checksum: int) -> None:
-        """One MULTI: change the worker's set, append to the stream, bump the sequence."""
-        set_key, _ = self._kv_keys(batch.incarnation)
+        """One MULTI: add to the worker's log and to the stream, bump the sequence."""
+        blocks_key, log_key, _ = self._kv_keys(batch.incarnation)
+        stored, removed = b"".join(batch.stored), b"".join(batch.removed)
         commands: list[Command] = []
         if batch.cleared:
-            commands.append(("UNLINK", set_key))
-        if batch.removed:
-            commands.append(("SREM", set_key, *batch.removed))
-        if batch.stored:
-            commands.append(("SADD", set_key, *batch.stored))
-        fields = ("k", "b", "s", b"".join(batch.stored), "r", b"".join(batch.removed))
+            commands.append(("UNLINK", blocks_key, log_key))
+        if stored or removed:
+            commands.append(("RPUSH", log_key, msgspec.msgpack.encode((stored, removed))))
+        fields = ("k", "b", "s", stored, "r", removed, "c", int(batch.cleared))
         commands += self._stamp(batch.incarnation, batch.sequence, checksum)
-        commands.append(
-            self._append(batch.incarnation, batch.sequence, *fields, "c", int(batch.cleared))
-        )
-        await self.send(*commands, ("PEXPIRE", set_key, int(KV_TTL_S * 1000)), atomic=True)
+        commands.append(self._append(batch.incarnation, batch.sequence, *fields))
+        await self.send(*commands, *self._live_on(batch.incarnation), atomic=True)
 
     async def publish_snapshot(self, snapshot: Snapshot, checksum: int) -> None:
         """Replace the worker's whole set; readers are told to read it again."""
-        set_key, _ = self._kv_keys(snapshot.incarnation)
-        scratch = set_key + b":new"
-        await self.send(("UNLINK", scratch))
-        ordered = sorted(snapshot.hashes)
-        for begin in range(0, len(ordered), BATCH_HASHES):
-            await self.send(
-                ("SADD", scratch, *ordered[begin : begin + BATCH_HASHES]),
-                ("PEXPIRE", scratch, int(KV_TTL_S * 1000)),
-            )
-        swap: Command = ("RENAME", scratch, set_key) if ordered else ("UNLINK", set_key)
-        await self.send(
-            swap,
+        await self._replace(
+            snapshot,
             *self._stamp(snapshot.incarnation, snapshot.sequence, checksum),
             self._append(snapshot.incarnation, snapshot.sequence, "k", "s"),
-            atomic=True,
         )
 
-    async def refresh(self, incarnation: bytes) -> tuple[int, int, int] | None:
+    async def fold(self, snapshot: Snapshot) -> None:
+        """Put the log into the set: the same blocks, so that readers need not know of it."""
+        await self._replace(snapshot)
+
+    async def _replace(self, snapshot: Snapshot, *commands: Command) -> None:
+        """The set in a few values, not one for each block: it is written and read as a whole."""
+        blocks_key, log_key, _ = self._kv_keys(snapshot.incarnation)
+        scratch, packed = blocks_key + b":new", snapshot.packed
+        await self.send(("UNLINK", scratch))
+        for begin in range(0, len(packed), CHUNK_HASHES * HASH_BYTES):
+            await self.send(
+                ("RPUSH", scratch, packed[begin : begin + CHUNK_HASHES * HASH_BYTES]),
+                ("PEXPIRE", scratch, int(KV_TTL_S * 1000)),
+            )
+        swap: Command = ("RENAME", scratch, blocks_key) if packed else ("UNLINK", blocks_key)
+        await self.send(swap, ("UNLINK", log_key), *commands, atomic=True)
+
+    async def refresh(self, incarnation: bytes) -> tuple[int, int, int, int] | None:
         """Keep an incarnation's keys alive.
 
         Returns:
-            (sequence, checksum, number of hashes) as Redis has them, or None if it has nothing.
+            (sequence, checksum, values of its set, batches in its log) as Redis has them, or None
+            if it has nothing.
         """
-        set_key, meta_key = self._kv_keys(incarnation)
-        ttl_ms = int(KV_TTL_S * 1000)
-        meta, count, _, _, _ = await self.send(
+        blocks_key, log_key, meta_key = self._kv_keys(incarnation)
+        meta, values, batches, *_ = await self.send(
             ("HMGET", meta_key, "n", "x"),
-            ("SCARD", set_key),
-            ("PEXPIRE", meta_key, ttl_ms),
-            ("PEXPIRE", set_key, ttl_ms),
+            ("LLEN", blocks_key),
+            ("LLEN", log_key),
+            ("PEXPIRE", meta_key, int(KV_TTL_S * 1000)),
+            *self._live_on(incarnation),
             ("ZADD", self.key("kv:live"), _now_ms(), incarnation),
             atomic=True,
         )
-        return None if meta[0] is None else (int(meta[0]), int(meta[1]), int(count))
+        if meta[0] is None:
+            return None
+        return int(meta[0]), int(meta[1]), int(values), int(batches)
+
+    def _live_on(self, incarnation: bytes) -> list[Command]:
+        blocks_key, log_key, _ = self._kv_keys(incarnation)
+        return [("PEXPIRE", key, int(KV_TTL_S * 1000)) for key in (blocks_key, log_key)]
 
     async def forget(self, incarnation: bytes) -> None:
         """Drop all that a dead incarnation held, in O(1), and tell the readers."""
         if not incarnation:
             return
-        set_key, meta_key = self._kv_keys(incarnation)
+        blocks_key, log_key, meta_key = self._kv_keys(incarnation)
         await self.send(
-            ("UNLINK", set_key, set_key + b":new", meta_key),
+            ("UNLINK", blocks_key, blocks_key + b":new", log_key, meta_key),
             ("ZREM", self.key("kv:live"), incarnation),
             self._append(incarnation, 0, "k", "f"),
             atomic=True,
@@ -295,7 +307,7 @@ class Registry:
         (members,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1))
         if not members:
             return {}
-        commands = [("HMGET", self._kv_keys(member)[1], "n", "x") for member in members]
+        commands = [("HMGET", self._kv_keys(member)[-1], "n", "x") for member in members]
         metas = await self.send(*commands)
         expired = [m for m, (sequence, _) in zip(members, metas, strict=True) if sequence is None]
         if expired:
@@ -308,15 +320,17 @@ class Registry:
 
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
         """One incarnation's set with the checksum it should have, or None if Redis lacks it."""
-        set_key, meta_key = self._kv_keys(incarnation)
-        meta, members = await self.send(
-            ("HMGET", meta_key, "n", "x"), ("SMEMBERS", set_key), atomic=True
+        blocks_key, log_key, meta_key = self._kv_keys(incarnation)
+        meta, values, log = await self.send(
+            ("HMGET", meta_key, "n", "x"),
+            ("LRANGE", blocks_key, 0, -1),
+            ("LRANGE", log_key, 0, -1),
+            atomic=True,
         )
         if meta[0] is None:
             return None
-        snapshot = Snapshot(
-            incarnation=incarnation, sequence=int(meta[0]), hashes=frozenset(members)
-        )
+        packed = with_log(b"".join(values), log)
+        snapshot = Snapshot(incarnation=incarnation, sequence=int(meta[0]), packed=packed)
         return snapshot, int(meta[1])
 
     async def stream_top(self) -> bytes:
@@ -341,12 +355,12 @@ class Registry:
         """A key of this fleet."""
         return (self._prefix + ":".join(parts)).encode()
 
-    def _kv_keys(self, incarnation: bytes) -> tuple[bytes, bytes]:
+    def _kv_keys(self, incarnation: bytes) -> tuple[bytes, bytes, bytes]:
         stem = self.key("kv", incarnation.hex())
-        return stem + b":set", stem + b":meta"
+        return stem + b":blocks", stem + b":log", stem + b":meta"
 
     def _stamp(self, incarnation: bytes, sequence: int, checksum: int) -> list[Command]:
-        meta = self._kv_keys(incarnation)[1]
+        meta = self._kv_keys(incarnation)[-1]
         return [
             ("HSET", meta, "n", sequence, "x", checksum),
             ("PEXPIRE", meta, int(KV_TTL_S * 1000)),

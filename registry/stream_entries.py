@@ -1,12 +1,11 @@
 """Entries of the stream of KV events, as Redis holds them."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from registry.types import EventBatch
-
-_HASH_BYTES = 16
+from registry.types import HASH_BYTES, EventBatch, split_hashes
 
 
 class StreamMark(msgspec.Struct, frozen=True):
@@ -44,5 +43,22 @@ def _split(packed: bytes) -> tuple[bytes, ...]:
 
 
 def _chunks(packed: bytes) -> Iterable[bytes]:
-    for begin in range(0, len(packed), _HASH_BYTES):
-        yield packed[begin : begin + _HASH_BYTES]
+    for begin in range(0, len(packed), HASH_BYTES):
+        yield packed[begin : begin + HASH_BYTES]
+
+
+def with_log(packed: bytes, log: Sequence[bytes]) -> bytes:
+    """A worker's set of hashes, and the batches that changed it since, as one set.
+
+    What cannot be read is left out: the checksum tells.
+    """
+    if not log:
+        return packed
+    hashes = dict.fromkeys(split_hashes(packed))
+    for raw in log:
+        with contextlib.suppress(msgspec.DecodeError):
+            stored, removed = msgspec.msgpack.decode(raw, type=tuple[bytes, bytes])
+            for block_hash in split_hashes(removed):
+                hashes.pop(block_hash, None)
+            hashes |= dict.fromkeys(split_hashes(stored))
+    return b"".join(hashes)

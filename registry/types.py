@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-INCARNATION_BYTES = 16
+INCARNATION_BYTES = HASH_BYTES = 16
 
 Role = Literal["prefill", "decode"]
 WorkerState = Literal["starting", "ready", "draining", "dead"]
@@ -58,11 +59,25 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The hashes of all blocks that one worker holds after its batch number ``sequence``."""
+    """The hashes of all blocks that one worker holds after its batch number ``sequence``.
+
+    ``packed`` has them one behind the other, each once, in any order: ten thousand are one object.
+    """
 
     incarnation: bytes
     sequence: int
-    hashes: frozenset[bytes]
+    packed: bytes
+
+    @property
+    def hashes(self) -> frozenset[bytes]:
+        """The same, each by itself."""
+        return frozenset(split_hashes(self.packed))
+
+    @property
+    def checksum(self) -> int:
+        """See `hashes_checksum`."""
+        firsts = np.frombuffer(self.packed, "<u8")[:: HASH_BYTES // 8]
+        return int(np.bitwise_xor.reduce(firsts)) if len(firsts) else 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +95,11 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FeedItem = Snapshot | EventBatch | Heartbeat | Forget
+
+
+def split_hashes(packed: bytes) -> list[bytes]:
+    """Hashes that stand one behind the other."""
+    return [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
 
 
 def hashes_checksum(hashes: Iterable[bytes], start: int = 0) -> int:

@@ -60,10 +60,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 async def _publish(url: str, first: int, workers: int, blocks: int) -> None:
     """So many workers in one process, until it is killed."""
-    registry = Registry(url, _FLEET)
     kept = []
     for number in range(first, first + workers):
-        incarnation = secrets.token_bytes(16)
+        incarnation, registry = secrets.token_bytes(16), Registry(url, _FLEET)
         publisher = KvEventPublisher(registry, incarnation)
         packed = os.urandom(16 * blocks)
         publisher.publish(stored=[packed[16 * i : 16 * i + 16] for i in range(blocks)])

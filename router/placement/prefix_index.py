@@ -155,7 +155,7 @@ class PrefixIndex:
         if not entry.waiting and snapshot.sequence < entry.sequence:
             return Applied.OLD
         fresh = _HeldBlocks(self._numbers.take())
-        packed = b"".join(snapshot.hashes)
+        packed = snapshot.packed
         for begin in range(0, len(packed), _SLICE_HASHES * HASH_BYTES):
             self._store(fresh, packed[begin : begin + _SLICE_HASHES * HASH_BYTES])
             yield

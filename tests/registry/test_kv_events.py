@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fleet.local.redis_server import EmbeddedRedis
 from registry.kv_events import FeedMachine, HashLedger, KvEventPublisher
 from registry.redis_store import STREAM_BATCHES, Registry
-from registry.types import EventBatch, Forget, Snapshot, hashes_checksum
+from registry.types import EventBatch, Forget, Snapshot, hashes_checksum, split_hashes
 from tests.registry.conftest import Reader, eventually
 
 STREAM = "baton:{test}:kv:events"
@@ -105,9 +105,56 @@ async def test_a_set_that_redis_evicted_is_published_again(
     publisher.publish(stored=held)
     await eventually(lambda: publisher.checksum == hashes_checksum(held))
     with raw(redis_server) as client:
-        (key,) = client.keys("*:set")
-        client.delete(key)
-        await eventually(lambda: client.scard(key) == 50)
+        for key in client.keys("*:log") + client.keys("*:blocks"):
+            client.delete(key)
+        await eventually(lambda: client.keys("*:blocks"))
+        (key,) = client.keys("*:blocks")
+        assert set(split_hashes(client.lindex(key, 0))) == set(held)
+
+
+async def test_a_long_log_is_folded_and_readers_need_not_know(
+    redis_server: EmbeddedRedis, publisher: KvEventPublisher, reader: Reader, monkeypatch
+) -> None:
+    monkeypatch.setattr("registry.kv_events.MAX_LOG_BATCHES", 3)
+    held = set()
+    for _ in range(12):
+        new = hashes(5)
+        publisher.publish(stored=new, removed=sorted(held)[:2])
+        held = (held - set(sorted(held)[:2])) | set(new)
+        sequence = publisher.sequence
+        await eventually(lambda sequence=sequence: publisher.sequence > sequence)
+    await eventually(lambda: list(reader.hashes.values()) == [held])
+    assert reader.feed.gaps == 0
+    with raw(redis_server) as client:
+        await eventually(lambda: all(client.llen(key) <= 4 for key in client.keys("*:log")))
+        assert len(client.keys("*:blocks")) == 1
+    answer = await reader.feed._registry.snapshot(publisher._ledger.incarnation)
+    assert answer is not None
+    assert answer[0].hashes == held
+    assert answer[0].checksum == answer[1]
+
+
+async def test_what_a_log_holds_is_in_the_snapshot(registry: Registry) -> None:
+    first, second = hashes(9), hashes(4)
+    await registry.publish_snapshot(
+        Snapshot(incarnation=b"i" * 16, sequence=1, packed=b"".join(first)), 0
+    )
+    for number, batch in enumerate(((first[:0], first[:3], False), (second, first[3:4], False)), 2):
+        stored, removed, cleared = batch
+        await registry.publish(
+            EventBatch(
+                incarnation=b"i" * 16,
+                sequence=number,
+                stored=tuple(stored),
+                removed=tuple(removed),
+                cleared=cleared,
+            ),
+            0,
+        )
+    answer = await registry.snapshot(b"i" * 16)
+    assert answer is not None
+    assert (answer[0].sequence, answer[0].hashes) == (3, {*first[4:], *second})
+    assert await registry.refresh(b"i" * 16) == (3, 0, 1, 2)
 
 
 async def test_events_lost_from_a_trimmed_stream_are_noticed(
@@ -153,7 +200,7 @@ async def test_a_dead_incarnation_is_forgotten_at_once(
     await registry.forget(*reader.hashes)
     await eventually(lambda: not reader.hashes)
     with raw(redis_server) as client:
-        assert not client.keys("*:set") and not client.keys("*:meta")
+        assert not client.keys("*:blocks") and not client.keys("*:meta")
         assert client.zcard("baton:{test}:kv:live") == 0
 
 
@@ -223,7 +270,7 @@ def test_reader_and_worker_agree_after_any_losses(
             snapshot = Snapshot(
                 incarnation=ledger.incarnation,
                 sequence=ledger.sequence,
-                hashes=frozenset(stored_set),
+                packed=b"".join(stored_set),
             )
             apply(machine.on_snapshot(snapshot, ledger.checksum))
 

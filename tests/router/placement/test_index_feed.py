@@ -8,7 +8,7 @@ from router.placement.prefix_index import PrefixIndex
 from telemetry.metrics import Metrics
 from tests.router.conftest import until
 
-SNAPSHOT = Snapshot(incarnation=b"i" * 16, sequence=1, hashes=frozenset([b"h" * 16]))
+SNAPSHOT = Snapshot(incarnation=b"i" * 16, sequence=1, packed=b"h" * 16)
 
 
 class Stumbling:

@@ -28,7 +28,9 @@ def batch(sequence: int, stored=(), removed=(), cleared=False, incarnation=A) ->
 
 
 def snapshot(sequence: int, hashes, incarnation=A) -> Snapshot:
-    return Snapshot(incarnation=incarnation, sequence=sequence, hashes=frozenset(map(name, hashes)))
+    return Snapshot(
+        incarnation=incarnation, sequence=sequence, packed=b"".join(set(map(name, hashes)))
+    )
 
 
 def test_batches_in_order_are_applied():
@@ -134,7 +136,7 @@ def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fat
         if fate == "twice":
             prefix_index.apply(item)
         if Applied.SNAPSHOT_NEEDED in told:
-            whole = Snapshot(incarnation=A, sequence=step, hashes=frozenset(truth))
+            whole = Snapshot(incarnation=A, sequence=step, packed=b"".join(truth))
             due.append((step + snapshot_delay, whole))
         for when, whole in list(due):
             if when <= step:
@@ -145,7 +147,7 @@ def test_after_a_heartbeat_and_its_snapshot_the_mirror_is_the_truth(changes, fat
     last = len(changes)
     beat = Heartbeat(incarnation=A, sequence=last, checksum=hashes_checksum(truth))
     if prefix_index.apply(beat) is Applied.SNAPSHOT_NEEDED:
-        prefix_index.apply(Snapshot(incarnation=A, sequence=last, hashes=frozenset(truth)))
+        prefix_index.apply(Snapshot(incarnation=A, sequence=last, packed=b"".join(truth)))
     assert prefix_index.hashes_of(A) == truth
     assert prefix_index.apply(beat) is Applied.DONE
 
