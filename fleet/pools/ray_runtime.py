@@ -21,6 +21,7 @@ from fleet.pools.resources import (
     lives_among,
     local_cpus,
 )
+from fleet.pools.sealing import seal
 from fleet.process_key import ProcessKey
 
 _DAEMONS = ("gcs_server", "raylet")  # without one of them a local Ray is lost
@@ -74,6 +75,12 @@ def connect(address: str, config: FleetConfig) -> str:
             "redis = embedded listens on this machine only, and the cluster has other nodes: set "
             "`redis:` to the URL of a server that every node reaches"
         )
+    if config.pools.tls is None and not config.pools.insecure:
+        raise CapacityError(
+            "the workers of several nodes would send prompts, KV and the fleet's token in plain "
+            "text: name certificates, `pools: {tls: {certificate: FILE, key: FILE, ca: FILE}}` "
+            "(`baton certs DIR` makes them for trials), or say `pools: {insecure: true}`"
+        )
     if os.environ.get("RAY_AUTH_MODE") not in ("token", "disabled"):
         raise CapacityError(
             "this Ray cluster takes commands from anybody who reaches it, as root or whoever runs "
@@ -110,6 +117,12 @@ def health() -> RayHealth:
     return RayHealth(ray.get_runtime_context().gcs_address, daemons)
 
 
+def packed(spec: ControllerSpec) -> bytes:
+    """A specification as the controller gets it: the file too may hold a password."""
+    text = msgspec.json.encode(spec).decode()
+    return (seal(text) if spec.sealed else text).encode()
+
+
 class Controller:
     """A handle to the fleet's controller actor. All calls block."""
 
@@ -140,7 +153,7 @@ class Controller:
         until_s = time.monotonic() + _NAME_FREE_LIMIT_S
         while True:
             try:
-                actor = options.remote(msgspec.json.encode(spec))
+                actor = options.remote(packed(spec))
                 break
             except ValueError:  # the name of one that was just ended is still taken
                 if time.monotonic() > until_s:
