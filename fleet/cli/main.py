@@ -10,7 +10,7 @@ import typer
 
 from fleet.cli.batch import batch
 from fleet.cli.capacity import capacity
-from fleet.cli.certs import certs
+from fleet.cli.certs.command import certs
 from fleet.cli.chat import chat
 from fleet.cli.common import fail
 from fleet.cli.doctor.command import doctor

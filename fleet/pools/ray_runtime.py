@@ -27,6 +27,7 @@ from fleet.process_key import ProcessKey
 _DAEMONS = ("gcs_server", "raylet")  # without one of them a local Ray is lost
 _NAME_FREE_LIMIT_S = 10.0
 _START_LIMIT_S = 75.0  # of the controller's process, on a busy machine
+_CLUSTERS_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; "0": loopback, on Linux too
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 
 
@@ -37,7 +38,10 @@ def start_local(folder: Path, config: FleetConfig) -> None:
     """
     # In the environment, so that daemons and workers inherit it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray writes ~/.ray/auth_token
+    os.environ.pop("RAY_USE_TLS", None)  # that is for clusters: this one stays on loopback
+    os.environ[_CLUSTERS_VARIABLE] = "0"  # otherwise its daemons listen on all addresses
     import ray
 
     ray.init(

@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from config.network import TlsFiles
-from fleet.local import certificates
+from fleet.cli.certs import authority as certificates
 
 NAME = "test.baton.internal"
 DAY = timedelta(days=1)

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from fleet.local import certificates
+from fleet.cli.certs import authority as certificates
 from tests.wire.certs import DAY, EXPIRED, NAME, files, made
 from wire.grpc_channels import Channels
 from wire.grpc_options import ROUTER_OPTIONS, listen, open_channel

@@ -14,7 +14,7 @@ import pytest
 
 from config.clients import ClientLimitsConfig
 from config.network import HttpsConfig
-from fleet.local import certificates
+from fleet.cli.certs import authority as certificates
 from fleet.local.http_trust import trusted
 from router.http.certificate import LiveCertificate
 from router.http_server import server_config

@@ -47,18 +47,18 @@ def certs(
     from it: the fleet's certificate carries the DNS name FLEET.baton.internal, or the one in
     `pools: {tls: {name: …}}`, and may be shown by servers and by clients.
     """
-    from fleet.local import certificates  # needs `cryptography`, which loads a library
+    from fleet.cli.certs import authority  # needs `cryptography`, which loads a library
 
     folder, hosts = folder.resolve(), host or []
     try:
         if renew:
-            certificates.renew(folder, hosts, timedelta(days=days))
+            authority.renew(folder, hosts, timedelta(days=days))
         else:
             _, config = load_fleet_file(file, None)
             tls = config.pools.tls
             name = (tls.name if tls is not None else None) or fleet_host_name(config.fleet)
-            certificates.make(folder, name, hosts, timedelta(days=days))
+            authority.make(folder, name, hosts, timedelta(days=days))
     except (ValueError, OSError) as error:
         fail(str(error))
-    until = certificates.expires_on(folder / f"{certificates.FLEET}.pem")
+    until = authority.expires_on(folder / f"{authority.FLEET}.pem")
     typer.echo(_LINES.format(folder=folder, until=until))
