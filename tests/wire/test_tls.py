@@ -1,6 +1,7 @@
 """Who may speak to whom: real connections, real certificates, and what can be wrong with them."""
 
 import contextlib
+import re
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import grpc.aio
 import pytest
 
 from fleet.cli.certs import authority as certificates
+from tests.house.imports import PACKAGES
 from tests.wire.certs import DAY, EXPIRED, NAME, files, made
 from wire.grpc_channels import Channels
 from wire.grpc_options import ROUTER_OPTIONS, listen, open_channel
@@ -231,3 +233,16 @@ def test_keys_are_their_users_alone_and_the_ca_stays(tmp_path: Path) -> None:
         made(folder)
     with pytest.raises(CertificateError, match="no CA can be read"):
         certificates.renew(tmp_path / "nothing", [], DAY)
+
+
+def test_channels_and_ports_are_made_at_one_place() -> None:
+    """But for benches, which stay on loopback, and for the question to a local Ray."""
+    root = Path(__file__).parents[2]
+    elsewhere = {
+        str(file.relative_to(root))
+        for package in PACKAGES
+        if package != "loadtest"
+        for file in (root / package).rglob("*.py")
+        if re.search(r"secure_channel\(|secure_port\(", file.read_text(encoding="utf-8"))
+    }
+    assert elsewhere == {"wire/grpc_options.py", "fleet/pools/ray_health.py"}
