@@ -94,6 +94,16 @@ class ClientLimitsConfig(BaseModel):
     insecure: bool = False
     api_keys_file: AbsoluteFile | None = None
 
+    @property
+    def certificate(self) -> str:
+        """The routers'; empty where they speak plain HTTP."""
+        return self.tls.certificate if self.tls is not None else ""
+
+    @property
+    def scheme(self) -> str:
+        """Of the routers' URL."""
+        return "https" if self.tls is not None else "http"
+
     def plain_text_problem(self, host: str) -> str:
         """Why a router may not listen there, if it may not; else ""."""
         return plain_text_problem(host, tls=self.tls is not None, insecure=self.insecure)

@@ -27,7 +27,7 @@ from pydantic import (
 from config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
 from config.engine import EngineConfig
 from config.logs import LogsConfig
-from config.network import FleetTlsConfig, HttpsConfig
+from config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from config.numerics import NumericsConfig
 from config.pools import PoolsConfig, TensorParallelConfig
 
@@ -252,6 +252,11 @@ class FleetConfig(BaseModel):
     def to_json(self) -> str:
         """What differs from the defaults, for another process; without the router's secrets."""
         return self.model_dump_json(exclude_defaults=True, exclude={"api_keys"})
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """What routers and workers show each other and believe; None is plain text."""
+        return self.pools.tls.files(self.fleet) if self.pools.tls is not None else None
 
     @property
     def has_keys(self) -> bool:

@@ -116,7 +116,7 @@ class RouterSettings:
             default_timeout_s=config.default_timeout_s,
             redis_url=environ.get("BATON_REDIS_URL", ""),
             fleet_token=_fleet_token(config),
-            tls=FleetTls(tls.files(config.fleet)) if (tls := config.pools.tls) else None,
+            tls=FleetTls(files) if (files := config.tls_files) is not None else None,
             https=config.clients.tls,
             state_dir=environ.get("BATON_STATE_DIR", ""),
         )

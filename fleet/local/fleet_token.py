@@ -36,6 +36,18 @@ class KnownToken(NamedTuple):
             return {**kept, FILE_VARIABLE: self.file}
         return {**kept, TOKEN_VARIABLE: self.token}
 
+    def for_workers(self, config: FleetConfig, *, here: bool) -> "KnownToken":
+        """What workers are told: a file to read by themselves, or the token.
+
+        Args:
+            config: The fleet.
+            here: Whether all of it is on this host; a file that only this one has is of no use
+                to workers elsewhere, who are told the token.
+        """
+        if self.file and (here or config.pools.token_file):
+            return KnownToken("", self.file)
+        return KnownToken(self.token, "")
+
 
 def given_token(config: FleetConfig | None = None) -> KnownToken | None:
     """The token of the fleet file, of the environment or of the file that it names, if one is.

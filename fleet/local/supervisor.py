@@ -125,19 +125,7 @@ class Supervisor:
 
     def _url_at(self, address: str) -> str:
         host = address if self._config.host in _ANY_HOST else self._config.host
-        return f"{'https' if self._certificate else 'http'}://{host}:{self._port}"
-
-    @property
-    def _certificate(self) -> str:
-        """Of the router; empty where it speaks plain HTTP."""
-        https = self._config.clients.tls
-        return https.certificate if https is not None else ""
-
-    @property
-    def _workers_token_file(self) -> str:
-        """The file from which workers read the fleet's token; empty if they are told it."""
-        on_every_host = self._address is None or self._config.pools.token_file is not None
-        return self._token.file if on_every_host else ""
+        return f"{self._config.clients.scheme}://{host}:{self._port}"
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Start, call ``on_ready``, stay until told to stop, and clean up.
@@ -208,8 +196,7 @@ class Supervisor:
             self._say(f"cleaned up after a run that was killed ({left} processes were left)")
 
     def _save_state(self, problem: str = "") -> None:
-        me = ProcessKey.of(os.getpid())
-        if me is None:
+        if (me := ProcessKey.of(os.getpid())) is None:
             raise FleetError("cannot read /proc")
         fleet_state.save(
             FleetState(
@@ -223,8 +210,8 @@ class Supervisor:
                 config_file=str(self._config_file),
                 fleet_token=self._token.token,
                 fleet_token_file=self._token.file,
-                certificate=self._certificate,
-                tls=tls.files(self._config.fleet) if (tls := self._config.pools.tls) else None,
+                certificate=self._config.clients.certificate,
+                tls=self._config.tls_files,
                 on_cluster=self._address is not None,
                 config_json=self._config.to_json(),
                 keys_digest=keys_digest(self._config, self._token.token),
@@ -241,10 +228,10 @@ class Supervisor:
             self._redis_url = self._config.redis
             self._say(f"redis {version} at {redacted(self._config.redis)}")
             return
-        self._redis = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
-        self._redis.start()
-        self._redis_url = self._redis.url
-        self._say(f"redis is up on port {self._redis.port}")
+        own = self._redis = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
+        own.start()
+        self._redis_url = own.url
+        self._say(f"redis is up on port {own.port}")
 
     def _start_workers(self) -> None:
         self._say("starting Ray" if self._address is None else f"asking Ray at {self._address}")
@@ -265,12 +252,12 @@ class Supervisor:
         self._tell_news()
 
     def _spec(self, config: FleetConfig) -> ControllerSpec:
+        told = self._token.for_workers(config, here=self._address is None)
         return ControllerSpec(
             config_json=config.to_json(),
             redis_url=self._redis_url,
-            # A file that only this host has is read here, for the workers of other hosts.
-            fleet_token="" if self._workers_token_file else self._token.token,
-            fleet_token_file=self._workers_token_file,
+            fleet_token=told.token,
+            fleet_token_file=told.file,
             host="",  # its pools know
             log_dir=str(self._logs),
         )
@@ -288,8 +275,8 @@ class Supervisor:
         deadline = time.monotonic() + START_LIMIT_S
         shown: dict[str, str] = {}
         first: dict[str, int] = {}  # the lives that were there when this began to look
-        believed = trusted(self._certificate)
-        with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False, verify=believed) as client:
+        tls = trusted(self._config.clients.certificate)
+        with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False, verify=tls) as client:
             while time.monotonic() < deadline:
                 self._show_slots(shown, first)
                 self._check_ray()

@@ -92,7 +92,7 @@ def worker_settings(
         "redis_url": redis_url,
         "fleet_token": fleet_token,
         "fleet_token_file": fleet_token_file,
-        "tls": msgspec.to_builtins(tls.files(config.fleet)) if (tls := config.pools.tls) else None,
+        "tls": msgspec.to_builtins(config.tls_files),
         "insecure": config.pools.insecure,
         "unsigned_pulls": config.pools.unsigned_pulls,
         "host": host,
