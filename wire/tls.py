@@ -47,7 +47,8 @@ class FleetTls:
     def __init__(self, files: TlsFiles) -> None:
         self.name = files.name
         self._files = files
-        self._bundle = WatchedFiles((files.certificate, files.key, files.ca), lambda: _read(files))
+        self._page: ssl.SSLContext | None = None
+        self._bundle = WatchedFiles((files.certificate, files.key, files.ca), self._read)
         self._made_of: _Bundle | None = None
         self._channel: grpc.ChannelCredentials | None = None
 
@@ -76,12 +77,23 @@ class FleetTls:
         )
 
     def page_context(self) -> ssl.SSLContext:
-        """For a page of this process that others of the fleet read, such as its metrics."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        """For a page of this process that others of the fleet read, such as its metrics.
+
+        It follows the files whenever a connection or a channel of this process looks at them.
+        """
+        context = self._page = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._files.certificate, self._files.key)
         context.load_verify_locations(self._files.ca)
         context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+    def _read(self) -> _Bundle:
+        files = self._files
+        bundle = _read(files)
+        if self._page is not None:
+            self._page.load_cert_chain(files.certificate, files.key)
+            self._page.load_verify_locations(files.ca)
+        return bundle
 
 
 def check_pair(certificate: str, key: str) -> None:

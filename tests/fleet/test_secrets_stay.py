@@ -16,7 +16,7 @@ import psutil
 import pytest
 import redis
 
-from config.network import fleet_host_name
+from config.network import fleet_host_name, is_loopback
 from fleet.cli.certs import authority as certificates
 from fleet.local import state as fleet_state
 from tests.fleet.test_up import Served
@@ -118,7 +118,7 @@ def test_secrets_stay_where_they_are_and_may_change(fleet: str, tmp_path: Path) 
         f"{p.name()} {c.laddr.ip}:{c.laddr.port}"
         for p in processes(state)
         for c in p.net_connections(kind="tcp")
-        if c.status == psutil.CONN_LISTEN and c.laddr.ip not in ("127.0.0.1", "::1")
+        if c.status == psutil.CONN_LISTEN and not is_loopback(c.laddr.ip.removeprefix("::ffff:"))
     }
     assert not elsewhere, "a local fleet is not there for others"
 
