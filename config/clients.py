@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from config.batch import BatchConfig
+from config.network import AbsoluteFile, HttpsConfig, plain_text_problem
 
 ANY_ORIGIN = "*"
 
@@ -72,6 +73,10 @@ class ClientLimitsConfig(BaseModel):
         batch: Files and batches that clients leave.
         strict: A field that nobody knows is refused; otherwise it is left aside, and the header
             ``x-baton-ignored`` names it.
+        tls: Routers speak HTTPS. Without, plain text.
+        insecure: Says that plain text to other hosts is meant, as behind a proxy that does TLS.
+        api_keys_file: Instead of ``api_keys``: a file with the same, which is read again when it
+            changes.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -85,6 +90,23 @@ class ClientLimitsConfig(BaseModel):
     batch: BatchConfig = BatchConfig()
     strict: bool = False
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
+    tls: HttpsConfig | None = None
+    insecure: bool = False
+    api_keys_file: AbsoluteFile | None = None
+
+    @property
+    def certificate(self) -> str:
+        """The routers'; empty where they speak plain HTTP."""
+        return self.tls.certificate if self.tls is not None else ""
+
+    @property
+    def scheme(self) -> str:
+        """Of the routers' URL."""
+        return "https" if self.tls is not None else "http"
+
+    def plain_text_problem(self, host: str) -> str:
+        """Why a router may not listen there, if it may not; else ""."""
+        return plain_text_problem(host, tls=self.tls is not None, insecure=self.insecure)
 
     @field_validator("cors_origins", mode="before")
     @classmethod
@@ -92,13 +114,17 @@ class ClientLimitsConfig(BaseModel):
         return tuple(value) if isinstance(value, list) else value
 
 
-def _any_origin_is_meant(clients: ClientLimitsConfig, info: ValidationInfo) -> ClientLimitsConfig:
-    """Refuse ``*`` beside API keys: a page that should not know a key must not be able to use it.
+def _keys_are_meant(clients: ClientLimitsConfig, info: ValidationInfo) -> ClientLimitsConfig:
+    """Refuse keys at two places, and ``*`` beside them: any page could use a key that it got.
 
     Reads ``api_keys`` of the fleet file, where that stands above.
     """
+    inline = info.data.get("api_keys")
+    if inline and clients.api_keys_file:
+        raise ValueError("api_keys_file: the fleet file has `api_keys` too: say one of them")
     meant = clients.cors_any_origin_with_keys
-    if ANY_ORIGIN in clients.cors_origins and info.data.get("api_keys") and not meant:
+    has_keys = inline or clients.api_keys_file
+    if ANY_ORIGIN in clients.cors_origins and has_keys and not meant:
         raise ValueError(
             "cors_origins has '*' and the fleet has api_keys: any web page could use a key that it "
             "got hold of. Name the origins, or say `cors_any_origin_with_keys: true`"
@@ -106,4 +132,4 @@ def _any_origin_is_meant(clients: ClientLimitsConfig, info: ValidationInfo) -> C
     return clients
 
 
-Clients = Annotated[ClientLimitsConfig, AfterValidator(_any_origin_is_meant)]
+Clients = Annotated[ClientLimitsConfig, AfterValidator(_keys_are_meant)]

@@ -27,6 +27,7 @@ from pydantic import (
 from config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
 from config.engine import EngineConfig
 from config.logs import LogsConfig
+from config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from config.numerics import NumericsConfig
 from config.pools import PoolsConfig, TensorParallelConfig
 
@@ -121,10 +122,10 @@ class FleetConfig(BaseModel):
     max_batch_requests: Annotated[int, Field(ge=1, le=4096)] = 32
     max_step_tokens: Annotated[int, Field(ge=16, le=1_048_576, validate_default=True)] = 512
 
-    host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     api_keys: Mapping[str, ApiKeyConfig] | None = None  # key -> tenant, or what it may do
     clients: Clients = ClientLimitsConfig()
+    host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     share_cache_between_tenants: bool = False
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     default_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
@@ -159,6 +160,14 @@ class FleetConfig(BaseModel):
         if value != EMBEDDED and not value.startswith(_REDIS_SCHEMES):
             schemes = f"{', '.join(_REDIS_SCHEMES[:-1])} or {_REDIS_SCHEMES[-1]}"
             raise ValueError(f"must be `embedded` or a URL with {schemes}")
+        return value
+
+    @field_validator("host")
+    @classmethod
+    def _plain_text_stays_here(cls, value: str, info: ValidationInfo) -> str:
+        clients = info.data.get("clients")
+        if clients is not None and (problem := clients.plain_text_problem(value)):
+            raise ValueError(problem)
         return value
 
     @field_validator("api_keys")
@@ -243,6 +252,16 @@ class FleetConfig(BaseModel):
     def to_json(self) -> str:
         """What differs from the defaults, for another process; without the router's secrets."""
         return self.model_dump_json(exclude_defaults=True, exclude={"api_keys"})
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """What routers and workers show each other and believe; None is plain text."""
+        return self.pools.tls.files(self.fleet) if self.pools.tls is not None else None
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self.api_keys or self.clients.api_keys_file)
 
     @property
     def cpus_total(self) -> float:
@@ -390,6 +409,7 @@ def _suggestion(where: tuple[str | int, ...]) -> str:
         "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
         "engine": EngineConfig,
+        "tls": FleetTlsConfig if where[0] == "pools" else HttpsConfig,
         "clients": ClientLimitsConfig,
         "…": ApiKeyConfig,
     }

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 from config.engine import EngineConfig
+from config.network import AbsoluteFile, FleetTlsConfig
 
 CORES_OF_A_ROUTER = 4
 
@@ -23,6 +24,13 @@ class PoolsConfig(BaseModel):
     """How many replicas each pool has. A fleet of one pool only is the colocated mode.
 
     Attributes:
+        ports: ``FIRST-LAST`` that workers listen on, for firewalls; None: the kernel chooses.
+        tls: Certificates of all routers and workers. Without, they speak plain text.
+        insecure: Says that plain text between hosts is meant.
+        token_file: The fleet's token on every host, one a line: the first is shown to others, all
+            are accepted. Without, `baton up` tells the workers its own.
+        unsigned_pulls: KV is also handed to whoever has no capability of a router: for as long as
+            routers or workers of versions run that know none.
         routers: Processes that share the port; ``auto`` is one for every `CORES_OF_A_ROUTER` cores
             of the host. What each of them holds, and what they share: ``docs/operations.md``.
     """
@@ -34,8 +42,11 @@ class PoolsConfig(BaseModel):
     routers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     engine: EngineConfig = EngineConfig()
-    # that workers listen on, for firewalls: `12000-12999`; None: whichever the kernel chooses
     ports: Annotated[str, StringConstraints(pattern=r"^\d{4,5}-\d{4,5}$")] | None = None
+    tls: FleetTlsConfig | None = None
+    insecure: bool = False
+    token_file: AbsoluteFile | None = None
+    unsigned_pulls: bool = False
 
     @field_validator("ports")
     @classmethod

@@ -60,6 +60,7 @@ class FramePuller:
         self._attempt = submission.attempt
         self._machine = machine
         self._pool = parts.pool
+        self._reader = parts.identity.incarnation
         self._peers = parts.peers
         self._metrics = parts.metrics
         self._perform = perform
@@ -121,6 +122,8 @@ class FramePuller:
             generation=attempt.generation,
             source_incarnation=attempt.target.incarnation,
             kv_slices=[kv_slice.to_wire() for kv_slice in missing],
+            reader_incarnation=self._reader,
+            capability=attempt.target.capability,
         )
 
     def _note_failure(self, attempt: _Attempt, kind: str) -> None:

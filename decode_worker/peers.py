@@ -14,8 +14,9 @@ from kvtransfer.edge import Edge
 from kvtransfer.kv_slice import FRAME_BYTES
 from kvtransfer.transport import FrameStream, Peer, TransportError
 from kvtransfer.transports import connect_all
+from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
-from wire.grpc_options import token_metadata
+from wire.tls import FleetTls, distrust
 
 HANDSHAKE_S = 1.0
 _AGAIN_S = 0.05  # between handshakes with an address where somebody listens and nobody answers
@@ -35,15 +36,21 @@ class Peers:
 
     Args:
         capabilities: Ours, for the handshake.
-        fleet_token: For every call.
+        token: For every call.
+        tls: For every connection; None is plain text.
     """
 
-    def __init__(self, capabilities: common_pb2.Capabilities, fleet_token: str) -> None:
+    def __init__(
+        self,
+        capabilities: common_pb2.Capabilities,
+        token: FleetToken,
+        tls: FleetTls | None = None,
+    ) -> None:
         self.edges: dict[str, Edge] = {}
         self._capabilities = capabilities
-        self._metadata = token_metadata(fleet_token)
-        self._channels = Channels()
-        self._transports = connect_all(self._channels, fleet_token)
+        self._token = token
+        self._channels = Channels(tls)
+        self._transports = connect_all(self._channels, token)
         self._greeted: dict[str, Peer] = {}  # by address
         self._addresses: dict[str, str] = {}  # of the latest life of each worker
 
@@ -86,10 +93,11 @@ class Peers:
             try:
                 left_s = max(until_s - loop.time(), _AGAIN_S)
                 reply: pb.HandshakeReply = await stub.Handshake(
-                    self._capabilities, metadata=self._metadata, timeout=left_s
+                    self._capabilities, metadata=self._token.metadata, timeout=left_s
                 )
             except grpc.aio.AioRpcError as error:
-                reason = f"{target.worker_id} does not answer: {error.details()}"
+                details = error.details() or ""
+                reason = f"{target.worker_id} does not answer: {distrust(details) or details}"
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise PeerRefusedError(reason) from error  # slow, cut off: not known to be dead
                 if await _refuses_connections(target.address):
@@ -109,7 +117,7 @@ class Peers:
     def prefill(self, target: PrefillTarget) -> "ControlCall":
         """Open the control stream of one hand-off."""
         stub = prefill_pb2_grpc.PrefillStub(self._channels.to(target.address))
-        call: ControlCall = stub.Prefill(metadata=self._metadata)
+        call: ControlCall = stub.Prefill(metadata=self._token.metadata)
         return call
 
     def ways(self, target: PrefillTarget, now_ns: int) -> list[str]:

@@ -21,7 +21,7 @@ from engine.core import events as ev
 from engine.core.geometry import BLOCK_TOKENS
 from engine.core.sequence import Kind
 from engine.process import messages
-from wire.requests import submit_from_wire
+from wire.requests import prefix_request_id, submit_from_wire
 from wire.tokens import count_tokens, pack_tokens
 
 _LOG = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def prefix_submission(
     if not blocks or request.probe or every_row:
         return None
     return decode_pb2.Submission(
-        request_id=f"prefix/{request.request_id}",
+        request_id=prefix_request_id(request.request_id),
         attempt=request.attempt,
         ticket=request.ticket,
         priority=request.priority,
@@ -187,6 +187,7 @@ def prefix_submission(
             incarnation=source.incarnation,
             address=source.address,
             held_only=True,
+            capability=source.capability,
         ),
         traceparent=request.traceparent,
         router_id=request.router_id,

@@ -31,11 +31,11 @@ from engine.emulated_timing import TIMINGS
 from engine.ipc import die_with_parent
 from engine.process.handle import EngineHandle
 from engine.process.messages import Ready
-from engine.settings import EngineSettings
 from fleet.canary import Canary
 from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
 from fleet.ports import free_port
+from fleet.worker_settings import WorkerSettings
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.transport import ServingSide, TransportServer
@@ -43,43 +43,23 @@ from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
 from registry.kv_events import KvEventPublisher
 from registry.redis_store import Registry
-from registry.types import Role, WorkerRecord
+from registry.types import WorkerRecord
 from registry.workers import Presence
-from telemetry.logs import LogFormat, set_up_logs
+from telemetry.logs import set_up_logs
 from telemetry.metrics import Metrics, serve_metrics
 from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing
 from wire.compatibility import kv_group, own_wire
-from wire.grpc_options import WORKER_OPTIONS, TokenInterceptor
+from wire.fleet_token import FleetToken, TokenInterceptor
+from wire.grpc_options import WORKER_OPTIONS, listen
 
 _LOG = logging.getLogger(__name__)
 
-CANARY_S = 10.0
 DRAIN_S = 30.0
 """For others to go on with what runs here, after a signal."""
 QUARANTINE_FRACTION = 0.05
 QUARANTINE_S = 3.0  # above the fraction
 QUARANTINE_LONG_S = 30.0  # any block at all
-
-
-class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that one worker needs to know."""
-
-    worker_id: str
-    role: Role
-    epoch: int
-    fleet: str
-    served_model_name: str
-    engine: EngineSettings
-    redis_url: str
-    fleet_token: str
-    host: str = "127.0.0.1"
-    log_dir: str = ""
-    log_format: LogFormat = "text"
-    ports: str = ""  # FIRST-LAST that it may listen on; empty: the kernel chooses
-    fault_injection: str = ""  # damage frames on purpose, see kvtransfer.fault_injection
-    transports: tuple[str, ...] = ()  # by which its KV may be had besides gRPC; none named: all
-    canary_s: float = CANARY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +111,11 @@ class Worker:
         Whatever else ends this, a cancellation too, leaves nothing behind.
 
         Raises:
-            InternalError: The engine could not start; the message says why.
+            InternalError: The engine could not start, or the worker may not listen; the message
+                says why.
+            SecretError, CertificateError: A file of its settings cannot be used.
         """
+        token, tls = settings.token(), settings.credentials()
         async with AsyncExitStack() as undo:
             stderr = _open_log(settings)
             if stderr is not None:
@@ -149,26 +132,27 @@ class Worker:
             metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
             _say_what_computes(settings, metrics)
             metrics_server = await serve_metrics(
-                metrics, settings.host, free_port(settings.host, settings.ports)
+                metrics,
+                settings.host,
+                free_port(settings.host, settings.ports),
+                tls.page_context() if tls is not None else None,
             )
             undo.push_async_callback(metrics_server.close)
 
             server = grpc.aio.server(
-                interceptors=[TokenInterceptor(settings.fleet_token)],
+                interceptors=[TokenInterceptor(token)],
                 options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
             )
             free = free_port(settings.host, settings.ports)
-            port = server.add_insecure_port(f"{settings.host}:{free}")
+            port = listen(server, f"{settings.host}:{free}", tls)
             identity = _identity(settings, engine.client.ready, f"{settings.host}:{port}")
-            side = ServingSide(
-                server, settings.fleet_token, identity.incarnation, engine.client.pool_fd
-            )
+            side = ServingSide(server, token, identity.incarnation, engine.client.pool_fd)
             senders = servers(side, settings.transports)
             capabilities = _capabilities(settings, engine.client.ready, senders)
-            peers = Peers(capabilities, settings.fleet_token)
+            peers = Peers(capabilities, token, tls)
             undo.push_async_callback(peers.close)
             decode, prefill = _services(
-                settings, engine, peers, identity, capabilities, metrics, tracing
+                settings, engine, peers, identity, capabilities, metrics, tracing, token
             )
             decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
             prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
@@ -364,6 +348,7 @@ def _services(
     capabilities: common_pb2.Capabilities,
     metrics: Metrics,
     tracing: Tracing,
+    token: FleetToken,
 ) -> tuple[DecodeService, PrefillService]:
     """Both services around one engine."""
     ready = engine.client.ready
@@ -373,7 +358,11 @@ def _services(
     prefixes = PrefixPuller(parts)
     return (
         DecodeService(parts, capabilities, ready.threads),
-        PrefillService(engine, pool, identity, capabilities, metrics, tracing, prefixes, tamperer),
+        PrefillService(
+            *(engine, pool, identity, capabilities, metrics, tracing, prefixes, tamperer),
+            token=token,
+            unsigned_pulls=settings.unsigned_pulls,
+        ),
     )
 
 

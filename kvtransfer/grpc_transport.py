@@ -18,8 +18,8 @@ from kvtransfer.transport import (
     ServingSide,
     TransportGoneError,
 )
+from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
-from wire.grpc_options import token_metadata
 
 SERVICE = "baton.v1.KvTransfer"
 PULL = f"/{SERVICE}/Pull"
@@ -30,14 +30,14 @@ class GrpcTransport:
 
     Args:
         channels: Of this worker; whoever owns them closes them.
-        fleet_token: For every call.
+        token: For every call.
     """
 
     frame_bytes = FRAME_BYTES
 
-    def __init__(self, channels: Channels, fleet_token: str) -> None:
+    def __init__(self, channels: Channels, token: FleetToken) -> None:
         self._channels = channels
-        self._metadata = token_metadata(fleet_token)
+        self._token = token
 
     def reaches(self, peer: Peer) -> bool:
         """Every peer has an address."""
@@ -48,7 +48,7 @@ class GrpcTransport:
         method: Any = self._channels.to(peer.target.address).unary_stream(
             PULL, request_serializer=pb.PullRequest.SerializeToString
         )
-        return _GrpcFrames(method(request, metadata=self._metadata))
+        return _GrpcFrames(method(request, metadata=self._token.metadata))
 
     async def close(self) -> None:
         """Nothing is the transport's own."""

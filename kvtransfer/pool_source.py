@@ -11,11 +11,13 @@ from typing import TypeVar
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
+from engine.core.errors import PullRefusedError
 from kvtransfer import chunk
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.lent_pages import page_digest
 from kvtransfer.sender import Action, HandoffSender, SenderState
+from wire.codecs import error_to_wire
 
 Key = tuple[str, int, int]
 """Request, attempt and generation: which hand-off."""
@@ -52,6 +54,7 @@ class PoolSource:
         incarnation: Our life; requests for another one are told "gone".
         find: The hand-off by its key, or None.
         note_sent: Called with payload bytes that leave, or are lent.
+        refusal: Why a reader may not have what it asks for; "" if it may.
         tamperer: Damages frames on purpose (fault injection), or None.
     """
 
@@ -61,22 +64,36 @@ class PoolSource:
         incarnation: bytes,
         find: Callable[[Key], HeldKv | None],
         note_sent: Callable[[int], None] = lambda _: None,
+        refusal: Callable[[pb.PullRequest], str] = lambda _: "",
         tamperer: FrameTamperer | None = None,
     ) -> None:
         self._pool = pool
         self._incarnation = incarnation
         self._find = find
         self._note_sent = note_sent
+        self._refusal = refusal
         self._tamperer = tamperer
 
     async def frames(self, request: pb.PullRequest) -> AsyncIterator[bytes]:
         """Frames of the slices asked for, in that order, while the hand-off is open."""
+        refusal = self._refusal(request)
         for message in request.kv_slices:
-            yield await self._frame(request, KvSlice.from_wire(message))
+            kv_slice = KvSlice.from_wire(message)
+            if refusal:
+                yield chunk.encode(self._refused(request, kv_slice, refusal), b"")
+            else:
+                yield await self._frame(request, kv_slice)
+
+    def may_attach(self, request: pb.PullRequest) -> bool:
+        """Whether a reader may map the pool to pull what it asks for."""
+        return not self._refusal(request)
 
     async def lend(self, request: pb.PullRequest) -> PageLoan:
         """Pages of the slices asked for, as far as they may be read."""
         asked = [KvSlice.from_wire(message) for message in request.kv_slices]
+        if refusal := self._refusal(request):
+            refused = [self._refused(request, kv_slice, refusal) for kv_slice in asked]
+            return PageLoan(refused, lambda: None)
         held = self._held(request)
         readable = [s for s in asked if held is not None and held.machine.may_read(s)]
         if held is None or not readable:
@@ -142,6 +159,12 @@ class PoolSource:
         header = self._header(request, kv_slice)
         why = "these blocks are not held here (any more)"
         header.error.CopyFrom(common_pb2.Error(code="gone", message=why, retryable=True))
+        return header
+
+    def _refused(self, request: pb.PullRequest, kv_slice: KvSlice, refusal: str) -> pb.ChunkHeader:
+        header = self._header(request, kv_slice)
+        error = PullRefusedError(f"the capability to pull KV of this request is {refusal}")
+        header.error.CopyFrom(error_to_wire(error))
         return header
 
     def _header(self, request: pb.PullRequest, kv_slice: KvSlice) -> pb.ChunkHeader:

@@ -27,6 +27,7 @@ from kvtransfer.lent_pages import LentFrame
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
 from telemetry.tasks import BackgroundTasks
 from wire.compatibility import geometry_of
+from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 
 NAME = "shared_memory"
@@ -72,13 +73,13 @@ class SharedMemoryTransport:
 
     Args:
         channels: Not used; the sockets are our own.
-        fleet_token: Shown to each sender.
+        token: Shown to each sender.
     """
 
     frame_bytes = FRAME_BYTES
 
-    def __init__(self, channels: Channels, fleet_token: str) -> None:
-        self._fleet_token = fleet_token
+    def __init__(self, channels: Channels, token: FleetToken) -> None:
+        self._token = token
         self._place = this_place()
         self._lines: dict[bytes, asyncio.Future[_Line]] = {}  # by incarnation
         self._tasks = BackgroundTasks("shared memory")
@@ -96,8 +97,12 @@ class SharedMemoryTransport:
         """End all connections and mappings."""
         await self._tasks.close()
 
-    async def line_to(self, peer: Peer) -> "_Line":
+    async def line_to(self, peer: Peer, request: pb.PullRequest) -> "_Line":
         """The connection to a peer, opened if there is none.
+
+        Args:
+            peer: Whose pool.
+            request: For which it is; its capability opens the pool.
 
         Raises:
             TransportError: It cannot be opened.
@@ -106,13 +111,15 @@ class SharedMemoryTransport:
         line = self._lines.get(incarnation)
         if line is None:
             line = self._lines[incarnation] = asyncio.get_running_loop().create_future()
-            self._tasks.spawn(self._keep_line(peer, line), "line")
+            self._tasks.spawn(self._keep_line(peer, request, line), "line")
         return await asyncio.shield(line)
 
-    async def _keep_line(self, peer: Peer, opened: "asyncio.Future[_Line]") -> None:
+    async def _keep_line(
+        self, peer: Peer, request: pb.PullRequest, opened: "asyncio.Future[_Line]"
+    ) -> None:
         """Connect, and hear what the sender says until it ends or the connection does."""
         try:
-            line = await self._connect(peer)
+            line = await self._connect(peer, request)
             opened.set_result(line)
             await line.listen()
         except TransportError as error:
@@ -124,7 +131,7 @@ class SharedMemoryTransport:
                 opened.set_exception(TransportError("the worker is closing"))
                 opened.exception()
 
-    async def _connect(self, peer: Peer) -> "_Line":
+    async def _connect(self, peer: Peer, request: pb.PullRequest) -> "_Line":
         offer = peer.offer(NAME)
         group = peer.capabilities.kv_groups[0] if peer.capabilities.kv_groups else None
         if offer is None or group is None:
@@ -134,7 +141,7 @@ class SharedMemoryTransport:
             link.setblocking(False)
             try:
                 async with asyncio.timeout(ATTACH_S):
-                    pool = await self._attach(link, offer.address, peer.target.incarnation, group)
+                    pool = await self._attach(link, offer.address, request, group)
                     reader, writer = await asyncio.open_connection(sock=link)
             except (OSError, ValueError) as error:  # TimeoutError is an OSError
                 reason = str(error) or type(error).__name__
@@ -143,11 +150,14 @@ class SharedMemoryTransport:
         return _Line(reader, writer, pool)
 
     async def _attach(
-        self, link: socket.socket, address: str, incarnation: bytes, group: common_pb2.KvGroup
+        self, link: socket.socket, address: str, request: pb.PullRequest, group: common_pb2.KvGroup
     ) -> PoolView:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(link, "\0" + address)
-        attach = pb.PoolAttach(fleet_token=self._fleet_token, incarnation=incarnation)
+        attach = pb.PoolAttach(
+            fleet_token=self._token.shown, incarnation=request.source_incarnation, pull=request
+        )
+        attach.pull.ClearField("kv_slices")
         await loop.sock_sendall(link, framed(pb.PoolRequest(attach=attach)))
         pool_fd = await _receive_descriptor(link)
         try:
@@ -244,7 +254,7 @@ class _LentFrames:
         if self._asked:
             return []
         self._asked = True
-        line = self._line = await self._transport.line_to(self._peer)
+        line = self._line = await self._transport.line_to(self._peer, self._request)
         self._serial, coming = line.ask(self._request)
         loan = await coming
         return [LentFrame(chunk, line.pool) for chunk in loan.chunks]

@@ -1,6 +1,7 @@
 """Shared memory on one host, the sending side: lends pages of the pool to readers that map it.
 
-Who shows the fleet token gets the pool's descriptor, opened for reading. Each pull is a loan: it
+Who shows the fleet's token, and a router's word for the first pull, gets the pool's descriptor,
+opened for reading: of the whole pool, so a word for one prompt opens all. Each pull is a loan: it
 ends when the reader lets go, or when the kernel closes the connection because the reader is gone.
 A reader that does neither is the source's to leave behind (``kvtransfer/sender.py``).
 """
@@ -9,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-from hmac import compare_digest
 
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
@@ -110,8 +110,9 @@ class _Lender:
             await self._tasks.close()
 
     def _may_read(self, attach: pb.PoolAttach) -> bool:
-        known = compare_digest(attach.fleet_token.encode(), self._side.fleet_token.encode())
-        return known and attach.incarnation == self._side.incarnation
+        known = self._side.token.accepts(attach.fleet_token)
+        right = attach.incarnation == self._side.incarnation
+        return known and right and self._source.may_attach(attach.pull)
 
     def _grant(self) -> None:
         with self._writer.get_extra_info("socket").dup() as link:

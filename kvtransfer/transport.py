@@ -16,6 +16,7 @@ from batonpb.decode_pb2 import PrefillTarget
 
 from kvtransfer.chunk import PoolView
 from kvtransfer.kv_slice import KvSlice
+from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 
 
@@ -117,6 +118,9 @@ class FrameSource(Protocol):
     async def lend(self, request: pb.PullRequest) -> Loan:
         """The slices asked for, as pages to be read where they are."""
 
+    def may_attach(self, request: pb.PullRequest) -> bool:
+        """Whether the pool may be mapped by who asks for this."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServingSide:
@@ -124,13 +128,13 @@ class ServingSide:
 
     Args:
         grpc_server: Not started yet.
-        fleet_token: That readers must know.
+        token: That readers must know.
         incarnation: Of the worker.
         pool_fd: Its KV pool, opened for reading.
     """
 
     grpc_server: grpc.aio.Server
-    fleet_token: str
+    token: FleetToken
     incarnation: bytes
     pool_fd: int
 
@@ -154,11 +158,11 @@ class TransportKind:
     """How to make both sides of a transport.
 
     Args:
-        connect: Makes the pulling side from the worker's channels and the fleet token.
+        connect: Makes the pulling side from the worker's channels and the fleet's token.
         serve: Makes the sending side.
         by_default: Whether workers offer it that were not told by what to serve.
     """
 
-    connect: Callable[[Channels, str], Transport]
+    connect: Callable[[Channels, FleetToken], Transport]
     serve: Callable[[ServingSide], TransportServer]
     by_default: bool = True

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from kvtransfer import grpc_transport, shared_memory, shared_memory_server
 from kvtransfer.pair import pulling, sending
 from kvtransfer.transport import ServingSide, Transport, TransportKind, TransportServer
+from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 
 FALLBACK = "grpc"
@@ -20,9 +21,9 @@ TRANSPORTS: dict[str, TransportKind] = {
 """By name, best first, as long as nothing else was measured (``kvtransfer/edge.py``)."""
 
 
-def connect_all(channels: Channels, fleet_token: str) -> dict[str, Transport]:
+def connect_all(channels: Channels, token: FleetToken) -> dict[str, Transport]:
     """The pulling side of every transport, best first."""
-    return {name: kind.connect(channels, fleet_token) for name, kind in TRANSPORTS.items()}
+    return {name: kind.connect(channels, token) for name, kind in TRANSPORTS.items()}
 
 
 def servers(side: ServingSide, names: Collection[str] = ()) -> list[TransportServer]:

@@ -6,6 +6,7 @@ One ``Handoff`` per (request, attempt, generation). The decisions are in
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -27,10 +28,14 @@ from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from telemetry.metrics import Metrics
 from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing, extract
+from wire.capability import refusal
 from wire.codecs import error_to_wire, first_tokens_to_wire
 from wire.compatibility import disagreement
+from wire.fleet_token import FleetToken
 from wire.requests import submit_from_wire
 from wire.tokens import unpack_tokens
+
+_LOG = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 _REMEMBERED_ATTEMPTS = 4096
@@ -79,6 +84,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         metrics: Of this worker.
         tracing: Of this worker.
         prefixes: Brings what other workers hold of a prompt.
+        token: Signs the capabilities of pulls; without one nobody needs any.
+        unsigned_pulls: Whether who shows no capability may pull, too.
         tamperer: Damages frames on purpose (fault injection), or None.
     """
 
@@ -92,6 +99,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         tracing: Tracing,
         prefixes: PrefixPuller,
         tamperer: FrameTamperer | None = None,
+        token: FleetToken | None = None,
+        unsigned_pulls: bool = False,
     ) -> None:
         self._engine = engine
         self._pool = pool
@@ -100,11 +109,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._tracing = tracing
         self._prefixes = prefixes
+        self._token = token or FleetToken()
+        self._unsigned_pulls = unsigned_pulls
         self.source = PoolSource(
             pool,
             identity.incarnation,
             self._held,
             lambda sent_bytes: metrics.inc("baton_transfer_bytes", sent_bytes, direction="sent"),
+            self._refusal,
             tamperer,
         )
         """What decode workers pull from, by whatever transport."""
@@ -260,6 +272,24 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if handoff is None:
             return None
         return HeldKv(handoff.machine, partial(self._perform, handoff))
+
+    def _refusal(self, request: pb.PullRequest) -> str:
+        """Why a reader may not have KV, in a word; "" if it may."""
+        if not self._token.accepted:
+            return ""
+        reader = request.reader_incarnation
+        holder = self._identity.incarnation
+        why = refusal(
+            request.capability, self._token, request.request_id, holder, reader, time.time()
+        )
+        handoff = self._handoffs.get((request.request_id, request.attempt, request.generation))
+        if not why and handoff is not None and reader != handoff.start.decode_incarnation:
+            why = "another reader's"
+        if not why or (why == "missing" and self._unsigned_pulls):
+            return ""
+        self._metrics.inc("baton_pulls_refused", reason=why)
+        _LOG.warning("a pull of KV of %s is refused: %s", request.request_id, why)
+        return why
 
     def _ended(self, key: Key, handoff: Handoff, report: ev.Ended) -> None:
         if report.error_code and report.error_code != "cancelled":

@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from starlette.types import ASGIApp
@@ -31,6 +32,7 @@ from registry.workers import RegistryWatcher
 from router.app import Router
 from router.group.group import RouterGroup
 from router.group.member import Member
+from router.http.certificate import LiveCertificate
 from router.http.server import RouterServer
 from router.http_server import server_config
 from router.memory import allow_connections, collect_rarely, limit_arenas
@@ -65,6 +67,8 @@ def main() -> int:
         config = load_config(arguments.config, overrides, said_by="--host")
         settings = RouterSettings.from_config(config, port=arguments.port)
         set_up_logs(settings.logs.format)
+        if settings.https is not None:
+            LiveCertificate(settings.https)  # that it cannot be used is said before all else
         model = ServedModel.load(settings)
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
@@ -129,6 +133,11 @@ async def serve(
     metrics.before_page.append(lambda: _show_registry(metrics, registry))
     group = RouterGroup(member, metrics, router.parts.observer.task_failed) if member else None
     app: ASGIApp = router.app()
+    options: dict[str, Any] = {}
+    if settings.https is not None:
+        certificate = LiveCertificate(settings.https)
+        router.parts.tasks.keep(certificate.follow, "certificate")
+        options["ssl_context_factory"] = lambda *_: certificate.context
     server = RouterServer(
         server_config(
             app if group is None else group.around(app),
@@ -138,6 +147,7 @@ async def serve(
             port=settings.port,
             loop="uvloop",
             timeout_graceful_shutdown=_GRACE_S,
+            **options,
         ),
         group,
         leave_limit_s=settings.default_timeout_s,

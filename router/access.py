@@ -86,9 +86,9 @@ def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfi
         if compare_digest(known.encode(), spelled):
             found = key
     # The fleet's own token is what `baton status` has.
-    token = settings.fleet_token.encode()
-    if compare_digest(token, spelled) and token:
-        found = _FLEETS_OWN
+    for token in settings.fleet_token.accepted:
+        if compare_digest(token.encode(), spelled):
+            found = _FLEETS_OWN
     return found
 
 

@@ -8,6 +8,10 @@ from typing import Self
 from config.clients import ApiKeyConfig, ClientLimitsConfig
 from config.fleet_file import FleetConfig
 from config.logs import LogsConfig
+from config.network import HttpsConfig
+from config.secrets import ApiKeysFile
+from wire.fleet_token import FleetToken
+from wire.tls import FleetTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,9 @@ class RouterSettings:
         logs: Their layout, and what of requests they hold.
         start_limit_s: A router that still does not know its workers then begins to listen.
         probe_pause_s: Between two rounds of probes, however often the workers change.
+        fleet_token: What workers ask for.
+        tls: For connections to workers; None is plain text.
+        https: The router's own certificate; None is plain text.
         share_cache: Whether tenants find each other's cached prefixes.
         adapters: LoRA adapters of the fleet file, name to directory.
         max_adapters: How many of them a worker holds at once.
@@ -55,7 +62,10 @@ class RouterSettings:
     window_requests: int = 32
     default_timeout_s: float = 600.0
     redis_url: str = field(default="", repr=False)
-    fleet_token: str = field(default="", repr=False)
+    # Followed by themselves: what is in them makes no other router.
+    fleet_token: FleetToken = field(default_factory=FleetToken, repr=False, compare=False)
+    tls: FleetTls | None = field(default=None, repr=False, compare=False)
+    https: HttpsConfig | None = None
     state_dir: str = ""
     heartbeat_s: float = 0.5
     lease_ms: int = 5000
@@ -78,7 +88,11 @@ class RouterSettings:
         """Settings for the fleet that ``config`` describes.
 
         The secrets come by environment, never by a command line that others can read:
-        ``BATON_REDIS_URL``, ``BATON_FLEET_TOKEN``; ``BATON_STATE_DIR`` names the state folder.
+        ``BATON_REDIS_URL``, ``BATON_FLEET_TOKEN`` or the name of a file with the fleet's token,
+        ``BATON_FLEET_TOKEN_FILE``; ``BATON_STATE_DIR`` names the state folder.
+
+        Raises:
+            SecretError, CertificateError: A file that is named cannot be used.
         """
         environ = os.environ
         return cls(
@@ -90,7 +104,7 @@ class RouterSettings:
             max_context_tokens=config.max_context_tokens,
             host=config.host,
             port=config.port if port is None else port,
-            api_keys=dict(config.api_keys) if config.api_keys else None,
+            api_keys=_api_keys(config),
             clients=config.clients,
             logs=config.logs,
             share_cache=config.share_cache_between_tenants,
@@ -101,6 +115,19 @@ class RouterSettings:
             window_requests=config.max_batch_requests,
             default_timeout_s=config.default_timeout_s,
             redis_url=environ.get("BATON_REDIS_URL", ""),
-            fleet_token=environ.get("BATON_FLEET_TOKEN", ""),
+            fleet_token=_fleet_token(config),
+            tls=FleetTls(files) if (files := config.tls_files) is not None else None,
+            https=config.clients.tls,
             state_dir=environ.get("BATON_STATE_DIR", ""),
         )
+
+
+def _api_keys(config: FleetConfig) -> Mapping[str, ApiKeyConfig] | None:
+    if config.clients.api_keys_file:
+        return ApiKeysFile(config.clients.api_keys_file)
+    return dict(config.api_keys) if config.api_keys else None
+
+
+def _fleet_token(config: FleetConfig) -> FleetToken:
+    file = config.pools.token_file or os.environ.get("BATON_FLEET_TOKEN_FILE", "")
+    return FleetToken.of(file, os.environ.get("BATON_FLEET_TOKEN", ""))

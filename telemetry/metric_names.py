@@ -307,6 +307,11 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_loans_overdue": _count(
         "Slices lent to a reader on this host that were taken back before it let go."
     ),
+    "baton_pulls_refused": _count(
+        "Pulls of KV without a capability that lets the reader have it: missing, malformed, "
+        "forged, expired, another reader's.",
+        "reason",
+    ),
     "baton_chunks_refused": _count("Chunks that failed verification, by cause.", "cause"),
     "baton_chunks_repaired": _count("Chunks pulled again after damage."),
     "baton_orphans": _count("Requests that lapsed by lease."),

@@ -9,6 +9,7 @@ Nothing is global: each component owns its registry.
 
 import asyncio
 import contextlib
+import ssl
 import sys
 from collections.abc import Callable, Iterable, Mapping
 
@@ -201,13 +202,19 @@ class MetricsServer:
             self._server.close_clients()
 
 
-async def serve_metrics(metrics: Metrics, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
-    """Serve ``metrics`` over HTTP.
+async def serve_metrics(
+    metrics: Metrics,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: ssl.SSLContext | None = None,
+) -> MetricsServer:
+    """Serve ``metrics`` over HTTP, or HTTPS.
 
     Args:
         metrics: What to show.
         host: Address to bind, loopback unless told.
         port: 0 takes a free port; see ``MetricsServer.address``.
+        tls: What to show, and of whom to ask for a certificate; None is plain text.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -219,7 +226,7 @@ async def serve_metrics(metrics: Metrics, host: str = "127.0.0.1", port: int = 0
                 await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, host, port)
+    server = await asyncio.start_server(answer, host, port, ssl=tls)
     bound_host, bound_port = server.sockets[0].getsockname()[:2]
     return MetricsServer(server, f"{bound_host}:{bound_port}")
 

@@ -1,29 +1,53 @@
 """A worker's gRPC channels to other workers, one for each address."""
 
+import grpc
 import grpc.aio
 
+from telemetry.tasks import BackgroundTasks
 from wire.grpc_options import open_channel
+from wire.tls import FleetTls
+
+_RETIRED_S = 600.0  # for what still runs over a channel with an older certificate
 
 
 class Channels:
-    """Opened when first asked for; shared by control streams and pulls."""
+    """Opened when first asked for; shared by control streams and pulls.
 
-    def __init__(self) -> None:
+    Args:
+        tls: What to show and whom to believe; None is plain text.
+    """
+
+    def __init__(self, tls: FleetTls | None = None) -> None:
+        self._tls = tls
         self._by_address: dict[str, grpc.aio.Channel] = {}
+        self._shown: dict[str, grpc.ChannelCredentials | None] = {}
+        self._retired: list[grpc.aio.Channel] = []
+        self._tasks = BackgroundTasks("channels")
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """The channel to an address."""
-        if address not in self._by_address:
-            self._by_address[address] = open_channel(address)
-        return self._by_address[address]
+        """The channel to an address; a new one if our certificate has changed since."""
+        shown = self._tls.channel_credentials() if self._tls is not None else None
+        channel = self._by_address.get(address)
+        if channel is not None and self._shown[address] is not shown:
+            self._retired.append(channel)
+            self._tasks.spawn(channel.close(_RETIRED_S), "retired channel")
+            channel = None
+        if channel is None:
+            channel = self._by_address[address] = open_channel(address, self._tls)
+            self._shown[address] = shown
+        return channel
 
     async def forget(self, address: str) -> None:
         """Close a channel whose far end died, so that its back-off does not delay the next life."""
+        self._shown.pop(address, None)
         channel = self._by_address.pop(address, None)
         if channel is not None:
             await channel.close()
 
     async def close(self) -> None:
         """Close all channels."""
+        await self._tasks.close()
+        for channel in self._retired:
+            await channel.close()
         for address in list(self._by_address):
             await self.forget(address)

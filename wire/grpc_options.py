@@ -1,14 +1,10 @@
-"""Options of gRPC channels, and the fleet token that every call to a worker carries."""
+"""How gRPC channels and ports are made, all of them: their options, and TLS where there is any."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from hmac import compare_digest
 from typing import Any
 
-import grpc
 import grpc.aio
 
-TOKEN_KEY = "x-baton-fleet-token"  # noqa: S105 - the name of the header, not a token
-
+from wire.tls import FleetTls
 
 _MESSAGE_BYTES = 16 << 20
 WORKER_OPTIONS: list[tuple[str, Any]] = [
@@ -37,48 +33,32 @@ ROUTER_OPTIONS: list[tuple[str, Any]] = [
 """Of a router's channel to a worker: the link has heartbeats of its own."""
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to a worker, with keep-alives that notice a cut within seconds."""
-    return grpc.aio.insecure_channel(address, options=WORKER_OPTIONS)
+def open_channel(
+    address: str,
+    tls: FleetTls | None = None,
+    options: list[tuple[str, Any]] = WORKER_OPTIONS,
+) -> grpc.aio.Channel:
+    """A channel to a worker, with keep-alives that notice a cut within seconds.
+
+    Args:
+        address: HOST:PORT.
+        tls: What to show and whom to believe; None is plain text.
+        options: Of gRPC.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    name = ("grpc.ssl_target_name_override", tls.name)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, name])
 
 
-def token_metadata(fleet_token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that every call to a worker carries."""
-    return ((TOKEN_KEY, fleet_token),)
+def listen(server: grpc.aio.Server, address: str, tls: FleetTls | None = None) -> int:
+    """Have a server that is not started yet listen; the port.
 
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls that do not carry the fleet token."""
-
-    def __init__(self, fleet_token: str) -> None:
-        self._fleet_token = fleet_token.encode()
-
-        async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "the fleet token is missing or wrong"
-            )
-
-        self._refuse_unary: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
-            refuse
-        )
-        self._refuse_stream: grpc.RpcMethodHandler[Any, Any] = (
-            grpc.stream_stream_rpc_method_handler(refuse)
-        )
-        self._refuse_pull: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-            refuse
-        )
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Let a call through, or answer UNAUTHENTICATED in the shape that the method has."""
-        metadata: Sequence[Any] = handler_call_details.invocation_metadata or ()
-        tokens = [value for key, value in metadata if key == TOKEN_KEY and isinstance(value, str)]
-        if any(compare_digest(token.encode(), self._fleet_token) for token in tokens):
-            return await continuation(handler_call_details)
-        rpc = await continuation(handler_call_details)
-        if rpc is None or not (rpc.request_streaming or rpc.response_streaming):
-            return self._refuse_unary
-        return self._refuse_stream if rpc.request_streaming else self._refuse_pull
+    Args:
+        server: The server.
+        address: HOST:PORT; 0 takes a free one.
+        tls: What to show and whom to believe; None is plain text.
+    """
+    if tls is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, tls.server_credentials())

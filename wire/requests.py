@@ -57,6 +57,11 @@ def prefill_start(
     )
 
 
+def prefix_request_id(request_id: str) -> str:
+    """Of the hand-off that brings leading blocks of a request from another worker's cache."""
+    return f"prefix/{request_id}"
+
+
 def emitted_from_wire(submission: Submission) -> tuple[tuple[int, ...] | None, ...]:
     """Per choice what it goes on behind, None where it has ended; empty: a new answer."""
     return tuple(

@@ -24,6 +24,7 @@
     │   ├── AdapterLoadError       503  a worker could not load the LoRA adapter
     │   ├── WorkerLostError        503  the decode worker died in the middle of the stream
     │   └── TransferError          503  the hand-off failed and could not be repaired
+    │       └── PullRefusedError   503  KV was asked for without a router's word for it
     └── DeadlineError              504
 
 Each has a ``code`` (stable, for programs), an HTTP ``status``, and says whether the same request
@@ -226,6 +227,12 @@ class TransferError(UnavailableError):
     """The KV hand-off failed and could not be repaired."""
 
     code = "transfer_failed"
+
+
+class PullRefusedError(TransferError):
+    """A reader asked for KV without a capability that lets it have that."""
+
+    code = "pull_refused"
 
 
 class DeadlineError(BatonError):

@@ -1,7 +1,6 @@
 """`baton batch`: a file of requests, answered when there is room, over the router's own API."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +8,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from fleet.cli.common import FleetOption, fail, running_fleet
+from fleet.cli.common import FleetOption, fail
+from fleet.cli.reach import client_of
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _POLL_S = 1.0
@@ -31,14 +31,11 @@ def batch(
     The answers lie beside it: FILE.output.jsonl, and FILE.errors.jsonl if any line failed, which is
     exit code 1. An API key is taken from OPENAI_API_KEY. Ctrl-C stops the waiting, not the batch.
     """
-    base = url or running_fleet(fleet).url
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        with httpx.Client(base_url=base, headers=headers, timeout=600.0, trust_env=False) as client:
+    with client_of(fleet, url) as client:
+        try:
             _run(client, file, window, wait=wait)
-    except httpx.HTTPError as error:
-        fail(f"{base}: {error}")
+        except httpx.HTTPError as error:
+            fail(f"{client.base_url}: {error}")
 
 
 def _run(client: httpx.Client, file: str, window: str, *, wait: bool) -> None:

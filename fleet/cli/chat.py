@@ -1,13 +1,13 @@
 """`baton chat`: a terminal conversation over the router's own HTTP API."""
 
 import json
-import os
 from typing import Annotated, Any
 
 import httpx
 import typer
 
-from fleet.cli.common import FleetOption, emulated_note, fail, running_fleet
+from fleet.cli.common import FleetOption, emulated_note, fail
+from fleet.cli.reach import client_of
 
 
 def chat(
@@ -28,40 +28,31 @@ def chat(
 
     An API key is taken from OPENAI_API_KEY.
     """
-    base = url or running_fleet(fleet).url
-    try:
-        sampling = {"max_tokens": max_tokens, "temperature": temperature}
-        _talk(base, prompt, mode=mode, sampling=sampling, key=os.environ.get("OPENAI_API_KEY"))
-    except httpx.HTTPError as error:
-        fail(f"{base}: {error}")
+    with client_of(fleet, url, {"x-baton-mode": mode}) as client:
+        try:
+            _talk(client, prompt, {"max_tokens": max_tokens, "temperature": temperature})
+        except httpx.HTTPError as error:
+            fail(f"{client.base_url}: {error}")
 
 
-def _talk(
-    base: str, prompt: str | None, *, mode: str, sampling: dict[str, float], key: str | None
-) -> None:
+def _talk(client: httpx.Client, prompt: str | None, sampling: dict[str, float]) -> None:
     """Ask once, or until the end of input.
 
     Args:
-        base: The router, without ``/v1``.
+        client: To the router.
         prompt: One question, or None to read questions from the terminal.
-        mode: ``x-baton-mode``.
         sampling: Further fields of the request, such as ``max_tokens``.
-        key: API key, if the fleet needs one.
 
     Raises:
         httpx.HTTPError: The router cannot be reached.
     """
-    headers = {"x-baton-mode": mode}
-    if key:
-        headers["authorization"] = f"Bearer {key}"
-    with httpx.Client(base_url=base, headers=headers, timeout=600.0, trust_env=False) as client:
-        messages: list[dict[str, str]] = []
-        for question in [prompt] if prompt is not None else _questions():
-            messages.append({"role": "user", "content": question})
-            answer = _ask(client, messages, sampling)
-            messages = messages[:-1] if answer is None else [*messages, _assistant_message(answer)]
-            if answer is None and prompt is not None:
-                raise typer.Exit(1)
+    messages: list[dict[str, str]] = []
+    for question in [prompt] if prompt is not None else _questions():
+        messages.append({"role": "user", "content": question})
+        answer = _ask(client, messages, sampling)
+        messages = messages[:-1] if answer is None else [*messages, _assistant_message(answer)]
+        if answer is None and prompt is not None:
+            raise typer.Exit(1)
 
 
 def _questions() -> Any:

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from config.fleet_file import ConfigError, FleetConfig, load_config
 from fleet.local import state as fleet_state
+from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
 
 DEFAULT_FILE = Path("deploy/local.yaml")
@@ -37,6 +38,10 @@ class Reachable(Protocol):
     @property
     def fleet_token(self) -> str:
         """The key."""
+
+    @property
+    def certificate(self) -> str:
+        """Of the router, if it is on this host and speaks HTTPS."""
 
 
 FleetOption = Annotated[
@@ -101,6 +106,7 @@ def get_json(state: Reachable, path: str, **parameters: str | int) -> Any:
             headers=bearer(state.fleet_token),
             timeout=10.0,
             trust_env=False,
+            verify=trusted(state.certificate),
         )
         if answer.status_code == HTTPStatus.NOT_FOUND:
             fail(f"{path}: {answer.json()['error']['message']}")

@@ -138,7 +138,7 @@ def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> 
         asked = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
         path = "chat/completions"
     body = {"model": name, **asked, "temperature": 0}
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.has_keys else ""
     console.print(f"[bold green]Baton is ready[/] at [bold]{url}/v1[/] ({name}, {pools})")
     if timing := config.pools.engine.emulated:
         console.print(f"[bold yellow]{emulated_note(timing)}[/]")

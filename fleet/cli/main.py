@@ -1,14 +1,18 @@
 """The `baton` command. Each function in the list is one command; its docstring is its help."""
 
 import importlib.metadata
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fleet.cli.batch import batch
 from fleet.cli.capacity import capacity
+from fleet.cli.certs.command import certs
 from fleet.cli.chat import chat
+from fleet.cli.common import fail
 from fleet.cli.doctor.command import doctor
 from fleet.cli.explain import explain
 from fleet.cli.hosts import hosts
@@ -33,7 +37,7 @@ app = typer.Typer(
 )
 for command in (
     *(capacity, up, down, status, top, explain, doctor, chat, batch, logs, drain, restart),
-    *(scale, nodes, router, hosts, lab, simulate),
+    *(scale, nodes, router, certs, hosts, lab, simulate),
 ):
     app.command()(command)
 
@@ -47,8 +51,18 @@ app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 def root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and end.")] = False,
+    cacert: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="BATON_CACERT", help="PEM: believe routers whose certificate this one signed."
+        ),
+    ] = None,
 ) -> None:
     """Options that stand before a command."""
+    if cacert is not None:
+        if not cacert.is_file():
+            fail(f"--cacert {cacert}: there is no such file")
+        os.environ["SSL_CERT_FILE"] = str(cacert.resolve())
     ctx.obj = local_fleet  # for commands that ask a fleet where no URL is named
     if version:
         typer.echo(f"baton {importlib.metadata.version('baton-serve')}")

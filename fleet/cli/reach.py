@@ -1,6 +1,7 @@
 """How commands reach a fleet: the one on this machine, or any by its router's URL and a key."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import msgspec
 import typer
 
 from fleet.cli.common import bearer, fail, running_fleet
+from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
 from registry.orders import Answer, Orders
 from registry.redis_store import Registry, RegistryUnavailableError
@@ -33,6 +35,7 @@ class RemoteFleet(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     url: str
     fleet_token: str  # an operator's key, which opens the same
+    certificate: str = ""  # is believed if this host's authorities signed it
 
 
 def reach(fleet: str | None, url: str | None, key: str) -> FleetState | RemoteFleet:
@@ -40,6 +43,26 @@ def reach(fleet: str | None, url: str | None, key: str) -> FleetState | RemoteFl
     if url is None:
         return running_fleet(fleet)
     return RemoteFleet(name=fleet or "fleet", url=url.rstrip("/"), fleet_token=key)
+
+
+def client_of(
+    fleet: str | None, url: str | None, headers: Mapping[str, str] | None = None
+) -> httpx.Client:
+    """A client of the router that is meant, with the key in OPENAI_API_KEY.
+
+    Args:
+        fleet: Of this machine; None where there is one.
+        url: Of a router elsewhere, instead.
+        headers: More of them.
+    """
+    here = running_fleet(fleet) if url is None else None
+    return httpx.Client(
+        base_url=here.url if here is not None else url or "",
+        headers={**(headers or {}), **bearer(os.environ.get("OPENAI_API_KEY", ""))},
+        timeout=600.0,
+        trust_env=False,
+        verify=trusted(here.certificate if here is not None else ""),
+    )
 
 
 def order(
@@ -91,6 +114,7 @@ def _by_router(
             headers=bearer(place.fleet_token),
             timeout=timeout_s + 5.0,
             trust_env=False,
+            verify=trusted(),
         )
         if answer.status_code != httpx.codes.OK:
             fail(f"{place.url}: {answer.json()['error']['message']}")

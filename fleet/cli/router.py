@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from config.fleet_file import EMBEDDED, FleetConfig
+from config.secrets import SecretError
 from fleet.cli.common import FileArgument, fail, load_fleet_file
 from fleet.local import state as fleet_state
-from fleet.local.fleet_token import FILE_VARIABLE, TOKEN_VARIABLE, TokenError, given_token
+from fleet.local.fleet_token import FILE_VARIABLE, TOKEN_VARIABLE, given_token
 from fleet.local.preflight import PortTakenError
 from fleet.local.router_process import RouterFailedError, RouterProcesses
 from fleet.local.signals import StopSignal
@@ -40,18 +41,20 @@ def router(
     path, config = load_fleet_file(file, port)
     if config.redis == EMBEDDED:
         fail(f"{path}: redis = embedded belongs to one machine: a fleet with more has a URL there")
+    if host is not None and (problem := config.clients.plain_text_problem(host)):
+        fail(f"--host {host}: {problem}")
     try:
-        token = given_token()
-    except TokenError as error:
+        token = given_token(config)
+    except SecretError as error:
         fail(str(error))
     if token is None:
         fail(
-            f"the fleet's token is needed: {FILE_VARIABLE}=FILE or {TOKEN_VARIABLE}, the same as "
-            "that of `baton up`; without it no worker takes a request from this router"
+            f"the fleet's token is needed: {FILE_VARIABLE}=FILE, {TOKEN_VARIABLE} or `pools: "
+            "{token_file: …}`, the same as that of `baton up`; without it no worker takes a "
+            "request from this router"
         )
     environment = {
-        **os.environ,
-        TOKEN_VARIABLE: token,
+        **token.environment,
         "BATON_REDIS_URL": config.redis,
         "BATON_STATE_DIR": str(fleet_state.state_folder(f"{config.fleet}-router-{config.port}")),
     }

@@ -86,6 +86,10 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
     ]
     if old.pools.engine != new.pools.engine:
         refused.append(f"pools.engine cannot change while it runs: {_FIXED['model']}")
+    if (old.pools.tls, old.pools.insecure) != (new.pools.tls, new.pools.insecure):
+        refused.append("pools.tls cannot change while it runs: old and new would not speak")
+    if old.clients.tls != new.clients.tls:
+        refused.append("clients.tls cannot change while it runs: clients know the URL")
     if old.pools.routers != new.pools.routers:
         refused.append("pools.routers cannot change while it runs: the routers' sockets are open")
     if old.logs.dir != new.logs.dir:

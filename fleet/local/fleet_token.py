@@ -1,73 +1,88 @@
 """The fleet's token: what routers and workers show each other. Stable, so that routers agree.
 
+    pools: {token_file: …}   in the fleet file: a file on every host
     BATON_FLEET_TOKEN        the token itself
     BATON_FLEET_TOKEN_FILE   a file that holds it, such as a Kubernetes secret
     otherwise                ~/.local/state/baton/FLEET/fleet.token, made by the first `baton up`
 
-It is never put on a command line or into a log.
+A file may hold two, one a line, while one follows the other: the first is shown, both are accepted,
+and it is read again when it changes. A token is never put on a command line or into a log.
 """
 
 import os
 import secrets
-from pathlib import Path
+from typing import NamedTuple
 
+from config.fleet_file import FleetConfig
+from config.secrets import SecretError, read_tokens, tokens_in
 from fleet.local.state import state_folder
 
 TOKEN_VARIABLE = "BATON_FLEET_TOKEN"  # noqa: S105 - its name, not it
 FILE_VARIABLE = "BATON_FLEET_TOKEN_FILE"
-_FEWEST_CHARACTERS = 16
+TokenError = SecretError
 
 
-class TokenError(ValueError):
-    """There is no usable token; the message says where it was looked for."""
+class KnownToken(NamedTuple):
+    """The token that is shown now, and the file that it is from; "" for the environment."""
+
+    token: str
+    file: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a router on this host, over what this process has."""
+        kept = {n: v for n, v in os.environ.items() if n not in (TOKEN_VARIABLE, FILE_VARIABLE)}
+        if self.file:
+            return {**kept, FILE_VARIABLE: self.file}
+        return {**kept, TOKEN_VARIABLE: self.token}
+
+    def for_workers(self, config: FleetConfig, *, here: bool) -> "KnownToken":
+        """What workers are told: a file to read by themselves, or the token.
+
+        Args:
+            config: The fleet.
+            here: Whether all of it is on this host; a file that only this one has is of no use
+                to workers elsewhere, who are told the token.
+        """
+        if self.file and (here or config.pools.token_file):
+            return KnownToken("", self.file)
+        return KnownToken(self.token, "")
 
 
-def given_token() -> str | None:
-    """The token from the environment or from the file that it names; None if it names none.
+def given_token(config: FleetConfig | None = None) -> KnownToken | None:
+    """The token of the fleet file, of the environment or of the file that it names, if one is.
 
     Raises:
-        TokenError: It is too short, or its file cannot be read.
+        SecretError: It is too short, or its file cannot be read.
     """
+    if config is not None and config.pools.token_file:
+        return _of_file(config.pools.token_file)
     if (token := os.environ.get(TOKEN_VARIABLE)) is not None:
-        return _checked(token, TOKEN_VARIABLE)
+        return KnownToken(tokens_in(token, TOKEN_VARIABLE)[0], "")
     if (named := os.environ.get(FILE_VARIABLE)) is not None:
-        return _read(Path(named))
+        return _of_file(os.path.abspath(named))  # noqa: PTH100 - a link is followed at each read
     return None
 
 
-def fleet_token(name: str) -> str:
+def fleet_token(name: str, config: FleetConfig | None = None) -> KnownToken:
     """The token of a fleet that is started here; the first start makes one and keeps it.
 
     Args:
         name: Of the fleet's state folder.
+        config: The fleet, which may name a file.
 
     Raises:
-        TokenError: The one that is there cannot be used.
+        SecretError: The one that is there cannot be used.
     """
-    if (token := given_token()) is not None:
-        return token
+    if (given := given_token(config)) is not None:
+        return given
     file = state_folder(name) / "fleet.token"
-    if file.exists():
-        return _read(file)
-    token = secrets.token_urlsafe(32)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(token)
-    return token
+    if not file.exists():
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(secrets.token_urlsafe(32))
+    return _of_file(str(file))
 
 
-def _read(file: Path) -> str:
-    try:
-        return _checked(file.read_text(encoding="utf-8"), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenError(f"the fleet's token cannot be read from {file}: {error}") from error
-
-
-def _checked(text: str, source: str) -> str:
-    token = text.strip()
-    if len(token) < _FEWEST_CHARACTERS:
-        raise TokenError(
-            f"the fleet's token in {source} has {len(token)} characters, {_FEWEST_CHARACTERS} are "
-            "the least: `openssl rand -hex 32` makes one"
-        )
-    return token
+def _of_file(file: str) -> KnownToken:
+    return KnownToken(read_tokens(file)[0], file)

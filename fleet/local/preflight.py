@@ -13,6 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from config.fleet_file import FleetConfig
+from config.network import is_loopback
 from fleet.local.redis_server import RedisError, server_binary
 
 _LEAST_MEMORY_GIB = 4
@@ -114,7 +115,7 @@ def notes(config: FleetConfig) -> list[str]:
             "speculation with numerics: fast: answers may differ from those without speculation; "
             "numerics: exact promises that they are the same"
         )
-    if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
+    if not (is_loopback(config.host) or config.has_keys):
         warnings.append(f"host = {config.host} is open to the network without api_keys")
     return warnings
 

@@ -22,6 +22,8 @@ import msgspec
 import psutil
 
 from config.fleet_file import FleetConfig
+from config.network import TlsFiles
+from config.secrets import SecretError, read_tokens
 from fleet.local.subprocesses import end_processes
 from fleet.process_key import ProcessKey
 
@@ -41,6 +43,9 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str
     config_file: str
     fleet_token: str = ""  # also the key of an operator, for `baton status`
+    fleet_token_file: str = ""  # has the token of today
+    certificate: str = ""  # of a router that speaks HTTPS
+    tls: TlsFiles | None = None  # of what speaks to workers
     on_cluster: bool = False  # of another's Ray
     config_json: str = ""  # what runs, without the API keys
     keys_digest: str = ""  # of those
@@ -94,9 +99,14 @@ def save(state: FleetState) -> None:
 def load(name: str) -> FleetState | None:
     """A fleet's state, or None if it was never started or stopped cleanly."""
     try:
-        return msgspec.json.decode((home() / name / "state.json").read_bytes(), type=FleetState)
+        found = msgspec.json.decode((home() / name / "state.json").read_bytes(), type=FleetState)
     except (OSError, msgspec.DecodeError):
         return None
+    if found.fleet_token_file:  # it may have been replaced since
+        with contextlib.suppress(SecretError):
+            token = read_tokens(found.fleet_token_file)[0]
+            found = msgspec.structs.replace(found, fleet_token=token)
+    return found
 
 
 def load_all() -> list[FleetState]:

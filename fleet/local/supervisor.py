@@ -26,7 +26,8 @@ from config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools
-from fleet.local.fleet_token import fleet_token
+from fleet.local.fleet_token import KnownToken, fleet_token
+from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate
 from fleet.local.preflight import describe_model, notes
@@ -100,7 +101,7 @@ class Supervisor:
         self._changes_done = 0
         self._rolling = False  # the routers, as its last step
         self._stop = StopSignal()
-        self._token = ""
+        self._token = KnownToken("", "")
         self._name = config.fleet  # of its state folder
         self._logs = Path()
         self._redis: EmbeddedRedis | None = None
@@ -124,7 +125,7 @@ class Supervisor:
 
     def _url_at(self, address: str) -> str:
         host = address if self._config.host in _ANY_HOST else self._config.host
-        return f"http://{host}:{self._port}"
+        return f"{self._config.clients.scheme}://{host}:{self._port}"
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Start, call ``on_ready``, stay until told to stop, and clean up.
@@ -159,7 +160,7 @@ class Supervisor:
         self._port = self._routers.port
         self._choose_name()
         self._logs = fleet_state.log_folder(self._config, self._name)
-        self._token = fleet_token(self._name)
+        self._token = fleet_token(self._name, self._config)
         model = describe_model(self._config)
         self.chats = model.chats
         self._say(f"model {self._config.model}: {model.text}")
@@ -195,8 +196,7 @@ class Supervisor:
             self._say(f"cleaned up after a run that was killed ({left} processes were left)")
 
     def _save_state(self, problem: str = "") -> None:
-        me = ProcessKey.of(os.getpid())
-        if me is None:
+        if (me := ProcessKey.of(os.getpid())) is None:
             raise FleetError("cannot read /proc")
         fleet_state.save(
             FleetState(
@@ -208,10 +208,13 @@ class Supervisor:
                 redis_url=self._redis_url,
                 log_dir=str(self._logs),
                 config_file=str(self._config_file),
-                fleet_token=self._token,
+                fleet_token=self._token.token,
+                fleet_token_file=self._token.file,
+                certificate=self._config.clients.certificate,
+                tls=self._config.tls_files,
                 on_cluster=self._address is not None,
                 config_json=self._config.to_json(),
-                keys_digest=keys_digest(self._config, self._token),
+                keys_digest=keys_digest(self._config, self._token.token),
                 changes_done=self._changes_done,
                 change_problem=problem,
             )
@@ -225,10 +228,10 @@ class Supervisor:
             self._redis_url = self._config.redis
             self._say(f"redis {version} at {redacted(self._config.redis)}")
             return
-        self._redis = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
-        self._redis.start()
-        self._redis_url = self._redis.url
-        self._say(f"redis is up on port {self._redis.port}")
+        own = self._redis = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
+        own.start()
+        self._redis_url = own.url
+        self._say(f"redis is up on port {own.port}")
 
     def _start_workers(self) -> None:
         self._say("starting Ray" if self._address is None else f"asking Ray at {self._address}")
@@ -249,19 +252,20 @@ class Supervisor:
         self._tell_news()
 
     def _spec(self, config: FleetConfig) -> ControllerSpec:
+        told = self._token.for_workers(config, here=self._address is None)
         return ControllerSpec(
             config_json=config.to_json(),
             redis_url=self._redis_url,
-            fleet_token=self._token,
+            fleet_token=told.token,
+            fleet_token_file=told.file,
             host="",  # its pools know
             log_dir=str(self._logs),
         )
 
     def _start_routers(self, routers: RouterProcesses) -> None:
         secrets_by_environment = {
-            **os.environ,
+            **self._token.environment,
             "BATON_REDIS_URL": self._redis_url,
-            "BATON_FLEET_TOKEN": self._token,
             "BATON_STATE_DIR": str(fleet_state.state_folder(self._name)),
         }
         group = self._run_folder / "routers"
@@ -271,7 +275,8 @@ class Supervisor:
         deadline = time.monotonic() + START_LIMIT_S
         shown: dict[str, str] = {}
         first: dict[str, int] = {}  # the lives that were there when this began to look
-        with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False) as client:
+        tls = trusted(self._config.clients.certificate)
+        with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False, verify=tls) as client:
             while time.monotonic() < deadline:
                 self._show_slots(shown, first)
                 self._check_ray()

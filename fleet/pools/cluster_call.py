@@ -74,7 +74,7 @@ def carry_out(call: ClusterCall) -> ClusterReply:
         return ClusterReply(places=named)
     if call.spec is None:
         raise ValueError("`ensure` needs a specification")
-    spec = msgspec.structs.replace(call.spec, host=host)
+    spec = msgspec.structs.replace(call.spec, host=host, sealed=True)
     was_there = ray_runtime.Controller.ensure(config.fleet, spec)
     return ClusterReply(was_there=was_there, address=ray.util.get_node_ip_address())
 

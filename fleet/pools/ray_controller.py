@@ -43,6 +43,7 @@ from fleet.pools.resources import (
     worker_environment,
     worker_settings,
 )
+from fleet.pools.sealing import SECRET_FIELDS, seal, unseal
 from registry import wanted
 from registry.orders import Answer, Order, Orders
 from registry.redis_store import Registry, RegistryUnavailableError
@@ -62,11 +63,11 @@ class ControllerActor:
     """Carries out what the state machine decides.
 
     Args:
-        spec: A `ControllerSpec` as JSON.
+        spec: A `ControllerSpec` as JSON, or sealed.
     """
 
     def __init__(self, spec: bytes) -> None:
-        self._spec = msgspec.json.decode(spec, type=ControllerSpec)
+        self._spec = msgspec.json.decode(unseal(spec.decode()), type=ControllerSpec)
         self._config = FleetConfig.model_validate_json(self._spec.config_json)
         log_to(Path(self._spec.log_dir) / "controller.log", self._config.logs.format)
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
@@ -252,7 +253,11 @@ class ControllerActor:
                     life.end()
 
     def _settings(self, launch: Launch) -> dict[str, Any]:
-        return self._settings_of(launch.worker_id, launch.role, launch.epoch)
+        """As they go through Ray."""
+        settings = self._settings_of(launch.worker_id, launch.role, launch.epoch)
+        if self._spec.sealed:
+            settings |= {name: seal(settings[name]) for name in SECRET_FIELDS}
+        return settings
 
     def _settings_of(self, worker_id: str, role: Role, epoch: int) -> dict[str, Any]:
         return worker_settings(
@@ -262,6 +267,7 @@ class ControllerActor:
             epoch=epoch,
             redis_url=self._spec.redis_url,
             fleet_token=self._spec.fleet_token,
+            fleet_token_file=self._spec.fleet_token_file,
             host=self._spec.host,
             log_dir=self._spec.log_dir,
         )

@@ -21,11 +21,13 @@ from fleet.pools.resources import (
     lives_among,
     local_cpus,
 )
+from fleet.pools.sealing import seal
 from fleet.process_key import ProcessKey
 
 _DAEMONS = ("gcs_server", "raylet")  # without one of them a local Ray is lost
 _NAME_FREE_LIMIT_S = 10.0
 _START_LIMIT_S = 75.0  # of the controller's process, on a busy machine
+_CLUSTERS_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; "0": loopback, on Linux too
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 
 
@@ -36,7 +38,10 @@ def start_local(folder: Path, config: FleetConfig) -> None:
     """
     # In the environment, so that daemons and workers inherit it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray writes ~/.ray/auth_token
+    os.environ.pop("RAY_USE_TLS", None)  # that is for clusters: this one stays on loopback
+    os.environ[_CLUSTERS_VARIABLE] = "0"  # otherwise its daemons listen on all addresses
     import ray
 
     ray.init(
@@ -74,6 +79,12 @@ def connect(address: str, config: FleetConfig) -> str:
             "redis = embedded listens on this machine only, and the cluster has other nodes: set "
             "`redis:` to the URL of a server that every node reaches"
         )
+    if config.pools.tls is None and not config.pools.insecure:
+        raise CapacityError(
+            "the workers of several nodes would send prompts, KV and the fleet's token in plain "
+            "text: name certificates, `pools: {tls: {certificate: FILE, key: FILE, ca: FILE}}` "
+            "(`baton certs DIR` makes them for trials), or say `pools: {insecure: true}`"
+        )
     if os.environ.get("RAY_AUTH_MODE") not in ("token", "disabled"):
         raise CapacityError(
             "this Ray cluster takes commands from anybody who reaches it, as root or whoever runs "
@@ -110,6 +121,12 @@ def health() -> RayHealth:
     return RayHealth(ray.get_runtime_context().gcs_address, daemons)
 
 
+def packed(spec: ControllerSpec) -> bytes:
+    """A specification as the controller gets it: the file too may hold a password."""
+    text = msgspec.json.encode(spec).decode()
+    return (seal(text) if spec.sealed else text).encode()
+
+
 class Controller:
     """A handle to the fleet's controller actor. All calls block."""
 
@@ -140,7 +157,7 @@ class Controller:
         until_s = time.monotonic() + _NAME_FREE_LIMIT_S
         while True:
             try:
-                actor = options.remote(msgspec.json.encode(spec))
+                actor = options.remote(packed(spec))
                 break
             except ValueError:  # the name of one that was just ended is still taken
                 if time.monotonic() > until_s:

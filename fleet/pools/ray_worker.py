@@ -18,6 +18,7 @@ import msgspec
 
 from fleet.pools.liveness import ShellProcess, StandstillGuard
 from fleet.pools.resources import settings_digest
+from fleet.pools.sealing import unsealed
 from registry.types import WorkerRecord
 from telemetry.logs import LogFormat, set_up_logs
 from telemetry.tasks import BackgroundTasks
@@ -54,7 +55,8 @@ class WorkerActor:
 
     Args:
         program: Module that has ``Worker`` and ``WorkerSettings``.
-        settings: Fields of ``WorkerSettings``; an empty ``host`` means this node's address.
+        settings: Fields of ``WorkerSettings``, secrets sealed or not; an empty ``host`` means this
+            node's address.
     """
 
     def __init__(self, program: str, settings: Mapping[str, Any]) -> None:
@@ -62,6 +64,7 @@ class WorkerActor:
         log_to(log_file, settings.get("log_format", "text"))
         module = importlib.import_module(program)
         self._settings_type: type[Any] = module.WorkerSettings
+        settings = unsealed(settings)
         self._settings = self._settings_of(settings)
         self._digest = settings_digest(settings)
         self._start_worker: StartWorker = module.Worker.start
@@ -106,6 +109,7 @@ class WorkerActor:
         self._started.clear()
         self._worker = None
         gc.collect()  # whatever still points to the last life's KV pool keeps its memory
+        settings = unsealed(settings)
         self._settings = self._settings_of(settings)
         self._digest = settings_digest(settings)
         return await self.start()

@@ -28,8 +28,10 @@ class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
     config_json: str
     redis_url: str
     fleet_token: str
+    fleet_token_file: str = ""  # instead of it: on every node, read again when it changes
     host: str  # that workers bind; "" is each node's own address
     log_dir: str
+    sealed: bool = False  # secrets go through Ray, which others may read: ``fleet.pools.sealing``
     program: str = WORKER_PROGRAM
     healthy_after_ns: int = HEALTHY_AFTER_NS
 
@@ -77,6 +79,7 @@ def worker_settings(
     fleet_token: str,
     host: str,
     log_dir: str,
+    fleet_token_file: str = "",
 ) -> dict[str, Any]:
     """The fields of ``fleet.worker.WorkerSettings`` for one life of a slot."""
     return {
@@ -88,6 +91,10 @@ def worker_settings(
         "engine": msgspec.to_builtins(engine_settings(config, role)),
         "redis_url": redis_url,
         "fleet_token": fleet_token,
+        "fleet_token_file": fleet_token_file,
+        "tls": msgspec.to_builtins(config.tls_files),
+        "insecure": config.pools.insecure,
+        "unsigned_pulls": config.pools.unsigned_pulls,
         "host": host,
         "log_dir": log_dir,
         "log_format": config.logs.format,

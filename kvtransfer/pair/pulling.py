@@ -20,8 +20,8 @@ from kvtransfer.pair.helper import RECEIVER, SLOT_BYTES, START_S, Helper
 from kvtransfer.pair.sending import CONTROL, NAME
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
 from telemetry.tasks import BackgroundTasks
+from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
-from wire.grpc_options import token_metadata
 
 RECEIVE_S = 2.0  # of one frame whose send was posted
 _Posted = tuple[pb.PairReply, int, "asyncio.Future[None] | None"]
@@ -32,14 +32,14 @@ class PairTransport:
 
     Args:
         channels: Of this worker, for control streams; whoever owns them closes them.
-        fleet_token: For every call.
+        token: For every call.
     """
 
     frame_bytes = FRAME_BYTES
 
-    def __init__(self, channels: Channels, fleet_token: str) -> None:
+    def __init__(self, channels: Channels, token: FleetToken) -> None:
         self._channels = channels
-        self._metadata = token_metadata(fleet_token)
+        self._token = token
         self._edges: dict[bytes, _ReceivingEdge] = {}  # by incarnation
         self._tasks = BackgroundTasks("pair")
 
@@ -63,7 +63,7 @@ class PairTransport:
             response_deserializer=pb.PairReply.FromString,
         )
         try:
-            await edge.run(method(metadata=self._metadata))
+            await edge.run(method(metadata=self._token.metadata))
         finally:
             self._edges.pop(incarnation, None)
 

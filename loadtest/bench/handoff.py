@@ -50,6 +50,7 @@ from kvtransfer.sender import HandoffSender
 from kvtransfer.transport import FrameStream, Peer, ServingSide, Transport
 from kvtransfer.transports import TRANSPORTS, connect_all, servers
 from wire.compatibility import kv_group
+from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 from wire.grpc_options import WORKER_OPTIONS
 
@@ -118,7 +119,7 @@ async def send(tokens: int, scattered: bool, digests: bool) -> None:
     server = grpc.aio.server(options=WORKER_OPTIONS)
     port = server.add_insecure_port("127.0.0.1:0")
     server.add_generic_rpc_handlers((_bare_handler(),))
-    sides = servers(ServingSide(server, TOKEN, incarnation, pool_fd), tuple(TRANSPORTS))
+    sides = servers(ServingSide(server, FleetToken(TOKEN), incarnation, pool_fd), tuple(TRANSPORTS))
     for side in sides:
         await side.start(source)
     await server.start()
@@ -194,7 +195,10 @@ async def hand_off(transport: Transport, way: str, peer: Peer, pool: PoolView, t
     """One prompt's KV, from the first pull to the last verified byte."""
     machine = HandoffReceiver(pool.geometry, tokens, frame_bytes=transport.frame_bytes)
     parts = SimpleNamespace(
-        pool=pool, peers=_OnePeer(transport, way, peer), metrics=SimpleNamespace(inc=_ignore)
+        pool=pool,
+        peers=_OnePeer(transport, way, peer),
+        metrics=SimpleNamespace(inc=_ignore),
+        identity=SimpleNamespace(incarnation=b""),
     )
     wanted = rectangles(pool.geometry, tokens)
     total_bytes = sum(kv_slice.payload_bytes(pool.geometry) for kv_slice in wanted)
@@ -329,7 +333,7 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
     ours, theirs = (np.frombuffer(memory_file(payload_bytes)[1], dtype=np.uint8) for _ in range(2))
     options = ["--tokens", str(tokens), *(["--scattered"] if scattered else [])]
     channels = Channels()
-    transports = connect_all(channels, TOKEN)
+    transports = connect_all(channels, FleetToken(TOKEN))
 
     async def memcpy() -> None:
         np.copyto(ours, theirs)

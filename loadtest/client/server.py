@@ -1,5 +1,7 @@
 """What is asked of a server before and after a load: its model, what it accepts, its counters."""
 
+import ssl
+
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,7 +29,12 @@ class Server:
         # A server may close a connection that it kept just as the next question is sent on it.
         once = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False, limits=once
+            base_url=self.url,
+            headers=headers,
+            timeout=_TIMEOUT_S,
+            trust_env=False,
+            limits=once,
+            verify=ssl.create_default_context(),  # which looks at SSL_CERT_FILE; httpx's does not
         )
 
     def __enter__(self) -> "Server":

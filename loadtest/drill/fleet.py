@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -34,7 +35,11 @@ class FleetView:
     def __init__(self, url: str, operator_key: str) -> None:
         headers = {"authorization": f"Bearer {operator_key}"} if operator_key else {}
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+            base_url=url,
+            headers=headers,
+            timeout=_TIMEOUT_S,
+            trust_env=False,
+            verify=ssl.create_default_context(),
         )
 
     async def __aenter__(self) -> "FleetView":

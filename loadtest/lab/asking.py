@@ -1,5 +1,6 @@
 """Streams that a lab reads itself, chunk by chunk, and what a fleet says of itself."""
 
+import ssl
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Fleet:
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=_TIMEOUT_S,
             trust_env=False,
+            verify=ssl.create_default_context(),
         )
 
     def __enter__(self) -> "Fleet":

@@ -79,16 +79,18 @@ class WorkerIdentity(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., host: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "blocks")
+    __slots__ = ("worker_id", "incarnation", "address", "blocks", "capability")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: bytes
     address: str
     blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+    capability: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., blocks: _Optional[int] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
     __slots__ = ("total", "free", "cached", "leased", "quarantined")

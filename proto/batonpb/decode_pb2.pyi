@@ -42,18 +42,20 @@ class Heartbeat(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class PrefillTarget(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "transport", "held_only")
+    __slots__ = ("worker_id", "incarnation", "address", "transport", "held_only", "capability")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     HELD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: bytes
     address: str
     transport: str
     held_only: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., held_only: _Optional[bool] = ...) -> None: ...
+    capability: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., held_only: _Optional[bool] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class Submission(_message.Message):
     __slots__ = ("request_id", "attempt", "ticket", "priority", "prompt_tokens", "sampling", "tenant", "hash_seed", "deadline_remaining_ns", "prefill", "traceparent", "router_id", "lease_ms", "probe", "adapter", "pooling", "prefix", "emitted")

@@ -172,18 +172,22 @@ class CommitRecord(_message.Message):
     def __init__(self, rectangles: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., manifest_digest: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slices")
+    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slices", "reader_incarnation", "capability")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     KV_SLICES_FIELD_NUMBER: _ClassVar[int]
+    READER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     generation: int
     source_incarnation: bytes
     kv_slices: _containers.RepeatedCompositeFieldContainer[KvSlice]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slices: _Optional[_Iterable[_Union[KvSlice, _Mapping]]] = ...) -> None: ...
+    reader_incarnation: bytes
+    capability: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slices: _Optional[_Iterable[_Union[KvSlice, _Mapping]]] = ..., reader_incarnation: _Optional[bytes] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class KvSlice(_message.Message):
     __slots__ = ("kv_group", "layer_begin", "layer_count", "head_begin", "head_count", "block_begin", "block_count", "valid_tokens")
@@ -240,12 +244,14 @@ class PoolRequest(_message.Message):
     def __init__(self, serial: _Optional[int] = ..., attach: _Optional[_Union[PoolAttach, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., let_go: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class PoolAttach(_message.Message):
-    __slots__ = ("fleet_token", "incarnation")
+    __slots__ = ("fleet_token", "incarnation", "pull")
     FLEET_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     fleet_token: str
     incarnation: bytes
-    def __init__(self, fleet_token: _Optional[str] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
+    pull: PullRequest
+    def __init__(self, fleet_token: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
 
 class PoolLoan(_message.Message):
     __slots__ = ("serial", "chunks")

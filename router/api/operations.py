@@ -152,7 +152,10 @@ def _set_gauges(router: RouterParts) -> None:
 
 def _targets(router: RouterParts, own_address: str) -> list[dict[str, Any]]:
     fleet = router.settings.fleet
-    own = {"targets": [own_address], "labels": {"component": "router", "fleet": fleet}}
+    settings = router.settings
+    scheme = {"__scheme__": "https"} if settings.https is not None else {}
+    own = {"targets": [own_address], "labels": {"component": "router", "fleet": fleet, **scheme}}
+    scheme = {"__scheme__": "https"} if settings.tls is not None else {}
     workers = [
         {
             "targets": [slot.record.metrics_address],
@@ -161,6 +164,7 @@ def _targets(router: RouterParts, own_address: str) -> list[dict[str, Any]]:
                 "fleet": fleet,
                 "worker": slot.worker_id,
                 "role": slot.role,
+                **scheme,
             },
         }
         for slot in router.gateway.workers

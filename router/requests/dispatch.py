@@ -1,5 +1,7 @@
 """Begins an attempt: has the request placed, and sends it to the worker that is to hold it."""
 
+import time
+
 import msgspec
 from batonpb.common_pb2 import PrefixSource
 from batonpb.decode_pb2 import PrefillTarget, Submission
@@ -11,19 +13,36 @@ from router.requests.observer import Observer
 from router.settings import RouterSettings
 from router.workers.link import WorkerLink
 from router.workers.table import WorkerTable
+from wire.capability import sign
 from wire.codecs import adapter_to_wire, sampling_to_wire
+from wire.fleet_token import FleetToken
+from wire.requests import prefix_request_id
 from wire.tokens import pack_tokens
 
 
-def prefill_target(link: WorkerLink) -> PrefillTarget:
-    """A prefill worker, as the decode worker needs to know it."""
+def prefill_target(
+    link: WorkerLink, token: FleetToken, active: ActiveRequest, reader: bytes
+) -> PrefillTarget:
+    """A prefill worker, as the decode worker needs to know it, and may pull from it.
+
+    Args:
+        link: To the prefill worker.
+        token: The fleet's.
+        active: The request.
+        reader: Incarnation of the decode worker.
+    """
     return PrefillTarget(
-        worker_id=link.worker_id, incarnation=link.incarnation, address=link.address
+        worker_id=link.worker_id,
+        incarnation=link.incarnation,
+        address=link.address,
+        capability=_word(token, active, active.id, link.incarnation, reader),
     )
 
 
-def _prefix_source(placement: Placement | None) -> PrefixSource | None:
-    """Who has leading blocks that whoever computes the prompt is to pull."""
+def _prefix_source(
+    placement: Placement | None, token: FleetToken, active: ActiveRequest, reader: bytes
+) -> PrefixSource | None:
+    """Who has leading blocks that ``reader``, who computes the prompt, is to pull."""
     link = placement.holder.link if placement is not None and placement.holder else None
     if placement is None or link is None:
         return None
@@ -32,7 +51,15 @@ def _prefix_source(placement: Placement | None) -> PrefixSource | None:
         incarnation=link.incarnation,
         address=link.address,
         blocks=placement.prefix_blocks,
+        capability=_word(token, active, prefix_request_id(active.id), link.incarnation, reader),
     )
+
+
+def _word(
+    token: FleetToken, active: ActiveRequest, request_id: str, holder: bytes, reader: bytes
+) -> bytes:
+    left_s = max(active.request.deadline_ns - time.monotonic_ns(), 0) / 1e9
+    return sign(token, request_id, holder, reader, time.time() + left_s)
 
 
 class Dispatcher:
@@ -90,6 +117,11 @@ class Dispatcher:
         self, active: ActiveRequest, link: WorkerLink, prefill: WorkerLink | None, now_ns: int
     ) -> Submission:
         request, record = active.request, active.record
+        token = self._settings.fleet_token
+        target: PrefillTarget | None = None
+        if prefill is not None:
+            target = prefill_target(prefill, token, active, link.incarnation)
+        computes = (prefill or link).incarnation
         emitted, sampling = record.emitted, request.sampling
         if emitted:  # behind all scores of the prompt
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -104,12 +136,12 @@ class Dispatcher:
             tenant=request.tenant,
             hash_seed=self._placer.hash_seed(request, link.capabilities),
             deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
-            prefill=prefill_target(prefill) if prefill is not None else None,
+            prefill=target,
             traceparent=request.traceparent,
             router_id=self._router_id,
             lease_ms=self._settings.lease_ms,
             probe=request.probe,
             adapter=adapter_to_wire(request.adapter),
             pooling=request.pooling,
-            prefix=_prefix_source(active.placement),
+            prefix=_prefix_source(active.placement, token, active, computes),
         )

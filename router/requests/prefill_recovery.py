@@ -134,7 +134,10 @@ class PrefillRecovery:
             now_ns=now_ns,
         )
         self._observer.retried("prefill replaced")
-        self._answer(active, PrefillReplacement(prefill=prefill_target(link)))
+        decode = self._workers.link(active.decode_id)
+        reader = decode.incarnation if decode is not None else b""
+        target = prefill_target(link, self._settings.fleet_token, active, reader)
+        self._answer(active, PrefillReplacement(prefill=target))
 
     def _wait(self, active: ActiveRequest) -> None:
         if active.wants_prefill:

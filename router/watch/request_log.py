@@ -53,7 +53,7 @@ class RequestLog:
         tokenizer: TextTokenizer,
     ) -> None:
         self._logs = logs
-        self._tenants = {key.tenant for key in (api_keys or {}).values() if key.log_text}
+        self._api_keys = api_keys or {}
         self._redact = Redactor(logs.rules)
         self._tokenizer = tokenizer
 
@@ -71,9 +71,12 @@ class RequestLog:
             fields = _figures(active, endpoint, status)
             message = "%s %d: %s, %d + %d tokens, %.3f s"
             parts = ("end", "prompt_tokens", "completion_tokens", "elapsed_s")
-            if active.request.tenant in self._tenants:
+            if self._may_log_texts(active.request.tenant):
                 fields |= self._texts(active)
             _LOG.info(message, endpoint, status, *map(fields.get, parts), extra=fields)
+
+    def _may_log_texts(self, tenant: str) -> bool:
+        return any(key.log_text and key.tenant == tenant for key in self._api_keys.values())
 
     def refused(self, error: BatonError, endpoint: str, tenant: str) -> None:
         """A request was refused before it began; ids are those of the context.

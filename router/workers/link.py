@@ -28,12 +28,15 @@ from batonpb.decode_pb2 import Heartbeat, Hello, RouterFrame, Submission, Worker
 from batonpb.decode_pb2_grpc import DecodeStub
 
 from telemetry.tasks import BackgroundTasks
-from wire.grpc_options import ROUTER_OPTIONS, token_metadata
+from wire.fleet_token import FleetToken
+from wire.grpc_options import ROUTER_OPTIONS, open_channel
+from wire.tls import FleetTls, distrust
 
 _LOG = logging.getLogger(__name__)
 
 _WATCH_NS = 100_000_000
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+_RETIRED_S = 15.0  # longer than a submission on a call of its own takes
 
 
 class Silence:
@@ -91,7 +94,8 @@ class WorkerLink:
         address: host:port of its gRPC server.
         listener: Told of everything.
         hello: First frame of each stream; holds this router's identity.
-        token: The fleet token.
+        token: The fleet's token.
+        tls: For the connection; None is plain text.
         heartbeat_s: Our heartbeats; they renew the lease of our requests.
         silence_s: The worker is dead when it sends nothing for so long.
         reopen_s: A broken stream must be open again within this time.
@@ -105,7 +109,8 @@ class WorkerLink:
         listener: LinkListener,
         hello: Hello,
         *,
-        token: str = "",
+        token: FleetToken | None = None,
+        tls: FleetTls | None = None,
         heartbeat_s: float = 0.5,
         silence_s: float = 2.0,
         reopen_s: float = 1.0,
@@ -119,9 +124,12 @@ class WorkerLink:
         self.status_ns = 0
         self.incarnation = b""
         self._live = False
+        self.distrust = ""  # why the worker and this router do not trust each other
+        self._told = ""
         self._listener = listener
         self._hello = hello
-        self._metadata = token_metadata(token)
+        self._token = token or FleetToken()
+        self._tls = tls
         self._heartbeat_s = heartbeat_s
         self._silence_ns = int(silence_s * 1e9)
         self._reopen_s = reopen_s
@@ -185,7 +193,7 @@ class WorkerLink:
         reason = "no connection"
         if stub is not None:
             try:
-                await stub.Submit(submission, metadata=self._metadata, timeout=10)
+                await stub.Submit(submission, metadata=self._token.metadata, timeout=10)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
             else:
@@ -212,15 +220,22 @@ class WorkerLink:
             _LOG.exception("the death of %s could not be handled", self.worker_id)
 
     async def _run(self) -> None:
-        channel = grpc.aio.insecure_channel(self.address, options=ROUTER_OPTIONS)
-        self._stub = DecodeStub(channel)
+        channel: grpc.aio.Channel | None = None
+        shown: grpc.ChannelCredentials | None = None
         failures = 0
         try:
             while True:
                 heard_before = self._heard_ns
+                before, shown = shown, self._credentials()
+                if channel is None or shown is not before:
+                    if channel is not None:  # a submission may still be under way there
+                        self._tasks.spawn(channel.close(_RETIRED_S), "retired channel")
+                    channel = open_channel(self.address, self._tls, ROUTER_OPTIONS)
+                    self._stub = DecodeStub(channel)
                 try:
-                    reason, refused = await self._serve_once(self._stub)
+                    reason, refused = await self._serve_once(DecodeStub(channel))
                     self._after_break(reason, refused)
+                    self._note_distrust(reason)
                 except Exception:  # noqa: BLE001 - logged; no caller would see it
                     _LOG.exception("the link to %s failed inside the router", self.worker_id)
                     self.die("the router failed to handle what it said")
@@ -230,7 +245,19 @@ class WorkerLink:
                 failures += 1
                 await asyncio.sleep(delay_s)
         finally:
-            await channel.close(grace=None)
+            if channel is not None:
+                await channel.close(grace=None)
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        """Another object when our certificate has changed: the next stream then shows that."""
+        return self._tls.channel_credentials() if self._tls is not None else None
+
+    def _note_distrust(self, reason: str) -> None:
+        """Say once that a worker and this router do not trust each other, and why."""
+        self.distrust = distrust(reason)
+        if self.distrust and self.distrust != self._told:
+            _LOG.error("%s at %s: %s", self.worker_id, self.address, self.distrust)
+        self._told = self.distrust or self._told
 
     def _after_break(self, reason: str, refused: bool) -> None:
         if self.live:
@@ -245,7 +272,7 @@ class WorkerLink:
 
     async def _serve_once(self, stub: DecodeStub) -> tuple[str, bool]:
         """One stream from open to end; returns why it ended, and whether it was refused."""
-        call = stub.Serve(metadata=self._metadata)
+        call = stub.Serve(metadata=self._token.metadata)
         self._heard_ns, opened_ns = self._heard_ns, monotonic_ns()
         ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
         parts = [
@@ -308,6 +335,7 @@ class WorkerLink:
         if goes_on:
             return
         self.incarnation = incarnation
+        self.distrust = self._told = ""
         self.live, self._broken_ns = True, 0
         self._wake.set()
         self._listener.on_live(self, same_life=same_life)

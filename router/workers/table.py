@@ -107,8 +107,10 @@ class Slot:
 
     @property
     def refusal(self) -> str:
-        """Why this worker is in the wrong fleet, or ""."""
+        """Why this worker is in the wrong fleet, or not trusted, or ""."""
         link = self.link
+        if link is not None and link.distrust:
+            return link.distrust
         if link is None or not link.capabilities.numerics_id:
             return ""
         found = emulation(link.capabilities)
@@ -290,6 +292,7 @@ class WorkerTable:
             self._listener,
             self._hello,
             token=settings.fleet_token,
+            tls=settings.tls,
             heartbeat_s=settings.heartbeat_s,
             silence_s=settings.silence_s,
             reopen_s=settings.reopen_s,

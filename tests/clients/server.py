@@ -23,6 +23,7 @@ from router.settings import RouterSettings
 from router.workers.directory import StaticDirectory
 from tests.clients.shaped_worker import ShapedWorker
 from tests.router.conftest import record_of, until
+from wire.fleet_token import FleetToken
 
 MODEL = "default"
 KEY = "sk-of-the-clients"
@@ -36,7 +37,7 @@ async def serving() -> AsyncIterator[str]:
         settings = RouterSettings(
             model=DEFAULT_MODEL,
             model_names=model.names,
-            fleet_token="secret",
+            fleet_token=FleetToken("secret"),
             api_keys={KEY: ApiKeyConfig(tenant="clients")},
             clients=ClientLimitsConfig(cors_origins=("https://page.example",)),
             state_dir=folder,

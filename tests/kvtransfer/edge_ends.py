@@ -30,8 +30,9 @@ from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.transport import Frame, Peer, ServingSide, Transport
 from kvtransfer.transports import TRANSPORTS, servers
 from wire.compatibility import kv_group
+from wire.fleet_token import FleetToken, TokenInterceptor
 from wire.grpc_channels import Channels
-from wire.grpc_options import WORKER_OPTIONS, TokenInterceptor
+from wire.grpc_options import WORKER_OPTIONS
 
 TOKEN = "token"
 KEY: Key = ("request", 1, 7)
@@ -110,9 +111,10 @@ class SendingEnd:
     @contextlib.asynccontextmanager
     async def served(self) -> AsyncIterator[Peer]:
         """By every transport, while the block runs."""
-        server = grpc.aio.server(interceptors=[TokenInterceptor(TOKEN)], options=WORKER_OPTIONS)
+        token = FleetToken(TOKEN)
+        server = grpc.aio.server(interceptors=[TokenInterceptor(token)], options=WORKER_OPTIONS)
         port = server.add_insecure_port("127.0.0.1:0")
-        side = ServingSide(server, TOKEN, self.incarnation, self.pool_fd)
+        side = ServingSide(server, token, self.incarnation, self.pool_fd)
         ways = servers(side, tuple(TRANSPORTS))
         for way in ways:
             await way.start(self.source)
@@ -138,7 +140,7 @@ class ReadingEnd:
 
     def __init__(self, name: str, token: str = TOKEN) -> None:
         self.channels = Channels()
-        self.transport: Transport = TRANSPORTS[name].connect(self.channels, token)
+        self.transport: Transport = TRANSPORTS[name].connect(self.channels, FleetToken(token))
         self.view = chunk.PoolView(bytearray(GEOMETRY.pool_bytes), GEOMETRY)
 
     async def read(self, peer: Peer, kv_slices: list[KvSlice]) -> list[Frame]:

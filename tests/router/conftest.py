@@ -24,6 +24,7 @@ from router.settings import RouterSettings
 from router.workers.directory import StaticDirectory
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.quick_server import QuickServer
+from wire.fleet_token import FleetToken
 
 MODEL = "smollm2"
 
@@ -137,7 +138,8 @@ async def make_fleet(model):
         shared_demands=None,
         **settings,
     ) -> Fleet:
-        base = RouterSettings(model=DEFAULT_MODEL, model_names=served.names, fleet_token="secret")
+        token = FleetToken("secret")
+        base = RouterSettings(model=DEFAULT_MODEL, model_names=served.names, fleet_token=token)
         directory = StaticDirectory()
         settings = replace(base, **settings)
         router = Router(

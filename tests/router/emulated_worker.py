@@ -20,6 +20,9 @@ from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 from batonpb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 
+from wire.grpc_options import listen
+from wire.tls import FleetTls
+
 KV_GROUP = common.KvGroup(
     id=0,
     layer_ids=range(30),
@@ -100,10 +103,10 @@ class EmulatedWorker(DecodeServicer):
         self._server: grpc.aio.Server | None = None
         self._cut = self._skipped = False
 
-    async def start(self, port: int = 0) -> "EmulatedWorker":
+    async def start(self, port: int = 0, tls: FleetTls | None = None) -> "EmulatedWorker":
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_DecodeServicer_to_server(self, self._server)
-        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        bound = listen(self._server, f"127.0.0.1:{port}", tls)
         self.address = f"127.0.0.1:{bound}"
         await self._server.start()
         return self

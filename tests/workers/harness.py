@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
@@ -16,7 +17,11 @@ from engine.settings import EngineSettings
 from fleet.worker import Worker, WorkerSettings
 from registry.types import WorkerRecord
 from wire import codecs
-from wire.grpc_options import open_channel, token_metadata
+from wire.capability import sign
+from wire.fleet_token import FleetToken, token_metadata
+from wire.grpc_options import open_channel
+from wire.requests import prefix_request_id
+from wire.tls import FleetTls
 from wire.tokens import pack_tokens, unpack_tokens
 
 TOKEN = "fleet-token"
@@ -73,12 +78,14 @@ class WorkerProcess:
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         return cls(process, msgspec.json.decode(line, type=WorkerRecord))
 
-    @property
-    def target(self) -> pb.PrefillTarget:
+    def target(self, request_id: str, reader: WorkerRecord) -> pb.PrefillTarget:
+        """For one request of a decode worker, which may pull its KV."""
+        holder = self.record.incarnation
         return pb.PrefillTarget(
             worker_id=self.record.worker_id,
-            incarnation=self.record.incarnation,
+            incarnation=holder,
             address=self.record.address,
+            capability=sign(FleetToken(TOKEN), request_id, holder, reader.incarnation, time.time()),
         )
 
     def kill_engine(self) -> None:
@@ -103,8 +110,15 @@ class WorkerProcess:
 class MiniRouter:
     """One Serve stream; collects what each request gets."""
 
-    def __init__(self, worker: WorkerProcess | Worker, router_id: str = "router") -> None:
+    def __init__(
+        self,
+        worker: WorkerProcess | Worker,
+        router_id: str = "router",
+        tls: FleetTls | None = None,
+    ) -> None:
         self.worker = worker
+        self.tls = tls
+        self.target = WorkerProcess.target
         self.router_id = router_id
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.scores: dict[str, PromptLogprobsIntake] = {}
@@ -125,7 +139,7 @@ class MiniRouter:
         self.status = None
         self.streams += 1
         self.lost = ""
-        self._channel = open_channel(self.worker.record.address)
+        self._channel = open_channel(self.worker.record.address, self.tls)
         stub = decode_pb2_grpc.DecodeStub(self._channel)
         self.call = stub.Serve(metadata=token_metadata(TOKEN))
         hello = pb.Hello(router_id=self.router_id, wire=common_pb2.WireRange(min=1, max=1))
@@ -162,18 +176,23 @@ class MiniRouter:
             hash_seed=b"s" * 16,
             router_id=self.router_id,
             lease_ms=1500,
-            prefill=prefill.target if prefill else None,
+            prefill=self.target(prefill, name, self.worker.record) if prefill else None,
             emitted=[pb.Emitted(token_ids=pack_tokens(tokens)) for tokens in emitted],
         )
         if adapter is not None:
             submission.adapter.CopyFrom(adapter)
         if prefix is not None:
-            holder = prefix[0].target
-            submission.prefix.worker_id, submission.prefix.address = (
-                holder.worker_id,
-                holder.address,
+            reader = (prefill or self.worker).record  # who computes the prompt
+            holder = self.target(prefix[0], prefix_request_id(name), reader)
+            submission.prefix.CopyFrom(
+                common_pb2.PrefixSource(
+                    worker_id=holder.worker_id,
+                    incarnation=holder.incarnation,
+                    address=holder.address,
+                    blocks=prefix[1],
+                    capability=holder.capability,
+                )
             )
-            submission.prefix.incarnation, submission.prefix.blocks = holder.incarnation, prefix[1]
         for key, value in fields.items():
             setattr(submission, key, value)
         self.tokens[name] = {choice: list(tokens) for choice, tokens in enumerate(emitted)}
@@ -309,9 +328,9 @@ async def worker_here(worker_id: str, **changes: object) -> AsyncIterator[Worker
 
 @contextlib.asynccontextmanager
 async def routed(
-    worker: WorkerProcess | Worker, router_id: str = "router"
+    worker: WorkerProcess | Worker, router_id: str = "router", tls: FleetTls | None = None
 ) -> AsyncIterator[MiniRouter]:
-    router = MiniRouter(worker, router_id)
+    router = MiniRouter(worker, router_id, tls)
     await router.connect()
     try:
         yield router

@@ -113,7 +113,8 @@ async def test_prefill_shells_that_are_killed_with_pulls_in_flight_are_told_as_d
                 assert ask.peer_died, ask.reason.message
                 answer = pb.PrefillReplacement(request_id="a", attempt=1)
                 if number + 1 < len(prefills):
-                    answer.prefill.CopyFrom(prefills[number + 1].target)
+                    target = prefills[number + 1].target("a", decode.record)
+                    answer.prefill.CopyFrom(target)
                 else:
                     answer.compute_locally = True
                 await router.send(replacement=answer)

@@ -20,7 +20,8 @@ from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from kvtransfer.kv_slice import FRAME_BYTES
 from tests.workers.harness import TOKEN, MiniRouter, routed, workers
-from wire.grpc_options import open_channel, token_metadata
+from wire.fleet_token import token_metadata
+from wire.grpc_options import open_channel
 from wire.tokens import pack_tokens, unpack_tokens
 
 PROMPT = list(range(3, 203))
@@ -174,7 +175,7 @@ async def test_kill_prefill_and_another_takes_over(when_s):
             if router.asks:  # it may have been over already
                 assert router.asks[0].failed.worker_id == "prefill-0"
                 replacement = pb.PrefillReplacement(
-                    request_id="a", attempt=1, prefill=second.target
+                    request_id="a", attempt=1, prefill=second.target("a", decode.record)
                 )
                 await router.send(replacement=replacement)
             end = await router.ended("a")
@@ -248,7 +249,8 @@ async def test_a_prefill_worker_that_is_only_slow_is_not_called_dead():
         await router.until(lambda: router.asks, 8.0)
         assert not router.asks[0].peer_died
         first.signal_all(signal.SIGCONT)
-        again = pb.PrefillReplacement(request_id="a", attempt=1, prefill=first.target)
+        target = first.target("a", decode.record)
+        again = pb.PrefillReplacement(request_id="a", attempt=1, prefill=target)
         await router.send(replacement=again)
         assert not (await router.ended("a")).HasField("error")
 

@@ -12,6 +12,7 @@ from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
 from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
+from wire.fleet_token import FleetToken
 
 
 class Answering(prefill_pb2_grpc.PrefillServicer):
@@ -25,7 +26,7 @@ class Answering(prefill_pb2_grpc.PrefillServicer):
 
 @contextlib.asynccontextmanager
 async def peers() -> AsyncIterator[Peers]:
-    made = Peers(common_pb2.Capabilities(), "token")
+    made = Peers(common_pb2.Capabilities(), FleetToken("token"))
     try:
         yield made
     finally:

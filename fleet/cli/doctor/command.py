@@ -20,6 +20,7 @@ from fleet.local.state import FleetState
 from fleet.pools.checkup.findings import Cell, Checkup
 from fleet.pools.cluster_call import ClusterCall
 from fleet.pools.nodes import CapacityError
+from wire.tls import FleetTls
 
 _LIMIT_S = 300.0
 _SHOWN_NODES = 10  # beyond them only those where something is wrong
@@ -68,8 +69,9 @@ def doctor(
 
 def _show_edges(state: FleetState) -> None:
     try:
-        figures = asyncio.run(measure_edges(state.redis_url, state.fleet, state.fleet_token))
-    except ConnectionError as error:
+        tls = FleetTls(state.tls) if state.tls is not None else None
+        figures = asyncio.run(measure_edges(state.redis_url, state.fleet, state.fleet_token, tls))
+    except (ConnectionError, ValueError) as error:
         fail(str(error))
     names = list(dict.fromkeys(figure.transport for figure in figures))
     table = Table("from", "to", *(f"{name}, GB/s" for name in names))

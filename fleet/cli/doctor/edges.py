@@ -7,6 +7,7 @@ cache keeps. The figure is the decode worker's own, of its pulls.
 import asyncio
 import random
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from batonpb import decode_pb2 as pb
 from kvtransfer.transports import FALLBACK, TRANSPORTS
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
+from wire.capability import sign
 from wire.compatibility import own_wire
-from wire.grpc_options import open_channel, token_metadata
+from wire.fleet_token import FleetToken
+from wire.grpc_options import open_channel
+from wire.tls import FleetTls
 from wire.tokens import pack_tokens
 
 PROMPT_TOKENS = 512
@@ -43,8 +47,9 @@ class EdgeFigure:
 class _Line:
     """A router's stream to one worker, with just what a probe needs."""
 
-    def __init__(self, record: WorkerRecord, call: Any, router_id: str) -> None:
+    def __init__(self, record: WorkerRecord, call: Any, router_id: str, token: FleetToken) -> None:
         self.record = record
+        self._token = token
         self.capabilities = common_pb2.Capabilities()
         self._call = call
         self._router_id = router_id
@@ -73,6 +78,7 @@ class _Line:
                 incarnation=prefill.incarnation,
                 address=prefill.address,
                 transport=transport,
+                capability=self._capability(name, prefill),
             ),
             router_id=self._router_id,
             lease_ms=int(PROBE_S * 1000),
@@ -104,6 +110,10 @@ class _Line:
         why = "too little was handed over to tell"
         return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
 
+    def _capability(self, request_id: str, prefill: WorkerRecord) -> bytes:
+        holder, reader = prefill.incarnation, self.record.incarnation
+        return sign(self._token, request_id, holder, reader, time.time())
+
     async def _until(self, there: Callable[[pb.WorkerFrame], bool]) -> pb.WorkerFrame:
         async with asyncio.timeout(PROBE_S):
             while True:
@@ -114,7 +124,9 @@ class _Line:
                     return frame
 
 
-async def measure_edges(redis_url: str, fleet: str, fleet_token: str) -> list[EdgeFigure]:
+async def measure_edges(
+    redis_url: str, fleet: str, fleet_token: str, tls: FleetTls | None = None
+) -> list[EdgeFigure]:
     """Every pair of a prefill and a decode worker, one after the other.
 
     Raises:
@@ -128,7 +140,7 @@ async def measure_edges(redis_url: str, fleet: str, fleet_token: str) -> list[Ed
     router_id = f"doctor-{secrets.token_hex(4)}"
     async with AsyncExitStack() as undo:
         lines = [
-            await undo.enter_async_context(_line(record, router_id, fleet_token))
+            await undo.enter_async_context(_line(record, router_id, fleet_token, tls))
             for record in sorted(records.values(), key=lambda record: record.worker_id)
             if record.state == "ready"
         ]
@@ -161,11 +173,14 @@ def _common(prefill: common_pb2.Capabilities, decode: common_pb2.Capabilities) -
 
 
 @asynccontextmanager
-async def _line(record: WorkerRecord, router_id: str, fleet_token: str) -> AsyncIterator[_Line]:
-    channel = open_channel(record.address)
+async def _line(
+    record: WorkerRecord, router_id: str, fleet_token: str, tls: FleetTls | None
+) -> AsyncIterator[_Line]:
+    channel = open_channel(record.address, tls)
     try:
-        call: Any = decode_pb2_grpc.DecodeStub(channel).Serve(metadata=token_metadata(fleet_token))
-        line = _Line(record, call, router_id)
+        token = FleetToken(fleet_token)
+        call: Any = decode_pb2_grpc.DecodeStub(channel).Serve(metadata=token.metadata)
+        line = _Line(record, call, router_id, token)
         await line.greet()
         yield line
     except grpc.aio.AioRpcError as error:

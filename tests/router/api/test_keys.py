@@ -12,7 +12,8 @@ from fleet.local.state import FleetState
 from fleet.process_key import ProcessKey
 from router import access
 from tests.router.emulated_worker import Script
-from wire import grpc_options
+from wire import fleet_token
+from wire.fleet_token import FleetToken
 
 KEYS = {
     "key-of-one": ApiKeyConfig(tenant="one"),
@@ -63,7 +64,7 @@ async def test_without_keys_all_is_open(make_fleet):
 
 
 async def test_an_empty_fleet_token_is_no_key(make_fleet):
-    fleet = await make_fleet({}, api_keys=KEYS, fleet_token="")
+    fleet = await make_fleet({}, api_keys=KEYS, fleet_token=FleetToken(""))
     for value in ("Bearer", ""):
         answer = await fleet.http.get("/fleet", headers={"authorization": value})
         assert answer.status_code == 401
@@ -120,24 +121,22 @@ async def test_secrets_are_compared_in_constant_time(fleet, monkeypatch):
         return hmac.compare_digest(left, right)
 
     monkeypatch.setattr(access, "compare_digest", note)
-    monkeypatch.setattr(grpc_options, "compare_digest", note)
+    monkeypatch.setattr(fleet_token, "compare_digest", note)
     await fleet.http.get("/fleet", headers=ONE)
     assert [left for left, _ in compared] == [*(key.encode() for key in KEYS), b"secret"]
 
     class Details:
-        invocation_metadata = ((grpc_options.TOKEN_KEY, "secret"), ("other", b"x"))
+        invocation_metadata = ((fleet_token.TOKEN_KEY, "secret"), ("other", b"x"))
 
     async def go_on(_):
         return "called"
 
     compared.clear()
-    assert await grpc_options.TokenInterceptor("secret").intercept_service(go_on, Details) == (
-        "called"
-    )
+    right = fleet_token.TokenInterceptor(FleetToken("secret"))
+    assert await right.intercept_service(go_on, Details) == "called"
     assert compared == [(b"secret", b"secret")]
-    assert await grpc_options.TokenInterceptor("other").intercept_service(
-        lambda _: asyncio.sleep(0), Details
-    ) != ("called")
+    wrong = fleet_token.TokenInterceptor(FleetToken("other"))
+    assert await wrong.intercept_service(lambda _: asyncio.sleep(0), Details) != "called"
 
 
 async def test_baton_status_needs_no_key(fleet):

@@ -15,6 +15,7 @@ from router.api import errors, orders
 from router.settings import RouterSettings
 from telemetry.metrics import Metrics
 from tests.registry.conftest import redis_server, registry
+from wire.fleet_token import FleetToken
 
 __all__ = ["redis_server", "registry"]
 
@@ -27,7 +28,9 @@ DRAIN = {"verb": "drain", "workers": ["decode-0"]}
 
 
 def client(registry: Registry, keys: dict[str, ApiKeyConfig] | None) -> httpx.AsyncClient:
-    settings = RouterSettings(model="m", model_names=("m",), fleet_token=TOKEN, api_keys=keys)
+    settings = RouterSettings(
+        model="m", model_names=("m",), fleet_token=FleetToken(TOKEN), api_keys=keys
+    )
     parts = SimpleNamespace(settings=settings, metrics=Metrics("router", model="m"))
     app = FastAPI()
     errors.install(app, {})

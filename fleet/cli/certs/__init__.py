@@ -1,0 +1,1 @@
+"""`baton certs`: a private CA for trials, and what it signs."""

@@ -1,0 +1,202 @@
+"""TLS between the processes of a fleet, in both directions, by certificates from files.
+
+The name that clients verify is the fleet's, and not the address: addresses come from the registry
+and change with every worker, and whoever holds a certificate of the fleet's CA may be any of its
+workers anyhow; which one it is, its incarnation says.
+
+A certificate that is replaced counts for the next connection, at both ends. Connections that stand
+keep the one that they began with.
+"""
+
+import contextlib
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+
+from config.network import TlsFiles
+from config.watched_files import WatchedFiles
+
+_MEND = "`baton certs DIR --renew` renews what `baton certs DIR` made"
+
+
+class CertificateError(ValueError):
+    """A certificate, its key or its CA cannot be used; the message names the file."""
+
+
+class _Bundle(NamedTuple):
+    """What the files hold, as PEM."""
+
+    certificate: bytes
+    key: bytes
+    ca: bytes
+
+
+class FleetTls:
+    """Credentials of one process, as of now.
+
+    Args:
+        files: Where they are. All of them are read, and tried, at once.
+
+    Raises:
+        CertificateError: They cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.name = files.name
+        self._files = files
+        self._page: ssl.SSLContext | None = None
+        self._bundle = WatchedFiles((files.certificate, files.key, files.ca), self._read)
+        self._made_of: _Bundle | None = None
+        self._channel: grpc.ChannelCredentials | None = None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a new channel; the same object as long as the files say the same."""
+        bundle = self._bundle.current
+        if self._channel is None or bundle is not self._made_of:
+            self._made_of = bundle
+            self._channel = grpc.ssl_channel_credentials(bundle.ca, bundle.key, bundle.certificate)
+        return self._channel
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a port: every connection is asked for a certificate, and shown the newest of ours."""
+        shown = self._bundle.current
+
+        def newest() -> grpc.ServerCertificateConfiguration:
+            nonlocal shown
+            bundle = self._bundle.current
+            if bundle is shown:
+                return None  # type: ignore[return-value] # "as before", which its stub leaves out
+            shown = bundle
+            return _configuration(bundle)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(shown), newest, require_client_authentication=True
+        )
+
+    def page_context(self) -> ssl.SSLContext:
+        """For a page of this process that others of the fleet read, such as its metrics.
+
+        It follows the files whenever a connection or a channel of this process looks at them.
+        """
+        context = self._page = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self._files.certificate, self._files.key)
+        context.load_verify_locations(self._files.ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _read(self) -> _Bundle:
+        files = self._files
+        bundle = _read(files)
+        if self._page is not None:
+            self._page.load_cert_chain(files.certificate, files.key)
+            self._page.load_verify_locations(files.ca)
+        return bundle
+
+
+def check_pair(certificate: str, key: str) -> None:
+    """Whether a certificate and its key can be read and fit together, and the time is right.
+
+    Raises:
+        CertificateError: They cannot be used.
+    """
+    for file, what in ((certificate, "the certificate"), (key, "the key")):
+        _contents(file, what)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            certificate, key, password=lambda: b""
+        )
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise CertificateError(
+            f"the certificate {certificate} and the key {key} cannot be used together ({reason}): "
+            f"they must be PEM, of one another, and the key must have no password; {_MEND}"
+        ) from error
+    _check_time(certificate)
+
+
+def _read(files: TlsFiles) -> _Bundle:
+    check_pair(files.certificate, files.key)
+    _check_name(files)
+    ca = _contents(files.ca, "the CA")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise CertificateError(f"the CA {files.ca} is not a PEM certificate") from error
+    _check_time(files.ca)
+    certificate = _contents(files.certificate, "the certificate")
+    return _Bundle(certificate, _contents(files.key, "the key"), ca)
+
+
+def _contents(file: str, what: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise CertificateError(
+            f"{what} {file} cannot be read: {error.strerror}; it must be on every host, and "
+            "readable by the user that runs this process"
+        ) from error
+
+
+def _check_time(file: str) -> None:
+    from cryptography import x509  # takes its time to import: only where there is TLS
+
+    found = x509.load_pem_x509_certificate(_contents(file, "the certificate"))
+    now = datetime.now(UTC)
+    if found.not_valid_after_utc < now:
+        raise CertificateError(f"{file} expired on {found.not_valid_after_utc:%Y-%m-%d}; {_MEND}")
+    if found.not_valid_before_utc > now:
+        raise CertificateError(
+            f"{file} is valid from {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, and it is "
+            f"{now:%Y-%m-%d %H:%M} by the clock of this host: one of them is wrong"
+        )
+
+
+def _check_name(files: TlsFiles) -> None:
+    """A certificate without the name would be refused by everybody, who could not say it here."""
+    from cryptography import x509
+
+    found = x509.load_pem_x509_certificate(_contents(files.certificate, "the certificate"))
+    names: list[str] = []
+    with contextlib.suppress(x509.ExtensionNotFound):
+        extension = found.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        names = extension.value.get_values_for_type(x509.DNSName)
+    if files.name not in names:
+        raise CertificateError(
+            f"{files.certificate} is for {', '.join(names) or 'no name'}, and others of the fleet "
+            f"look for {files.name}: make one with this name (`baton certs DIR FLEET_FILE`), or "
+            "set `pools: {tls: {name: …}}` to the name that it has"
+        )
+
+
+def _configuration(bundle: _Bundle) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(bundle.key, bundle.certificate)], root_certificates=bundle.ca
+    )
+
+
+def distrust(reason: str) -> str:
+    """What a failed call says of trust between two processes, for people; "" if nothing.
+
+    Args:
+        reason: As gRPC gives it.
+    """
+    if "fleet token" in reason:
+        return f"{reason}: both need the same `BATON_FLEET_TOKEN_FILE` or `pools: token_file`"
+    if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
+        return (
+            "its certificate is not one of this fleet: signed by another CA, expired, or for "
+            f"another name than the fleet's ({_tail(reason)})"
+        )
+    if "WRONG_VERSION_NUMBER" in reason or "wrong version number" in reason.lower():
+        return "it speaks plain text, and this process TLS: set `pools: {tls: …}` for both"
+    if "handshake" in reason.lower() or "SSL_ERROR" in reason:
+        return f"no TLS connection comes about: {_tail(reason)}"
+    return ""
+
+
+def _tail(reason: str) -> str:
+    """The end of gRPC's long sentence, which is what differs."""
+    return reason.rpartition("last error: ")[2][-200:]
