@@ -58,10 +58,10 @@ serve: $(VENV)/.runtime ## start a fleet and stay; BATON_PORT and BATON_CONFIG a
 	@exec $(BIN)/baton up "$(BATON_CONFIG)"
 
 test: $(VENV)/.dev ## the tests, warnings as errors
-	$(PYTEST) -n 2 --dist loadscope -m "not slow"
+	$(PYTEST) -n 3 --dist loadscope -m "not slow"
 
 test-all: $(VENV)/.dev ## the slow tests too
-	$(PYTEST) -n 2 --dist loadscope
+	$(PYTEST) -n 3 --dist loadscope
 
 soak: $(VENV)/.dev ## schedules of faults over the pure machines, SOAK=50 times as many as make test; a failure prints how to replay it
 	BATON_SOAK=$(or $(SOAK),50) $(PYTEST) -q --timeout 0 $(SOAKED)

@@ -1,4 +1,4 @@
-"""How the tests are shared out between two processes (`make test` runs them with xdist)."""
+"""How the tests are shared out between processes (`make test` runs them with xdist)."""
 
 from typing import Any
 

@@ -77,6 +77,7 @@ async def test_orders_go_to_the_controller_and_answers_come_back(registry: Regis
 async def test_wishes_are_those_of_one_file(registry: Registry) -> None:
     await write(registry, Wanted(of="file", pools={"decode": 3}, closed_nodes=("10.0.0.1",)))
     assert (await read(registry, "file")).pools == {"decode": 3}
-    assert await read(registry, "other") == Wanted(of="other")
+    other = await read(registry, "other")
+    assert other == Wanted(of="other", closed_nodes=("10.0.0.1",)), "nodes are no file's"
     await forget(registry)
     assert await read(registry, "file") == Wanted(of="file")
