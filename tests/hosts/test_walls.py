@@ -25,7 +25,7 @@ from fleet.hosts.rig import HOME, Host, Rig
 from fleet.pools.resources import worker_settings
 from wire.tokens import pack_tokens
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FLEET = f"""
 fleet: walls
@@ -288,3 +288,41 @@ def test_ray_between_two_hosts(rig: Rig, tmp_path: Path, tls: bool) -> None:
         assert bool(heard["Ray's token"]) == (not tls)
     finally:
         sniffer.close()
+
+
+def test_a_whole_fleet_by_ray_and_certificates(rig: Rig, tmp_path: Path) -> None:
+    """`baton up --address` with Ray's TLS: what goes through Ray is not heard either."""
+    give_certificates(rig, tmp_path / "certs")
+    head = rig.hosts["head"]
+    share_ray_token([rig.hosts[name] for name in NODES[:3]], RAY_TOKEN)
+    redis = start_redis(rig.hosts["client"], "password-of-the-redis-of-walls")
+    head.write(f"{HOME}/fleet.token", FLEET_TOKEN)
+    head.write(f"{HOME}/keys.yaml", f"{KEY}: {{tenant: one, role: operator}}\n")
+    text = FLEET.replace(f"token_file: {HOME}/fleet.token", "prefill: 1, decode: 1")
+    for place, line in TLS.items():
+        text = text.replace(place, line)
+    head.write(f"{HOME}/fleet.yaml", f"{text}cpus_per_rank: 0.5\nredis: {redis}\n")
+    walled = Walled(rig, True, Sniffer(rig))
+    try:
+        for name in NODES[:3]:
+            start_ray(rig.hosts[name], head, environment=RAY_TLS)
+        head.start(
+            f"exec {sys.executable} -m fleet.cli.main up {HOME}/fleet.yaml --address auto"
+            f" > {HOME}/up.log 2>&1",
+            environment={
+                **RAY_TLS,
+                "RAY_AUTH_MODE": "token",
+                "BATON_FLEET_TOKEN_FILE": f"{HOME}/fleet.token",  # workers are told it, sealed
+            },
+        )
+        deadline = time.monotonic() + 400
+        while "Baton is ready" not in (said := head.output(f"cat {HOME}/up.log", ok=False)):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.5)
+        answer = walled.post("/v1/completions", prompt=PROMPT, max_tokens=16, temperature=0)
+        assert answer["choices"][0]["text"]
+        words = {"prompt": PROMPT, "API key": KEY, "token": FLEET_TOKEN, "Ray": RAY_TOKEN}
+        heard = walled.sniffer.heard({name: word.encode() for name, word in words.items()})
+        assert not any(heard.values()), heard
+    finally:
+        walled.sniffer.close()

@@ -172,6 +172,22 @@ async def test_certificates_are_replaced_while_a_stream_runs(tmp_path: Path) -> 
     await channels.close()
 
 
+async def test_a_ca_is_replaced_by_way_of_both(ours: Path, others: Path, tmp_path: Path) -> None:
+    """Who believes both speaks to who still shows the old, and to who shows the new already."""
+    both = (ours / "ca.pem").read_bytes() + (others / "ca.pem").read_bytes()
+    folders = {"old": ours, "new": others}
+    for name, shown in folders.items():
+        (tmp_path / name).mkdir()
+        for file in ("fleet.pem", "fleet.key"):
+            (tmp_path / name / file).write_bytes((shown / file).read_bytes())
+        (tmp_path / name / "ca.pem").write_bytes(both)
+    for server, client in (("old", "new"), ("new", "old")):
+        async with served(FleetTls(files(tmp_path / server))) as address:
+            channel = open_channel(address, FleetTls(files(tmp_path / client)))
+            assert await echoed(channel) == b"hello"
+            await channel.close()
+
+
 async def test_half_of_a_new_pair_changes_nothing(
     ours: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
