@@ -15,7 +15,7 @@ import pytest
 from fleet.local import state as fleet_state
 from tests.fleet.test_up import ROOT, Served, fleet_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.fleet, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.fleet, pytest.mark.timeout(900)]
 BATON = (sys.executable, "-m", "fleet.cli.main")
 FILE = """
 fleet: up-test
@@ -52,7 +52,7 @@ class Fleet:
             env={**os.environ, "BATON_HOME": str(self.folder)},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=590,
             check=False,
         )
 
@@ -89,7 +89,7 @@ class Stream:
             "import httpx, json, sys\n"
             "url, body = sys.argv[1], json.loads(sys.argv[2])\n"
             "texts, ended = 0, False\n"
-            "with httpx.stream('POST', url, json=body, timeout=120, trust_env=False) as answer:\n"
+            "with httpx.stream('POST', url, json=body, timeout=500, trust_env=False) as answer:\n"
             "    for line in answer.iter_lines():\n"
             "        if line.startswith('data: {'):\n"
             "            event = json.loads(line[6:])\n"
@@ -105,7 +105,7 @@ class Stream:
         assert self.process.stdout.readline() == "begun\n"
 
     def end(self) -> str:
-        said, _ = self.process.communicate(timeout=180)
+        said, _ = self.process.communicate(timeout=580)
         return said.strip()
 
 

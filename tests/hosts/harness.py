@@ -77,7 +77,7 @@ class Cluster:
     def said(self, name: str) -> str:
         return self.host(name).output(f"cat {HOME}/up.log", ok=False)
 
-    def wait_up(self, name: str, limit_s: float = 150.0) -> None:
+    def wait_up(self, name: str, limit_s: float = 400.0) -> None:
         process = self.ups[name]
         wait_for(
             lambda: "Baton is ready" in self.said(name) or process.poll() is not None,
@@ -169,7 +169,7 @@ def shifted_clock(host: Host, scratch: Path, shift_s: int) -> dict[str, str]:
 
 
 def wait_for(
-    condition: Callable[[], Any], limit_s: float = 60.0, said: Callable[[], str] = str
+    condition: Callable[[], Any], limit_s: float = 180.0, said: Callable[[], str] = str
 ) -> float:
     """How long it took to come true."""
     began = time.monotonic()

@@ -32,7 +32,7 @@ from tests.hosts.harness import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 UNIT = ROOT / "deploy" / "baton-ray-node.service"
-REPLACED_WITHIN_S = 60.0  # of a busy machine; what it took is printed
+REPLACED_WITHIN_S = 180.0  # of a busy machine; what it took is printed
 RAY = "#!{python}\nfrom ray.scripts.scripts import main\n\nmain()\n"
 
 
