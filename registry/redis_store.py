@@ -101,6 +101,11 @@ class Registry:
         )
         return bytes(mark)
 
+    async def present_birth(self) -> bytes | None:
+        """The same, or None if it has none yet."""
+        (mark,) = await self.send(("GET", self.key("birth")))
+        return mark
+
     # --- workers and slots -----------------------------------------------------------------------
 
     async def register(self, record: WorkerRecord) -> None:
