@@ -104,7 +104,7 @@ class Registry:
     async def present_birth(self) -> bytes | None:
         """The same, or None if it has none yet."""
         (mark,) = await self.send(("GET", self.key("birth")))
-        return mark
+        return None if mark is None else bytes(mark)
 
     # --- workers and slots -----------------------------------------------------------------------
 
