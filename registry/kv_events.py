@@ -38,7 +38,8 @@ _COALESCE_S = 0.02
 _RETRY_S = 0.5
 _POLL_S = 0.1
 _STREAM_READ = 256
-FORGET_AFTER_S = 10.0  # an emptied Redis gets this long to be filled again by the workers
+FORGET_AFTER_S = 10.0  # of absence from Redis
+REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
 
 
 class HashLedger:
@@ -274,10 +275,12 @@ class FeedMachine:
     gaps: int = 0
     _tracks: dict[bytes, _Track] = field(default_factory=dict)
     _unknown_since_s: dict[bytes, float] = field(default_factory=dict)  # in wants, without track
+    _refilled_s: float = 0.0  # until then absence says nothing
 
-    def resync(self) -> None:
+    def resync(self, now_s: float = 0.0) -> None:
         """Redis has another life: keep what is known, and read every snapshot again."""
         self.wants |= set(self._tracks)
+        self._refilled_s = now_s + REFILL_S if self._tracks else 0.0
 
     def on_entry(self, entry: StreamEntry) -> list[FeedItem]:
         """One entry of the stream, in order."""
@@ -335,7 +338,7 @@ class FeedMachine:
             track = self._tracks[incarnation]
             if track.missing_since_s is None:
                 track.missing_since_s = now_s
-            elif now_s - track.missing_since_s >= FORGET_AFTER_S:
+            elif now_s >= max(track.missing_since_s + FORGET_AFTER_S, self._refilled_s):
                 items += self._forget(incarnation)
         self._drop_unknown(live, now_s)
         return items
@@ -372,6 +375,7 @@ class EventFeed:
         self._machine = FeedMachine()
         self._position = b"0-0"
         self._birth: bytes | None = None
+        self._present: set[bytes] = set()  # in Redis: of the others there is nothing to read
         self.connected = False
 
     @property
@@ -403,7 +407,7 @@ class EventFeed:
     async def _round(self, beat: bool, now_s: float) -> AsyncIterator[FeedItem]:
         live: Mapping[bytes, tuple[int, int]] | None = None
         if beat:
-            await self._notice_another_life()
+            await self._notice_another_life(now_s)
             live = await self._registry.live()
         while True:
             after, entries = await self._registry.read_stream(self._position, _STREAM_READ)
@@ -411,22 +415,24 @@ class EventFeed:
                 break
             self._position = after
             for entry in entries:
+                self._present.add(entry.incarnation)
                 for item in self._machine.on_entry(entry):
                     yield item
         if live is not None:
+            self._present = set(live)
             for item in self._machine.on_live(live, now_s):
                 yield item
-        for incarnation in sorted(self._machine.wants):
+        for incarnation in sorted(self._machine.wants & self._present):
             for item in await self._read_snapshot(incarnation):
                 yield item
 
-    async def _notice_another_life(self) -> None:
+    async def _notice_another_life(self, now_s: float) -> None:
         birth = await self._registry.birth()
         top = await self._registry.stream_top()
         came_back_old = _stream_order(top) < _stream_order(self._position)
         if birth != self._birth or came_back_old:
             self._position = top
-            self._machine.resync()
+            self._machine.resync(now_s)
             self._birth = birth
 
     async def _read_snapshot(self, incarnation: bytes) -> list[FeedItem]:

@@ -101,6 +101,11 @@ class Registry:
         )
         return bytes(mark)
 
+    async def present_birth(self) -> bytes | None:
+        """The same, or None if it has none yet."""
+        (mark,) = await self.send(("GET", self.key("birth")))
+        return None if mark is None else bytes(mark)
+
     # --- workers and slots -----------------------------------------------------------------------
 
     async def register(self, record: WorkerRecord) -> None:

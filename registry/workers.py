@@ -21,6 +21,7 @@ _LAST_HEARTBEAT_S = 1.0
 HEARTBEAT_S = 1.0
 POLL_S = 0.25
 FORGET_AFTER_S = 10.0  # of absence while Redis answers; a death is reported as state `dead`
+REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
 
 
 class Presence:
@@ -121,9 +122,9 @@ def merged(
 class RegistryWatcher:
     """The list of workers, for a router: ``async for change in watcher``.
 
-    While Redis is away the list stays as it was. An emptied Redis has 10 s to be filled again by
-    the workers before anything is taken off the list. With a file, the last known list survives a
-    restart of the router while Redis is away.
+    While Redis is away the list stays as it was. An emptied Redis has a minute to be filled again
+    by the workers before anything is taken off the list. With a file, the last known list survives
+    a restart of the router while Redis is away.
 
     Args:
         registry: Of the fleet.
@@ -134,6 +135,8 @@ class RegistryWatcher:
         self._registry = registry
         self._file = last_known
         self._missing_since_s: dict[str, float] = {}
+        self._birth: bytes | None = None  # mark of the life of Redis that was last seen
+        self._refilled_s = 0.0  # if that one was emptied, it has until then
         self._untold: deque[WorkerChange] = deque()
         self.workers: dict[str, WorkerRecord] = {}
         self.connected = False
@@ -153,6 +156,7 @@ class RegistryWatcher:
     async def poll(self) -> list[WorkerChange]:
         """What changed since the last call. Never raises because of Redis."""
         try:
+            birth = await self._registry.present_birth()
             listed = merged(*await self._registry.records())
         except RegistryUnavailableError as error:
             if self.connected:
@@ -160,8 +164,11 @@ class RegistryWatcher:
             self.connected = False
             self._missing_since_s.clear()
             return [] if self.workers else self._apply(self._load())
-        self.connected = True
-        return self._apply(self._with_missing(listed, time.monotonic()))
+        self.connected, now_s = True, time.monotonic()
+        if self._birth is not None and birth != self._birth:
+            self._refilled_s = now_s + REFILL_S
+        self._birth = birth
+        return self._apply(self._with_missing(listed, now_s))
 
     def _with_missing(
         self, listed: dict[str, WorkerRecord], now_s: float
@@ -171,7 +178,10 @@ class RegistryWatcher:
         for worker_id, record in self.workers.items():
             if worker_id in listed:
                 self._missing_since_s.pop(worker_id, None)
-            elif now_s - self._missing_since_s.setdefault(worker_id, now_s) < FORGET_AFTER_S:
+            elif now_s < max(
+                self._missing_since_s.setdefault(worker_id, now_s) + FORGET_AFTER_S,
+                self._refilled_s,
+            ):
                 result[worker_id] = record
             else:
                 del self._missing_since_s[worker_id]

@@ -42,6 +42,7 @@ BOUND_OPERATIONS_PER_S = 1e6
 _PROMPT_TOKENS = 512
 _LOOKUP_BLOCKS = 2048
 _BATCH = 1024
+_LATER_NS = 1_000_000_000  # a report that holds all that was booked
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,13 +125,15 @@ def placement_us(prefills: int, decodes: int, placements: int = 300) -> float:
     draw = random.Random(1)
     slots = fleet(prefills, decodes, draw)
     settings = RouterSettings(model=DEFAULT_MODEL, model_names=("bench",))
-    placer = Placer(settings, _Workers(slots), PrefixIndex(), LoadBook())
+    book = LoadBook()
+    placer = Placer(settings, _Workers(slots), PrefixIndex(), book)
     prompts = [tuple(draw.randrange(30_000) for _ in range(_PROMPT_TOKENS)) for _ in range(32)]
     times_s = []
     for number in range(placements):
         for slot in draw.sample(slots, max(len(slots) // 100, 1)):
             if slot.link is not None:
                 slot.link.status = _status(slot.worker_id, prefills, draw)
+                book.reported(slot.worker_id, time.monotonic_ns() + _LATER_NS)
         request = GenerationRequest(
             request_id=f"r{number}",
             prompt=prompts[number % len(prompts)],

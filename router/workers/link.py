@@ -34,7 +34,7 @@ from wire.tls import FleetTls, distrust
 
 _LOG = logging.getLogger(__name__)
 
-_WATCH_NS = 100_000_000
+_WATCH_S = (0.1, 0.5)  # between two looks: less, the nearer the limit is
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 _RETIRED_S = 15.0  # longer than a submission on a call of its own takes
 
@@ -290,13 +290,17 @@ class WorkerLink:
 
     async def _watch(self, opened_ns: int) -> None:
         """Ends when the worker has been silent for too long."""
-        silence = Silence(opened_ns)
+        silence, grown_ns = Silence(opened_ns), 0
         while True:
+            shortest_s, longest_s = _WATCH_S
+            left_s = (self._silence_ns - grown_ns) / 2e9
+            sleep_s = shortest_s if self._broken_ns else min(max(left_s, shortest_s), longest_s)
             slept_ns = monotonic_ns()
-            await asyncio.sleep(_WATCH_NS / 1e9)
+            await asyncio.sleep(sleep_s)
             now_ns = monotonic_ns()
-            late_ns = now_ns - slept_ns - _WATCH_NS
-            if silence.grown_ns(now_ns, self._heard_ns, late_ns) > self._silence_ns:
+            late_ns = now_ns - slept_ns - int(sleep_s * 1e9)
+            grown_ns = silence.grown_ns(now_ns, self._heard_ns, late_ns)
+            if grown_ns > self._silence_ns:
                 self.die(f"silent for {self._silence_ns / 1e9:g} s")
                 return
             broken_ns = now_ns - silence.late_ns - self._broken_ns

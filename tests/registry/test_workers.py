@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from registry import redis_store
 from registry.orders import Orders
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import EventBatch, WorkerRecord
-from registry.workers import Presence, RegistryWatcher, merged
+from registry.workers import FORGET_AFTER_S, REFILL_S, Presence, RegistryWatcher, merged
 from tests.registry.conftest import eventually
 
 
@@ -84,6 +85,27 @@ async def test_the_last_known_list_survives_a_restart_without_redis(
     (change,) = await restarted.poll()
     assert change.after is not None and change.after.address == "127.0.0.1:50051"
     assert not restarted.connected
+
+
+async def test_an_emptied_redis_takes_nobody_off_the_list_for_a_minute(
+    redis_server: EmbeddedRedis, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a thousand workers need to come back."""
+    now_s = [1000.0]
+    monkeypatch.setattr("registry.workers.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    watcher = RegistryWatcher(registry)
+    await registry.birth()
+    await registry.register(worker())
+    assert len(await watcher.poll()) == 1
+    redis_server.kill()
+    redis_server.start()
+    for _ in range(3):
+        assert await watcher.poll() == []
+        await registry.birth()
+        now_s[0] += FORGET_AFTER_S
+    now_s[0] += REFILL_S
+    (change,) = await watcher.poll()
+    assert change.after is None
 
 
 async def test_a_silent_worker_leaves_the_list_after_a_while(
