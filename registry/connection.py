@@ -87,7 +87,7 @@ def parse_redis_url(url: str) -> RedisTarget:
     Raises:
         RedisUrlError: It says something that is not possible, or names a file that is not there.
     """
-    parts = urlsplit(url)
+    parts, named = _split(url)
     if parts.scheme not in SCHEMES:
         raise RedisUrlError(f"{parts.scheme or 'nothing'}:// is none of {', '.join(SCHEMES)}")
     asked = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -104,7 +104,7 @@ def parse_redis_url(url: str) -> RedisTarget:
         return RedisTarget(
             (), unquote(parts.path), "", {**options, "db": _db(asked, "")}, {}, False
         )
-    hosts = _hosts(parts, _SENTINEL_PORT if sentinel else _PORT)
+    hosts = _hosts(named, _SENTINEL_PORT if sentinel else _PORT)
     primary = unquote(parts.path).strip("/") if sentinel else ""
     if sentinel and not primary:
         raise RedisUrlError("what the Sentinels call the primary is missing: …/NAME")
@@ -256,8 +256,19 @@ def _db(asked: Mapping[str, str], path: str) -> int:
     return int(text)
 
 
-def _hosts(parts: SplitResult, port: int) -> tuple[tuple[str, int], ...]:
-    named = parts.netloc.rpartition("@")[2]
+def _split(url: str) -> tuple[SplitResult, str]:
+    """The URL without its hosts, and the hosts.
+
+    Some of Python's versions refuse several hosts of which one is in brackets.
+    """
+    scheme, slashes, rest = url.partition("://")
+    places = [rest.find(mark) for mark in "/?#"]
+    end = min((place for place in places if place >= 0), default=len(rest))
+    user, sign, named = rest[:end].rpartition("@")
+    return urlsplit(f"{scheme}{slashes}{user}{sign}{rest[end:]}"), named
+
+
+def _hosts(named: str, port: int) -> tuple[tuple[str, int], ...]:
     hosts = []
     for one in named.split(","):
         try:

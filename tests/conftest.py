@@ -1,6 +1,13 @@
 """How the tests are shared out between processes (`make test` runs them with xdist)."""
 
+import os
 from typing import Any
+
+# Ray reads this when it is imported, and never again; a fleet's own Ray asks for a token.
+os.environ["RAY_AUTH_MODE"] = "token"
+import ray  # noqa: F401 - see above
+
+del os.environ["RAY_AUTH_MODE"]
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling

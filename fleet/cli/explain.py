@@ -122,7 +122,7 @@ def _candidates(story: dict[str, Any]) -> RenderableType:
             "→" if chosen else "",
             escape(" → ".join(filter(None, pair))),
             _s(one["cost_s"]),
-            *(_s(one["terms"][name]) for name in Terms._fields),
+            *(_s(one["terms"].get(name, 0.0)) for name in Terms._fields),
             str(one["uncached_tokens"]),
             style="bold" if chosen else "",
         )
