@@ -63,7 +63,6 @@ CLIENTS = (
         title="a client generated from /openapi.json",
         file="generated.py",
         packages=("openapi-python-client==0.29.1",),
-        small=True,
     ),
     Client(
         title="anthropic (Python)",

@@ -9,6 +9,7 @@ from config.fleet_file import DEFAULT_MODEL
 from loadtest.bench import quick
 
 
+@pytest.mark.slow
 def test_both_programs_run_and_are_compared() -> None:
     before = torch.get_num_threads()
     speed = quick.measure(DEFAULT_MODEL, "bf16", 1)

@@ -37,7 +37,7 @@ async def ask(router: MiniRouter, name: str, *where: object, **fields: object) -
     return router.tokens[name][0]
 
 
-@pytest.mark.parametrize("way", ["direct", "behind"])
+@pytest.mark.parametrize("way", [slow("direct"), "behind"])
 async def test_what_another_worker_holds_is_not_computed(way):
     async with workers("prefill-0", "prefill-1", "decode-0") as (a, b, decode):
         async with routed(a) as router:
@@ -84,7 +84,7 @@ async def test_an_answer_goes_on_with_the_blocks_of_where_it_began():
             await router.baseline()
 
 
-@pytest.mark.parametrize("why", ["lacks", "killed", slow("another life")])
+@pytest.mark.parametrize("why", [slow("lacks"), "killed", slow("another life")])
 async def test_who_has_nothing_is_not_waited_for(why):
     async with workers("prefill-0", "prefill-1", "decode-0") as (a, b, decode):
         async with routed(b) as router:
@@ -101,6 +101,7 @@ async def test_who_has_nothing_is_not_waited_for(why):
             await router.baseline()
 
 
+@pytest.mark.slow
 async def test_who_is_frozen_is_waited_for_a_moment_only_and_cancels_are_heard():
     async with workers("prefill-0", "prefill-1", "decode-0") as (a, b, decode):
         async with routed(a) as router:
@@ -131,6 +132,7 @@ async def test_damage_is_never_cached(damage):
             await router.baseline()
 
 
+@pytest.mark.slow
 async def test_a_pool_that_is_full_computes_in_its_turn():
     async with workers("decode-0", "decode-1", kv_blocks=16) as (a, b):
         async with routed(a) as router:
@@ -143,6 +145,7 @@ async def test_a_pool_that_is_full_computes_in_its_turn():
             await router.baseline()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

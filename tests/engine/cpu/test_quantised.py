@@ -231,7 +231,9 @@ def make(artifact: ModelArtifact, loaded: Callable[[str], tuple[Decoder, Attenti
     return build
 
 
-@pytest.mark.parametrize(("weights", "kv"), COMBINATIONS)
+@pytest.mark.parametrize(
+    ("weights", "kv"), [COMBINATIONS[0], pytest.param(*COMBINATIONS[1], marks=pytest.mark.slow)]
+)
 def test_the_same_request_gives_the_same_tokens_whatever_the_path(
     make: Make, weights: str, kv: str
 ) -> None:

@@ -127,7 +127,7 @@ class Closed:
             self.index.apply(batch)
 
 
-@pytest.fixture(params=["native", "plain"])
+@pytest.fixture(params=["native", pytest.param("plain", marks=pytest.mark.slow)])
 def eight(request, monkeypatch) -> Closed:
     if request.param == "plain":
         monkeypatch.setattr("router.placement.shortlist.load", lambda: None)
