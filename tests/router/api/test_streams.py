@@ -104,18 +104,21 @@ def test_a_sample_without_the_text_is_a_fault():
         TextEvent(b'data: {"text":"else"}\n\n')
 
 
-def told(body: str) -> tuple[str, list]:
-    """The text of a stream, and all else that it tells, without what differs in each answer."""
+def told(body: str) -> tuple[dict[str, str], list[str]]:
+    """The texts of a stream, and all else that it tells, without what differs in each answer."""
     body = re.sub(r"(chatcmpl-|cmpl-|msg_|resp_)[0-9a-f]{32}", "ID", body)
     body = re.sub(r'"(created|created_at|completed_at)":\d+', "", body)
-    text, rest = "", []
+    texts: dict[str, str] = {}  # by choice: how these take turns is not told
+    rest = []
     for line in body.splitlines():
         found = re.search(r'"(content|text|delta)":("(?:[^"\\]|\\.)*")', line)
         if found and '"type":"response.output_text.done"' not in line:
-            text += json.loads(found[2])
+            choice = re.search(r'"index":(\d+)', line)
+            name = choice[1] if choice else ""
+            texts[name] = texts.get(name, "") + json.loads(found[2])
         if not found or "finish_reason" in line:
             rest.append(re.sub(r'"sequence_number":\d+,', "", line))
-    return text, sorted(set(rest))
+    return texts, sorted(set(rest))
 
 
 @pytest.mark.parametrize("path", CALLS)
