@@ -71,6 +71,8 @@ async def test_a_probe_reports_its_node_and_measures_what_comes_through() -> Non
         raw = await probe.measure("n1", "n2", "127.0.0.1", closed)
     assert "cannot be reached" in msgspec.msgpack.decode(raw, type=Edge).problem
     assert await probe.reaches("127.0.0.1", port) == ""
+    await asyncio.sleep(0.1)  # for who took that to see its end
+    await probe.close()
 
 
 async def test_one_that_hangs_up_is_no_fast_edge() -> None:

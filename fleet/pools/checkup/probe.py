@@ -78,6 +78,12 @@ class NodeProbe:
         self._server = await asyncio.start_server(_swallow, self._address, port)
         return int(self._server.sockets[0].getsockname()[1])
 
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
     async def measure(self, name: str, target: str, address: str, port: int) -> bytes:
         """Send for a moment; what came through, as msgpack of an `Edge`.
 
@@ -102,7 +108,7 @@ class NodeProbe:
                 _, writer = await asyncio.open_connection(address, port)
         except (OSError, TimeoutError) as error:
             return f"{address}:{port} cannot be reached ({error or type(error).__name__})"
-        writer.close()
+        await _hang_up(writer)
         return ""
 
     def _model(self) -> str:
@@ -202,7 +208,13 @@ async def _swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             taken, last_s = taken + len(data), time.monotonic()
         writer.write(f"{taken / max(last_s - began_s, 1e-6)}\n".encode())
         await writer.drain()
-        writer.close()
+    await _hang_up(writer)
+
+
+async def _hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
 
 
 async def _send(address: str, port: int) -> float:
@@ -220,4 +232,4 @@ async def _send(address: str, port: int) -> float:
     except ValueError as error:
         raise OSError("it broke off") from error
     finally:
-        writer.close()
+        await _hang_up(writer)
