@@ -22,13 +22,12 @@ from engine.core.geometry import BLOCK_TOKENS
 from engine.core.sequence import Kind
 from engine.process import messages
 from wire.requests import prefix_request_id, submit_from_wire
-from wire.tokens import count_tokens, pack_tokens
+from wire.tokens import TOKEN_BYTES, count_tokens, pack_tokens
 
 _LOG = logging.getLogger(__name__)
 
 _BUDGET_TIMES = 4  # as long as the edge's bandwidth says
 _BUDGET_S = 2.0  # and so long on top of it: a busy engine listens between two steps
-_TOKEN_BYTES = 4
 
 
 class PrefixPull:
@@ -169,7 +168,7 @@ def prefix_submission(
     if isinstance(request, decode_pb2.Submission):  # the router named blocks of its longest answer
         live = [choice.token_ids for choice in request.emitted if not choice.finish_reason]
         tokens += max(live, key=len, default=b"")
-    block_bytes = _TOKEN_BYTES * BLOCK_TOKENS
+    block_bytes = TOKEN_BYTES * BLOCK_TOKENS
     blocks = min(source.blocks, len(tokens) // block_bytes)
     if not blocks or request.probe or every_row:
         return None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -14,12 +14,12 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def count_tokens(packed: bytes) -> int:
     """How many ids ``pack_tokens`` packed."""
-    return len(packed) // _TOKEN_BYTES
+    return len(packed) // TOKEN_BYTES
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
     """The inverse of ``pack_tokens``."""
-    if len(packed) == _TOKEN_BYTES:  # as in nearly every run of tokens
+    if len(packed) == TOKEN_BYTES:  # as in nearly every run of tokens
         return [int.from_bytes(packed, "little")]
     tokens: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
     return tokens

@@ -20,12 +20,11 @@ from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender
 from loadtest.simulator.clock import VirtualClock
-from loadtest.simulator.network import Network
+from loadtest.simulator.network import CONTROL_NS, Network
 from loadtest.simulator.prefix_pull import PrefixPull
 from loadtest.simulator.records import HASH_SEED, Record
 from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
 
-CONTROL_NS = 250_000  # measured: a unary gRPC call on the 2-core machine takes 250 us
 DETECT_NS = 50_000_000  # a connection that is refused tells of a death
 LEASE_NS = 5_000_000_000  # ``router.settings``: what nobody renews lapses
 _FIRST_TOKEN = 0

@@ -12,11 +12,10 @@ from engine.core.params import SamplingParams
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from loadtest.simulator.clock import VirtualClock
-from loadtest.simulator.network import Network
+from loadtest.simulator.network import CONTROL_NS, Network
 from loadtest.simulator.records import HASH_SEED, Record
 from loadtest.simulator.worker import SimulatedWorker
 
-CONTROL_NS = 250_000  # as in ``attempt``
 _BUDGET_NS = 2_000_000_000  # ``decode_worker.prefix_pull``
 _PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 

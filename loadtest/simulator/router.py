@@ -15,9 +15,9 @@ from batonpb.common_pb2 import WorkerStatus
 from engine.core import events as ev
 from engine.core.errors import BatonError, QueueFullError, UnavailableError
 from engine.core.geometry import context_tokens
-from loadtest.simulator.attempt import CONTROL_NS, Attempt
+from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.clock import VirtualClock
-from loadtest.simulator.network import Network
+from loadtest.simulator.network import CONTROL_NS, Network
 from loadtest.simulator.policies import Policy
 from loadtest.simulator.records import Record
 from loadtest.simulator.table import SimulatedTable

@@ -161,7 +161,10 @@ class Mixed:
         for name in names:
             self.workers[name].terminate()
         for name in names:
-            self.workers[name].wait(40)
+            worker = self.workers[name]
+            worker.wait(40)
+            if worker.stdout is not None:
+                worker.stdout.close()
 
     def end(self) -> None:
         for process in (*self.workers.values(), self.router):
