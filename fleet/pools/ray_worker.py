@@ -76,18 +76,19 @@ class WorkerActor:
         self._guard: asyncio.Task[None] | None = None
 
     async def start(self) -> bytes:
-        """Start the worker; its record, as msgpack.
+        """Start the worker, unless that has begun; its record, as msgpack, once it is ready.
 
         Raises:
             RuntimeError: ``stop`` was called before it was ready.
         """
-        self._starting = self._tasks.vital(self._begin(), "start", self._note_failure)
+        if self._starting is None:
+            self._starting = self._tasks.vital(self._begin(), "start", self._note_failure)
         await asyncio.wait((self._starting,))
         if self._failure is not None:
             raise self._failure
         if self._worker is None:
             raise RuntimeError("the worker was stopped before it was ready")
-        return await self.record()
+        return msgspec.msgpack.encode(self._worker.record)
 
     async def _begin(self) -> None:
         self._worker = await self._start_worker(self._settings)
@@ -107,6 +108,7 @@ class WorkerActor:
         async with asyncio.timeout(_CLOSING_LIMIT_S):
             await self._running().closed()
         self._started.clear()
+        self._starting = None
         self._worker = None
         gc.collect()  # whatever still points to the last life's KV pool keeps its memory
         settings = unsealed(settings)
@@ -132,9 +134,11 @@ class WorkerActor:
         return msgspec.msgpack.encode(own)
 
     async def record(self) -> bytes:
-        """The record, once it has started. For a controller that was restarted."""
-        await self._started.wait()
-        return msgspec.msgpack.encode(self._running().record)
+        """As ``start``, for a controller that found this actor.
+
+        The one that made it may have died before its word to start was sent.
+        """
+        return await self.start()
 
     async def wait(self) -> int:
         """The worker's exit code."""
