@@ -12,11 +12,13 @@ del os.environ["RAY_AUTH_MODE"]
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-E2E = "tests/e2e/"
+TOGETHER = ("tests/e2e/", "tests/hosts/")
 
 
 class ByFile(LoadScopeScheduling):
     """A file stays together, for its fixtures; so does all of e2e, for the fleet that it shares.
+
+    And all that makes hosts of namespaces: five of them, loaded, are enough for one machine.
 
     xdist has ``loadgroup`` for this, which pytest 9.2 broke without a word: groups were scattered,
     and every fleet of a module was started in both processes.
@@ -24,7 +26,7 @@ class ByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return E2E if file.startswith(E2E) else file
+        return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,6 +1,7 @@
 """Paged attention against SDPA, and its promise: a query's bits depend on its position alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -186,13 +187,19 @@ def test_a_workspace_keeps_what_it_gave_away() -> None:
     assert second.data_ptr() != first.data_ptr()
 
 
+def mixtures() -> Iterator[Any]:
+    """Each pair of heads and spans once, so that any two of the four choices meet: 20 of 80."""
+    for h, heads in enumerate([(2, 2), (6, 2), (8, 2), (8, 1), (14, 2)]):
+        for s, spans in enumerate([DECODE, VERIFY, PREFILL, [(95, 34), (0, 1), (130, 3)]]):
+            block, dtype = ((16, torch.float32), (32, torch.bfloat16))[(h + s) % 2]
+            window = (0, 33)[(h + s // 2) % 2]
+            yield pytest.param(*heads, spans, block, dtype, window)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (8, 2), (8, 1), (14, 2)])
 @pytest.mark.parametrize(
-    ("block", "dtype"), [(16, torch.float32), (32, torch.bfloat16)], ids=["16-fp32", "32-bf16"]
+    ("heads", "kv_heads", "spans", "block", "dtype", "window"), list(mixtures())
 )
-@pytest.mark.parametrize("window", [0, 33])
-@pytest.mark.parametrize("spans", [DECODE, VERIFY, PREFILL, [(95, 34), (0, 1), (130, 3)]])
 def test_every_mixture_is_attention_and_splits_change_no_bit(
     scattered: Tables,
     sdpa: Reference,
