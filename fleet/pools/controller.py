@@ -23,6 +23,7 @@ BACKOFF_LIMIT_NS = 30 * SECOND_NS
 HEALTHY_AFTER_NS = 30 * SECOND_NS
 START_LIMIT_NS = 300 * SECOND_NS
 DRAIN_LIMIT_NS = 30 * SECOND_NS
+MOVED_AFTER_STARTS = 2  # that failed: the node may be why, its disk full, say
 _NEVER_NS = 1 << 62
 
 
@@ -102,6 +103,7 @@ class Slot:
     stopping: bool = False  # Stop was sent for this life
     reusable: bool = False  # the last life was healthy, and its process is still there
     moving: bool = False  # the next life shall have another place
+    failed_starts: int = 0  # of lives in a row that were never ready
 
 
 class FleetController:
@@ -225,6 +227,7 @@ class FleetController:
         if slot.phase is not Phase.STARTING:
             return []
         self._enter(slot, Phase.READY, now_ns)
+        slot.failed_starts = 0
         slot.reason = ""
         return [self.describe(slot), *self.tick(now_ns)]
 
@@ -254,6 +257,8 @@ class FleetController:
             self._enter(slot, slot.after_drain, now_ns)
         else:
             lived_ns = now_ns - slot.since_ns if slot.phase is Phase.READY else 0
+            slot.failed_starts += slot.phase is Phase.STARTING
+            slot.moving |= slot.failed_starts >= MOVED_AFTER_STARTS
             slot.reason = slot.reason if slot.stopping else reason
             self._enter(slot, Phase.WAITING, now_ns)  # due now, which is right for a healthy one
             if lived_ns >= self._healthy_after_ns:
@@ -342,6 +347,7 @@ class FleetController:
         self._enter(slot, Phase.STARTING, now_ns)
         slot.due_ns = now_ns + START_LIMIT_NS
         move, slot.moving = slot.moving, False
+        slot.failed_starts = 0 if move else slot.failed_starts
         reuse, slot.reusable = slot.reusable and not move, False
         return [self.describe(slot), Launch(slot.worker_id, slot.role, slot.epoch, reuse, move)]
 

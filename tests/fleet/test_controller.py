@@ -66,6 +66,17 @@ def test_a_healthy_life_is_followed_at_once_in_its_process() -> None:
     assert launch == Launch("decode-0", "decode", 3, reuse=False)
 
 
+def test_a_slot_that_fails_to_start_twice_is_tried_elsewhere() -> None:
+    fleet = running()
+    moves = []
+    for epoch in range(1, 7):  # the first one has served
+        fleet.ended("decode-0", epoch, "no space left on device", SECOND_NS)
+        launch = fleet.tick(fleet.next_due_ns)[-1]
+        assert isinstance(launch, Launch)
+        moves.append(launch.move)
+    assert moves == [False, False, True, False, True, False]
+
+
 def test_the_process_of_a_short_or_unwanted_life_is_not_used_again() -> None:
     fleet = running(prefill=2)
     fleet.ended("decode-0", 1, "killed", HEALTHY_AFTER_NS - 1, reusable=True)
