@@ -18,7 +18,7 @@ _SSH_LIMIT_S = 10.0
 # A dead node is noticed within 5 s; a node waits ten minutes for a head that is away.
 HEAD_SETTINGS = {
     "RAY_health_check_initial_delay_ms": "3000",
-    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
