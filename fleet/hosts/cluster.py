@@ -96,7 +96,8 @@ def start_ray(
     base = ["ray", "start", "--disable-usage-stats", f"--node-ip-address={host.address}"]
     base += ["--node-manager-port=6380", "--object-manager-port=6381"]
     base += ["--min-worker-port=11000", "--max-worker-port=11999", "--object-store-memory=80000000"]
-    patient = {"RAY_raylet_start_wait_time_s": "110"}  # the hosts share the machine's cores
+    # The hosts share the machine's cores, and a worker those with the agents of all nodes.
+    patient = {"RAY_raylet_start_wait_time_s": "110", "RAY_worker_niceness": "0"}
     settings = {**NODE_SETTINGS, **patient, **(environment or {})}
     if host is head:
         settings |= HEAD_SETTINGS
