@@ -18,6 +18,8 @@ SOAKED := tests/kvtransfer/test_handoff_model.py tests/engine/core/test_schedule
 
 # Thread pools that spin would fight for the cores; the bench sets its own.
 export OMP_WAIT_POLICY ?= passive
+# A fleet is a dozen processes: without bytecode on disk each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # $(call pip,WHAT,ARGUMENTS): install quietly, show what is being fetched, keep the whole log.

@@ -13,6 +13,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = ("tests/e2e/", "tests/hosts/")
+SLOW_LIMIT_S = 600.0  # where a test names none: its neighbours are as slow
 
 
 class ByFile(LoadScopeScheduling):
@@ -34,3 +35,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """The scheduler, whatever ``--dist`` says; files in the order of their names."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
