@@ -12,9 +12,11 @@ def shared(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="module", params=["disaggregated", "colocated"])
+@pytest.fixture(
+    scope="module", params=["disaggregated", pytest.param("colocated", marks=pytest.mark.slow)]
+)
 def client(request, shared):
-    """The official client, in each mode."""
+    """The official client, in each mode. That the modes answer alike is `tests/matrix`' to show."""
     headers = {"x-baton-mode": request.param}
     with OpenAI(base_url=f"{shared.url}/v1", api_key="none", default_headers=headers) as made:
         yield made

@@ -40,7 +40,9 @@ async def test_a_mode_is_kept(shared):
 
 
 @pytest.mark.parametrize("after_tokens", [0, pytest.param(1, marks=pytest.mark.slow), 5])
-@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+@pytest.mark.parametrize(
+    "mode", ["disaggregated", pytest.param("colocated", marks=pytest.mark.slow)]
+)
 async def test_a_client_that_leaves_frees_everything(shared, mode, after_tokens):
     body = chat(f"{mode} {after_tokens} {LONG_PROMPT}", max_tokens=500)
     seen = 0

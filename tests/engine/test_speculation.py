@@ -154,6 +154,7 @@ def test_ngram_guesses_change_no_token_and_no_logprob(bench: Bench, plain: Answe
     assert 0 < speculation.accepted_tokens < speculation.draft_tokens
 
 
+@pytest.mark.slow
 def test_preempted_with_draft_tokens_the_tokens_are_the_same(bench: Bench, plain: Answers) -> None:
     core = bench.core(NgramProposer(), blocks=15)
     assert bench.answers(core, PROMPTS, PARAMS) == plain
@@ -166,6 +167,7 @@ def test_a_repetitive_answer_takes_fewer_steps(bench: Bench, plain: Answers) -> 
     assert core.steps < 20
 
 
+@pytest.mark.slow
 def test_the_model_as_its_own_draft_is_always_right(bench: Bench, plain: Answers) -> None:
     """At any temperature, with penalties and bias: the draft draws with the same noise."""
     draft = DraftProposer(bench.runner())

@@ -163,7 +163,10 @@ async def test_a_broken_stream_resumes_without_hole_or_repeat():
         await router.close()
 
 
-@pytest.mark.parametrize("when_s", [0.0, 0.2, 0.4])
+@pytest.mark.parametrize(
+    "when_s",
+    [pytest.param(0.0, marks=pytest.mark.slow), 0.2, pytest.param(0.4, marks=pytest.mark.slow)],
+)
 async def test_kill_prefill_and_another_takes_over(when_s):
     slow = {"prefill_emulated_token_s": SLOW}
     async with workers("prefill-0", "prefill-1", "decode-0", **slow) as (first, second, decode):

@@ -140,7 +140,9 @@ def test_lengths_that_do_not_follow_the_position_are_found_out() -> None:
     assert attention_fault(unaligned, 9, 3, 64, "fp32") is not None
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=[pytest.mark.slow] * (d == "fp32")) for d in DTYPES]
+)
 @pytest.mark.parametrize("window", [100, pytest.param(512, marks=pytest.mark.slow)])
 def test_a_tiling_keeps_the_promise_with_a_window(dtype: str, window: int) -> None:
     tiling = choose_tiling(4, 1, 256, dtype, window)

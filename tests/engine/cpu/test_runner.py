@@ -65,6 +65,7 @@ def test_the_same_request_gives_the_same_tokens_whatever_the_path(
     assert drawn == alone[:6]
 
 
+@pytest.mark.slow  # the matrix has smaller ones
 @pytest.mark.parametrize(("params", "dtype"), WAYS)
 def test_a_batch_of_16_gives_the_tokens_of_16_requests_alone(
     make_driver: Make, dtype: str, params: SamplingParams

@@ -95,7 +95,9 @@ VERIFY = [(37, 4), (0, 2), (61, 3)]
 PREFILL = [(0, 21), (29, 18)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1), (8, 1)])
 @pytest.mark.parametrize("block", [16, 32])
 def test_decode_over_splits_is_attention(

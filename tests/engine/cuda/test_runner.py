@@ -69,6 +69,7 @@ def test_a_mixed_batch_draws_the_tokens_of_the_cpu_and_leaves_the_same_kv() -> N
     torch.testing.assert_close(view(mine, c), view(theirs, c), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_kv_that_others_wrote_into_the_pool_is_used_also_in_pages_used_before() -> None:
     c = tiny.config()
     mine, theirs = pools(c, "fp32")
@@ -104,6 +105,7 @@ def test_pages_that_the_device_wrote_are_not_brought_in_again() -> None:
     assert device.bool().all()
 
 
+@pytest.mark.slow
 def test_copies_happen_before_anything_else_and_in_both_pools() -> None:
     c = tiny.config()
     mine, theirs = pools(c, "fp32")

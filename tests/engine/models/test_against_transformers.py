@@ -125,7 +125,7 @@ def test_logits_agree(
 @pytest.mark.parametrize(
     ("prompts", "count"),
     [
-        pytest.param(PROMPTS[:2], 8, id="2x8"),
+        pytest.param(PROMPTS[:1], 6, id="1x6"),
         pytest.param(PROMPTS, 64, id="20x64", marks=pytest.mark.slow),
     ],
 )
