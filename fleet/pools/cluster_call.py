@@ -59,9 +59,9 @@ def carry_out(call: ClusterCall) -> ClusterReply:
         ray_runtime.attach(call.address)
         return ClusterReply(left=ray_runtime.clean(config.fleet))
     if call.verb == "examine":
+        ray_runtime.attach(call.address)  # before `ray` is imported: it reads its token's mode then
         from fleet.pools.checkup.examine import examine
 
-        ray_runtime.attach(call.address)
         return ClusterReply(checkup=examine(config))
     host = ray_runtime.connect(call.address, config)
     import ray
