@@ -116,7 +116,7 @@ class Closed:
                 self._store(worker_id)
             else:
                 self.streams[worker_id] -= 1
-                self.book.release(f"r{number}")
+                self.book.release(f"r{number}", self.now_ns)
                 self.ask()
 
     def _store(self, worker_id: str) -> None:
