@@ -284,7 +284,10 @@ class Answer(Exchange):
             (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
         )
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._write(send, self._layout.opening(self._active))
+        opening = self._layout.opening(self._active)
+        if not self._wants_prompt_logprobs:  # else those come first
+            opening += self._collect()
+        await self._write(send, opening)
         keep_alive = self._layout.keep_alive
         if self._connection is not None and not self._wants_prompt_logprobs:
             await self._stream_directly(self._connection)
