@@ -15,7 +15,7 @@ prices.
 import ctypes
 from collections.abc import Iterable
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -209,9 +209,9 @@ class Pricing:
                     at += PAIRED_OF_A_ROLE
 
 
-def _cells(array: npt.NDArray[np.float64]) -> memoryview:
+def _cells(array: npt.NDArray[np.float64]) -> "memoryview[float]":
     """Its numbers in a row, one by one."""
-    return memoryview(array.reshape(-1))
+    return cast("memoryview[float]", memoryview(array.reshape(-1)))
 
 
 class _Addresses(NamedTuple):

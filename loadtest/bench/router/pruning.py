@@ -2,11 +2,13 @@
 
     python -m loadtest.bench.router.pruning loadtest/traces/mooncake_conversation.jsonl
 
-The simulator takes a trace through a fleet, and the router's own placer places each request. Of every
-so many, all workers alone and all pairs of them are priced as well, by the same model and in the
-same state. The regret is what the cheapest that the placer found costs more than the cheapest there
-is. Which of those it then takes is drawn among near-ties; that is told apart.
+The simulator takes a trace through a fleet, and the router's own placer places each request. Of
+every so many, all workers alone and all pairs of them are priced as well, by the same model and in
+the same state. The regret is what the cheapest that the placer found costs more than the cheapest
+there is. Which of those it then takes is drawn among near-ties; that is told apart.
 """
+
+# ruff: noqa: SLF001 - the full product is to be priced from just what the placer sees
 
 from collections.abc import Sequence
 from pathlib import Path
