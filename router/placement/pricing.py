@@ -211,7 +211,7 @@ class Pricing:
 
 def _cells(array: npt.NDArray[np.float64]) -> "memoryview[float]":
     """Its numbers in a row, one by one."""
-    return cast("memoryview[float]", memoryview(array.reshape(-1)))
+    return cast("memoryview[float]", array.reshape(-1).data)
 
 
 class _Addresses(NamedTuple):

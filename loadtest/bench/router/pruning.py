@@ -91,7 +91,7 @@ def main(
             seen.append(Seen(chosen.terms.total_s, compared[0].terms.total_s, best_s))
         return found
 
-    Placer._cheapest_of_all = watched  # type: ignore[method-assign]
+    Placer._cheapest_of_all = watched  # type: ignore[method-assign, assignment]
     setup = Setup(prefill_workers=prefill, decode_workers=decode, mode="auto", speed=speed)
     Simulation(setup, read_trace(trace)[:requests]).run()
     if not seen:
