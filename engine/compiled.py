@@ -53,6 +53,8 @@ def compiled(
     cache.mkdir(parents=True, exist_ok=True)
     target = cache / f"{name}-{platform.machine()}-{digest}.so"
     units = [str(folder / source) for source in sources if source.endswith(".cpp")]
+    if target.exists():  # renamed to that when it was whole: nobody waits for who compiles others
+        return target
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes start at once
         if not target.exists() and not _compile([compiler, *flags], units, target):

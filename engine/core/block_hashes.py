@@ -14,7 +14,7 @@ import numpy as np
 from engine.core.geometry import BLOCK_TOKENS
 
 HASH_BYTES = 16
-_KEY = b"baton block name v1"  # part of every hash: it never changes
+KEY = b"baton block name v1"  # part of every hash: it never changes
 
 
 def hash_seed(
@@ -36,7 +36,7 @@ def hash_seed(
     Returns:
         16 bytes.
     """
-    digest = blake2b(key=_KEY, digest_size=HASH_BYTES)
+    digest = blake2b(key=KEY, digest_size=HASH_BYTES)
     for field in (weights_digest, kv_format, numerics_id, adapter, cache_scope):
         data = field if isinstance(field, bytes) else field.encode()
         digest.update(len(data).to_bytes(4, "little"))  # lengths keep the fields apart
@@ -47,7 +47,7 @@ def hash_seed(
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Hash of the block that holds ``tokens`` behind ``parent`` (a hash, or the seed)."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
-    return blake2b(parent + packed, key=_KEY, digest_size=HASH_BYTES).digest()
+    return blake2b(parent + packed, key=KEY, digest_size=HASH_BYTES).digest()
 
 
 def block_hashes(
@@ -58,7 +58,7 @@ def block_hashes(
     hashes, parent, step = [], seed, 4 * block_tokens
     for begin in range(0, len(packed) - len(packed) % step, step):
         parent = blake2b(
-            parent + packed[begin : begin + step], key=_KEY, digest_size=HASH_BYTES
+            parent + packed[begin : begin + step], key=KEY, digest_size=HASH_BYTES
         ).digest()
         hashes.append(parent)
     return hashes

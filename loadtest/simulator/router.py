@@ -249,7 +249,7 @@ class SimulatedRouter(WorkerListener):
         record.ends += 1
         record.wants_prefill = False
         self._attempts.pop(record.id, None)
-        self._book.release(record.id)
+        self._book.release(record.id, now_ns)
         if record.admitted:
             record.admitted = False
             self._admission.release(1, now_ns)

@@ -29,6 +29,7 @@ from router.api.errors import OPENAI_ERRORS, ErrorShape, error_response
 from router.api.formats.answer_format import AnswerFormat, usage
 from router.api.prepare import off_loop
 from router.api.tracing import part_spans
+from router.choice import Delta
 from router.http.connection import Connection, Deliveries, connection_of
 from router.request import GenerationRequest
 from router.requests.active_request import ActiveRequest
@@ -260,6 +261,7 @@ class Answer(Exchange):
         self._shown: set[int] = set()  # prompts of whose answer something was sent
         self._fault: Exception | None = None
         self._written_s = 0.0
+        self._text = Delta(0)  # filled anew for each token of a plain answer
 
     def _may_start(self) -> bool:
         """A stream begins with the first token of any of its prompts."""
@@ -282,7 +284,10 @@ class Answer(Exchange):
             (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
         )
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._write(send, self._layout.opening(self._active))
+        opening = self._layout.opening(self._active)
+        if not self._wants_prompt_logprobs:  # else those come first
+            opening += self._collect()
+        await self._write(send, opening)
         keep_alive = self._layout.keep_alive
         if self._connection is not None and not self._wants_prompt_logprobs:
             await self._stream_directly(self._connection)
@@ -382,6 +387,11 @@ class Answer(Exchange):
 
     def _collect(self) -> bytes:
         """All that is new, as one piece: one write, however far the client is behind."""
+        if len(self._active) == 1 and 0 in self._shown:
+            text = self._active[0].record.take_plain()
+            if text is not None:
+                self._text.text = text
+                return self._layout.delta(0, self._text) if text else b""
         pieces = []
         for prompt, active in enumerate(self._active):
             if active.request.wants_prompt_logprobs and prompt not in self._with_logprobs:

@@ -4,6 +4,9 @@ A status frame is up to 250 ms old. Requests placed since then would be invisibl
 go to one worker. So each placement is booked before it is sent, and counts until a report that is
 young enough to hold it has come. An engine looks for new requests between two steps, which may be
 a second apart, so a report says itself how old the load in it is.
+
+What ends is taken off in the same way: the report still shows it. Else every worker would look
+fuller than it is but one that has just come, which would draw twice its part.
 """
 
 from collections.abc import Iterator
@@ -18,7 +21,8 @@ _SETTLE_NS = 50_000_000
 class Unreported(NamedTuple):
     """Load that a worker's last report does not hold yet.
 
-    ``tokens`` of prompts to compute, ``context`` tokens before each of them, in all; ``streams``.
+    ``tokens`` of prompts to compute, ``context`` tokens before each of them, in all; ``streams``,
+    which are less than none where more have ended than begun.
     """
 
     tokens: int = 0
@@ -44,15 +48,19 @@ class _Worker:
 
     live: dict[str, _Booking] = field(default_factory=dict)
     unreported: dict[str, _Booking] = field(default_factory=dict)
-    sum: Unreported = _NOTHING
+    ended: list[tuple[int, int]] = field(default_factory=list)  # when, and how many streams
+    tokens: int = 0
+    context: int = 0
+    streams: int = 0
 
-    def add_up(self) -> None:
-        bookings = self.unreported.values()
-        self.sum = Unreported(
-            sum(booking.tokens for booking in bookings),
-            sum(booking.context for booking in bookings),
-            sum(booking.streams for booking in bookings),
-        )
+    def add(self, booking: _Booking, sign: int) -> None:
+        self.tokens += sign * booking.tokens
+        self.context += sign * booking.context
+        self.streams += sign * booking.streams
+
+    @property
+    def sum(self) -> Unreported:
+        return Unreported(self.tokens, self.context, self.streams)
 
 
 class LoadBook:
@@ -62,6 +70,7 @@ class LoadBook:
         self._workers: dict[str, _Worker] = {}
         self._unreported: dict[str, _Worker] = {}  # those of them with a sum
         self._workers_of: dict[str, set[str]] = {}  # by request
+        self._changed: set[str] = set()
 
     def book(
         self,
@@ -86,9 +95,15 @@ class LoadBook:
             adapter: The adapter's digest.
         """
         booking = _Booking(tokens, context, streams, now_ns, adapter)
-        worker = self._workers.setdefault(worker_id, _Worker())
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = _Worker()
+        before = worker.unreported.get(request_id)
+        if before is not None:  # placed anew on the same worker
+            worker.add(before, -1)
         worker.live[request_id] = worker.unreported[request_id] = booking
-        self._add_up(worker_id, worker)
+        worker.add(booking, 1)
+        self._note(worker_id, worker)
         self._workers_of.setdefault(request_id, set()).add(worker_id)
 
     def brings(self, worker_id: str, adapter: str) -> bool:
@@ -102,10 +117,13 @@ class LoadBook:
         """The first token came: the prompt is no longer a load."""
         for worker_id in self._workers_of.get(request_id, ()):
             worker = self._workers[worker_id]
-            booking = worker.live[request_id]
+            booking, counts = worker.live[request_id], request_id in worker.unreported
+            if counts:
+                worker.add(booking, -1)
             booking.tokens = booking.context = 0
-            if request_id in worker.unreported:
-                self._add_up(worker_id, worker)
+            if counts:
+                worker.add(booking, 1)
+                self._note(worker_id, worker)
 
     def take_back(self, worker_id: str | None, request_id: str) -> None:
         """Another worker does the request's part of this one."""
@@ -114,32 +132,42 @@ class LoadBook:
             booked_on.discard(worker_id)
             self._drop(worker_id, request_id)
 
-    def release(self, request_id: str) -> None:
-        """The request ended."""
+    def release(self, request_id: str, now_ns: int | None = None) -> None:
+        """The request ended; at ``now_ns`` if it ran to its end, so that reports still show it."""
         for worker_id in self._workers_of.pop(request_id, ()):
-            self._drop(worker_id, request_id)
+            self._drop(worker_id, request_id, now_ns)
 
-    def _drop(self, worker_id: str, request_id: str) -> None:
+    def _drop(self, worker_id: str, request_id: str, ended_ns: int | None = None) -> None:
         worker = self._workers[worker_id]
-        del worker.live[request_id]
+        booking = worker.live.pop(request_id)
         if worker.unreported.pop(request_id, None) is not None:
-            self._add_up(worker_id, worker)
+            worker.add(booking, -1)
+        elif ended_ns is not None and booking.streams:
+            worker.ended.append((ended_ns, booking.streams))
+            worker.streams -= booking.streams
+        else:
+            return
+        self._note(worker_id, worker)
 
     def reported(self, worker_id: str, as_of_ns: int) -> None:
         """A report of the worker came, of how things stood there at that time."""
         worker = self._workers.get(worker_id)
-        if worker is None or not worker.unreported:
+        if worker is None or not (worker.unreported or worker.ended):
             return
-        worker.unreported = {
-            request_id: booking
+        settled = [
+            request_id
             for request_id, booking in worker.unreported.items()
-            if as_of_ns - booking.at_ns < _SETTLE_NS
-        }
-        self._add_up(worker_id, worker)
+            if as_of_ns - booking.at_ns >= _SETTLE_NS
+        ]
+        for request_id in settled:
+            worker.add(worker.unreported.pop(request_id), -1)
+        worker.streams += sum(streams for at_ns, streams in worker.ended if at_ns <= as_of_ns)
+        worker.ended = [end for end in worker.ended if end[0] > as_of_ns]
+        self._note(worker_id, worker)
 
-    def _add_up(self, worker_id: str, worker: _Worker) -> None:
-        worker.add_up()
-        if worker.unreported:
+    def _note(self, worker_id: str, worker: _Worker) -> None:
+        self._changed.add(worker_id)
+        if worker.unreported or worker.ended:
             self._unreported[worker_id] = worker
         else:
             self._unreported.pop(worker_id, None)
@@ -148,6 +176,7 @@ class LoadBook:
         """Drop the bookings of a worker that is gone."""
         worker = self._workers.pop(worker_id, None)
         self._unreported.pop(worker_id, None)
+        self._changed.add(worker_id)
         if worker is not None:
             for request_id in worker.live:
                 self._workers_of[request_id].discard(worker_id)
@@ -156,6 +185,11 @@ class LoadBook:
         """What the worker's last report does not hold yet."""
         worker = self._unreported.get(worker_id)
         return worker.sum if worker is not None else _NOTHING
+
+    def changed(self) -> set[str]:
+        """The workers of which this has changed since the last call; for one reader."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def booked(self) -> Iterator[tuple[str, Unreported]]:
         """The workers of which reports do not tell all, and what they do not tell."""

@@ -5,13 +5,17 @@ instead of ten microseconds. Without a compiler the few workers of the shortlist
 (``shortlist.py``).
 
     rows      one for each worker, of what its report says   written when it reports
-    booked    what the report does not say yet               written for each prompt, and taken back
-    cached    how much of the prompt it holds
+    booked    what the report does not say yet               written when that changes
+    cached    how much of the prompt it holds                written for each prompt, and taken back
+
+Single numbers go in and out through memoryviews: numpy takes as long for one as C++ for a hundred
+prices.
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from struct import Struct
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +30,11 @@ from router.placement.cost import (
     PULL_OVERHEAD_S,
     STEP_SHARE_PER_STREAM,
 )
-from router.placement.worker_load import Rates, Report
+from router.placement.worker_load import Rates, Report, ReportedEdges
 from router.request import Mode
 
 _COLUMNS = 14
+_ASKED = Struct("12d")
 
 
 class Asked(NamedTuple):
@@ -68,17 +73,20 @@ class Pricing:
         self._workers = workers
         self._rows = np.zeros((workers, _COLUMNS))
         self._names = [""] * workers
-        self._reports: list[Report | None] = [None] * workers
+        self._edges: list[ReportedEdges] = [ReportedEdges.none()] * workers
         self._booked = np.zeros((workers, 3))
         self._cached = np.zeros(workers)
-        self._asked = np.zeros(12)
+        self._book_cells, self._cached_cells = _cells(self._booked), _cells(self._cached)
+        self._asked = bytearray(_ASKED.size)
         self._pulls = np.zeros(workers)  # measured bytes/s from the holder; 0: as is usual
+        self._pull_cells = _cells(self._pulls)
         self._alone_s = np.zeros(workers)
         self._prompts, self._answers = np.zeros((workers, 2)), np.zeros((workers, 2))
         self._formats: dict[str, int] = {}
         self._chosen, self._costs = np.zeros((COMPARED, 2), np.int32), np.zeros(COMPARED)
         self._halves = np.zeros((0, 2, PAIRED_OF_A_ROLE), np.int32)
         self._rates = np.zeros((0, PAIRED_OF_A_ROLE, PAIRED_OF_A_ROLE))
+        self._rate_cells = _cells(self._rates)
         self._at = _Addresses.of(self)
 
     def write(self, index: int, worker_id: str, role: str, report: Report, rates: Rates) -> None:
@@ -87,9 +95,10 @@ class Pricing:
         if number >= len(self._halves):
             self._halves = np.zeros((number + 1, *self._halves.shape[1:]), np.int32)
             self._rates = np.zeros((number + 1, *self._rates.shape[1:]))
+            self._rate_cells = _cells(self._rates)
             self._at = _Addresses.of(self)
         line, streams = rates.prompt_line(role, report), report.streams
-        self._names[index], self._reports[index] = worker_id, report
+        self._names[index], self._edges[index] = worker_id, report.edges_bytes_per_s
         self._rows[index] = (
             report.queued_tokens,
             report.queued_context,
@@ -108,15 +117,19 @@ class Pricing:
         )
 
     @property
-    def queued_tokens(self) -> npt.NDArray[np.float64]:
-        """Prompt tokens that wait at each worker, by its report."""
-        column: npt.NDArray[np.float64] = self._rows[:, 0]
-        return column
+    def waiting_tokens(self) -> npt.NDArray[np.float64]:
+        """Prompt tokens that wait at each worker, by its report and by what is booked."""
+        waiting: npt.NDArray[np.float64] = self._rows[:, 0] + self._booked[:, 0]
+        return waiting
+
+    def book(self, index: int, load: Unreported) -> None:
+        """What a worker's report does not hold yet is this from now on."""
+        cells, at = self._book_cells, 3 * index
+        cells[at], cells[at + 1], cells[at + 2] = load
 
     def cheapest(
         self,
         asked: Asked,
-        booked: Iterable[tuple[int, Unreported]],
         cached: Iterable[tuple[int, int]],
         crowding: tuple[float, float],
         *,
@@ -127,38 +140,40 @@ class Pricing:
 
         Args:
             asked: The prompt.
-            booked: By worker, what its report does not hold yet.
             cached: By worker, how many of the prompt's blocks it has.
             crowding: Seconds that others wait for each second computed, in prefill and in decode.
             avoid: A worker that is not to be taken; -1: none.
             first: Where to begin to look: of equal workers the first ones are paired.
         """
-        self._asked[:] = (
+        _ASKED.pack_into(
+            self._asked,
+            0,
             *(asked.prompt_tokens, asked.expected_tokens, asked.choices, asked.moves_kv),
             *crowding,
             *(PREFILL_OVERHEAD_S, EDGE_OVERHEAD_S, STEP_SHARE_PER_STREAM, EXPOSED_SHARE),
             *(asked.held_blocks, PULL_OVERHEAD_S),
         )
-        loads, held = dict(booked), dict(cached)
-        touched, keeps = list(loads), list(held)
-        if touched:
-            self._booked[touched] = list(loads.values())
-        if keeps:
-            self._cached[keeps] = list(held.values())
+        cells = self._cached_cells
+        for index, blocks in cached:
+            cells[index] = blocks
         priced = self._price(asked.mode, avoid, first)
-        if asked.held_blocks:  # now with the measured rates of those few that may be the best
-            few = {index for one in priced for index in (one.computes, one.holds)}
-            few.update(index for index in self._halves.ravel().tolist() if index >= 0)
-            for index in few:
-                self._pulls[index] = self._edges_to(index, [asked.holder_id])[0]
-            if any(self._pulls[list(few)]):
-                priced = self._price(asked.mode, avoid, first)
-                self._pulls[list(few)] = 0.0
-        if touched:
-            self._booked[touched] = 0.0
-        if keeps:
-            self._cached[keeps] = 0.0
+        if asked.held_blocks and self._measured_pulls(priced, asked.holder_id):
+            priced = self._price(asked.mode, avoid, first)
+            self._pulls.fill(0.0)
+        for index, _ in cached:
+            cells[index] = 0.0
         return priced
+
+    def _measured_pulls(self, priced: list[Priced], holder_id: str) -> bool:
+        """Note measured rates from the holder, of those few that may be the best; if there are."""
+        few = {index for one in priced for index in (one.computes, one.holds)}
+        few.update(index for index in self._halves.ravel().tolist() if index >= 0)
+        any_measured = False
+        for index in few:
+            if rate := self._edges[index].get(holder_id):
+                self._pull_cells[index] = rate
+                any_measured = True
+        return any_measured
 
     def _price(self, mode: Mode, avoid: int, first: int) -> list[Priced]:
         at, count, formats = self._at, self._workers, len(self._formats)
@@ -182,17 +197,21 @@ class Pricing:
 
     def _read_edges(self) -> None:
         """Measured rates of the few pairs that are priced."""
+        names, cells = self._names, self._rate_cells
         for number, (prefills, decodes) in enumerate(self._halves.tolist()):
-            names = [self._names[index] for index in prefills]
-            columns = [self._edges_to(decode, names) for decode in decodes if decode >= 0]
-            if columns:
-                self._rates[number, :, : len(columns)] = np.array(columns).T
+            of_prefills = [names[index] for index in prefills if index >= 0]
+            for place, decode in enumerate(decodes):
+                if decode < 0 or not of_prefills:
+                    break
+                at = number * PAIRED_OF_A_ROLE * PAIRED_OF_A_ROLE + place
+                for rate in self._edges[decode].rates(of_prefills):
+                    cells[at] = rate
+                    at += PAIRED_OF_A_ROLE
 
-    def _edges_to(self, worker: int, sources: Sequence[str]) -> list[float]:
-        report = self._reports[worker]
-        if report is None:
-            return [0.0] * len(sources)
-        return report.edges_bytes_per_s.rates(sources)
+
+def _cells(array: npt.NDArray[np.float64]) -> "memoryview[float]":
+    """Its numbers in a row, one by one."""
+    return cast("memoryview[float]", array.reshape(-1).data)
 
 
 class _Addresses(NamedTuple):
@@ -214,4 +233,10 @@ class _Addresses(NamedTuple):
     @classmethod
     def of(cls, pricing: Pricing) -> "_Addresses":
         arrays = vars(pricing)
-        return cls(*(arrays[f"_{name}"].ctypes.data for name in cls._fields))
+        return cls(*(_address_of(arrays[f"_{name}"]) for name in cls._fields))
+
+
+def _address_of(array: npt.NDArray[np.generic] | bytearray) -> int:
+    if isinstance(array, bytearray):
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return int(array.ctypes.data)

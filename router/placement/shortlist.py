@@ -6,7 +6,8 @@ are priced in C++ (``pricing.py``). Without that a prompt costs some operations 
 and a price for the few workers that are left.
 """
 
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import nlargest
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from router.placement.booked_load import LoadBook, Unreported
+from router.placement.booked_load import LoadBook
 from router.placement.cost import PULL_OVERHEAD_S
 from router.placement.crowding import Crowding
 from router.placement.native.library import load
@@ -26,7 +27,6 @@ from router.workers.table import Slot
 _JITTER_S = 1e-9  # among equals, not always the same are looked at
 _HOLDERS = 8  # of a prompt are looked at
 _CROWDING_EVERY_NS = 20_000_000
-_NOTHING = Unreported()
 
 _Column = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.intp]
@@ -69,6 +69,8 @@ class Shortlist:
         self._reports = reports
         self._crowding = crowding
         self._draw = np.random.default_rng(seed)
+        self._random = random.Random(seed)
+        self._booked_of: LoadBook | None = None  # whose bookings stand in the rows
         self._seen: list[Slot] = []  # all slots, usable or not
         self._marks: list[tuple[object, ...]] = []  # what was seen of each
         self._place_of: dict[str, int] = {}  # in these lists
@@ -78,6 +80,7 @@ class Shortlist:
         self._index_of_worker: dict[str, int] = {}
         self._index_of_incarnation: dict[bytes, int] = {}
         self._slot_of_incarnation: dict[bytes, Slot] = {}  # usable or not
+        self._incarnations: list[bytes] = []  # of usable ones
         self._of_role: dict[str, _Indices] = {}
         self._rates = Rates()
         self._queued_tokens: _Column = np.zeros(0)
@@ -178,6 +181,8 @@ class Shortlist:
         self._index_of_worker = {slot.worker_id: index for index, slot in enumerate(slots)}
         self._index_of_incarnation = {slot.incarnation: index for index, slot in enumerate(slots)}
         self._slot_of_incarnation = {slot.incarnation: slot for slot in self._seen}
+        self._incarnations = [slot.incarnation for slot in slots]
+        self._booked_of = None
         roles = np.array([slot.role for slot in slots])
         self._of_role = {role: np.flatnonzero(roles == role) for role in sorted(set(roles))}
         columns = np.zeros((6, len(slots)))
@@ -237,41 +242,46 @@ class Shortlist:
         """
         if self.pricing is None or not self._usable:
             return None
-        booked = [
-            (index, load)
-            for worker_id, load in book.booked()
-            if (index := self._index_of_worker.get(worker_id)) is not None
-        ]
-        of_incarnation = self._index_of_incarnation
+        pricing, of_incarnation = self.pricing, self._index_of_incarnation
+        self._take_bookings(pricing, book)
         cached = {
             index: blocks
             for incarnation, blocks in held.items()
             if (index := of_incarnation.get(incarnation)) is not None
         }
         if now_ns - self._crowding_ns >= _CROWDING_EVERY_NS:
-            self._crowding_ns, queued = now_ns, self.pricing.queued_tokens.copy()
-            for index, load in booked:
-                queued[index] += load.tokens
-            self._note_crowding(queued, now_ns)
+            self._crowding_ns = now_ns
+            self._note_crowding(pricing.waiting_tokens, now_ns)
         wait_per_s = self._crowding.wait_per_s
-        priced = self.pricing.cheapest(
+        priced = pricing.cheapest(
             asked,
-            booked,
             cached.items(),
             (wait_per_s("prefill"), wait_per_s("decode")),
             avoid=of_incarnation.get(avoid, -1),
-            first=int(self._draw.integers(len(self._usable))),
+            first=self._first(),
         )
-        loads = dict(booked)
 
         def known(index: int) -> Known:
             slot, report = self._usable[index]
-            more = loads.get(index, _NOTHING)
-            return Known(slot, slot.incarnation, report, more, cached.get(index, 0))
+            more, blocks = book.unreported(slot.worker_id), cached.get(index, 0)
+            return Known(slot, self._incarnations[index], report, more, blocks)
 
         numbers = {index for one in priced for index in (one.computes, one.holds)}
         workers = {index: known(index) for index in numbers}
         return [Placed(workers[p.computes], workers[p.holds], p.cost_s) for p in priced]
+
+    def _take_bookings(self, pricing: Pricing, book: LoadBook) -> None:
+        """Write those that have changed since the last prompt; all, where the rows are new."""
+        changed: Iterable[str] = book.changed()
+        if self._booked_of is not book:
+            changed, self._booked_of = self._index_of_worker, book
+        for worker_id in changed:
+            if (index := self._index_of_worker.get(worker_id)) is not None:
+                pricing.book(index, book.unreported(worker_id))
+
+    def _first(self) -> int:
+        """Where to begin: numpy's draws of one number take longer than all the prices."""
+        return int(self._random.random() * len(self._usable))
 
     def best(
         self,
@@ -308,6 +318,8 @@ class Shortlist:
                 queued[index] += booked.tokens
                 streams[index] += booked.streams
                 answering[index] += booked.streams
+        np.maximum(streams, 0, out=streams)
+        np.maximum(answering, 0, out=answering)
         self._note_crowding(queued, now_ns)
         cached = np.zeros(len(queued))
         for incarnation, blocks in held.items():

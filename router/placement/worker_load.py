@@ -154,6 +154,11 @@ class ReportedEdges(Mapping[str, float]):
         self._status = status
         self._read: dict[str, float] | None = None
 
+    @classmethod
+    def none(cls) -> "ReportedEdges":
+        """Of a worker that has not reported."""
+        return cls(WorkerStatus())
+
     def _rates(self) -> dict[str, float]:
         if self._read is None:
             self._read = {
@@ -337,8 +342,10 @@ class Known(NamedTuple):
             role=slot.role,
             queued_tokens=report.queued_tokens + booked.tokens,
             queued_context=report.queued_context + booked.context,
-            streams=report.streams + booked.streams,
-            answering=None if report.answering is None else report.answering + booked.streams,
+            streams=max(report.streams + booked.streams, 0),
+            answering=None
+            if report.answering is None
+            else max(report.answering + booked.streams, 0),
             room_blocks=report.room_blocks,
             total_blocks=report.total_blocks,
             cached_blocks=self.cached_blocks,

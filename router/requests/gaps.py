@@ -28,6 +28,7 @@ class TokenGaps:
 
     def add(self, gap_s: float, tokens: int, before_token: int, now_ns: int) -> None:
         """Take in the gap before ``tokens`` tokens that came together, ``gap_s`` for each."""
+        # Called for every token of every answer: of nearly all this is all.
         self._count += tokens
         self._sum_s += gap_s * tokens
         if len(self._longest) < KEPT_GAPS or gap_s > self._longest[-1].seconds:

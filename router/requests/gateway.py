@@ -236,7 +236,7 @@ class Gateway:
         now_ns = monotonic_ns()
         active.stop_timers()
         active.wants_prefill = False
-        self._book.release(active.id)
+        self._book.release(active.id, now_ns)
         if active.admitted:
             self.admission.release(active.request.sampling.n, now_ns, active.request.tenant)
             active.admitted = False
@@ -375,6 +375,7 @@ class Gateway:
                     self._on_run(link, active, run, now_ns)
                 except Exception as fault:  # noqa: BLE001 - logged there
                     self._finish(active, as_error(active, fault))
+        self._observer.frame_over()
         for needed in frame.prefill_needed:
             active = self._runs_for(link, needed.request_id, needed.attempt)
             if active is not None:
@@ -406,13 +407,11 @@ class Gateway:
                 active.computed = True
                 self._book.computed(active.id)
             self._observer.tokens(active, before_ns, now_ns, result.fresh_tokens)
+        if result.stopped:
+            self._tell_cancelled(active, () if record.ended else (run.choice,))
         if record.ended:
-            if result.stopped:
-                self._tell_cancelled(active)
             self._after_end(active)
         else:
-            if result.stopped:
-                self._tell_cancelled(active, (run.choice,))
             active.notify()
 
     def _on_end(

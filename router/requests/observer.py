@@ -25,6 +25,7 @@ class Observer:
         self.metrics = metrics
         self.series = LiveSeries()
         self._gaps = metrics.histogram("baton_inter_token_seconds")
+        self._frame_gaps: dict[float, int] = {}  # seconds, and how many tokens
         self.fitted: Callable[[str], FittedRates | None] = lambda _: None
         """Asked for the rates that a worker reports, when a request is over."""
 
@@ -87,6 +88,13 @@ class Observer:
         """The worker confirmed the end of a request that was cancelled."""
         self.metrics.observe("baton_release_seconds", took_ns / 1e9)
 
+    def frame_over(self) -> None:
+        """All tokens of a frame were told of. Most had the same gap, which is counted here."""
+        for gap_s, tokens in self._frame_gaps.items():
+            self._gaps.observe(gap_s, tokens)
+            self.series.tokens(gap_s, tokens)
+        self._frame_gaps.clear()
+
     def tokens(self, active: ActiveRequest, before_ns: int, now_ns: int, fresh: int) -> None:
         """Tokens came, the last ones before at ``before_ns`` (0: these are the first)."""
         if active.request.probe:
@@ -108,8 +116,7 @@ class Observer:
             since_ns = now_ns - record.request.arrived_ns
             self.metrics.observe("baton_time_to_second_token_seconds", since_ns / 1e9)
         gap_s = (now_ns - before_ns) / 1e9 / fresh
-        self._gaps.observe(gap_s, fresh)
-        self.series.tokens(gap_s, fresh)
+        self._frame_gaps[gap_s] = self._frame_gaps.get(gap_s, 0) + fresh
         active.gaps.add(gap_s, fresh, record.completion_tokens - fresh, now_ns)
         if fresh == 1 and active.prefill_id is not None:
             active.gaps_s.append(gap_s)

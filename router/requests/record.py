@@ -7,235 +7,18 @@ Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and th
     shown    ── pending ── held              pending waits for the client, held for a stop string
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import msgspec
 from batonpb import common_pb2
-from batonpb.common_pb2 import TokenLogprob
 from batonpb.decode_pb2 import Emitted, RequestRoute, RequestTimes, TokenRun
 
 from engine.core.errors import BatonError, InternalError
 from engine.core.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
-from engine.text.detokenizer import Detokenizer
-from engine.text.reasoning import ReasoningParser
-from engine.text.schema_check import violations
 from engine.text.tokenizer import TextTokenizer
-from engine.text.tool_calls import CallDelta, ToolCallParser
+from router.choice import ONE_TOKEN, ChoiceRecord, Delta, RunResult
 from router.request import GenerationRequest, Mode
-from wire.tokens import pack_tokens, unpack_tokens
-
-
-class ShownLogprob(NamedTuple):
-    """Log-probability of one token, and where its text begins in the choice's text."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    text_offset: int
-
-
-@dataclass(slots=True)
-class Delta:
-    """What is new of one choice since the client was last written to."""
-
-    choice: int
-    text: str = ""
-    reasoning: str = ""  # thinking, which is no part of the text
-    calls: list[CallDelta] = field(default_factory=list)
-    logprobs: list[ShownLogprob] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # where they are asked for
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None  # of the client's stops, the one that ended it
-
-    @property
-    def only_text(self) -> bool:
-        """Whether text is all that is new, as of nearly every token."""
-        return not (
-            self.finish_reason or self.logprobs or self.calls or self.reasoning or self.token_ids
-        ) and bool(self.text)
-
-
-class RunResult(NamedTuple):
-    """What to do after a run of tokens."""
-
-    fresh_tokens: int = 0
-    stopped: bool = False  # a stop string ended the choice: the worker must be told
-    gap: bool = False  # tokens are missing: ask for a resume
-
-
-_ONE_TOKEN = RunResult(1)  # nearly every run
-
-
-class ChoiceRecord:
-    """One of the ``n`` answers.
-
-    Args:
-        index: Its place among them.
-        request: What was asked.
-        tokenizer: For its text.
-    """
-
-    def __init__(self, index: int, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
-        self.index = index
-        shown, thinking = request.shown, request.thinking
-        tags = thinking.syntax.special_ids if thinking is not None else frozenset[int]()
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            shown.stops,
-            request.sampling.min_tokens,
-            stop_text=shown.stop_text,
-            special_ids=None if shown.special_tokens else tags,
-        )
-        self._thinking = ReasoningParser(thinking) if thinking is not None else None
-        self._hides_thinking = thinking is not None and not thinking.shown
-        self._tools = ToolCallParser() if request.reads_calls else None
-        self._silent = request.prompt_logprobs_only  # its one token is not shown
-        self._checked_schema, self._checked_tools = request.checked_schema, request.checked_tools
-        self._arguments: dict[int, tuple[str, str]] = {}  # of calls, with the name of the tool
-        self._content: list[str] = []  # where it is looked at when it is complete
-        self.violations: tuple[str, ...] = ()  # keywords of the schema that it does not keep
-        self._tells_ids = shown.token_ids
-        self._stop_token_ids = request.sampling.stop_token_ids
-        self.reasoning_tokens = 0
-        self.token_ids: list[int] = []
-        self.next_index = 0
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.completion_tokens = 0
-        self._pending = Delta(index)
-
-    def push(self, run: TokenRun) -> RunResult:
-        """Take a run of tokens of this choice."""
-        if self.finish_reason is not None:
-            return RunResult()
-        if run.index > self.next_index:
-            return RunResult(gap=True)
-        if self._silent:
-            self._end("length", None)
-            return RunResult()
-        ids = unpack_tokens(run.token_ids)  # a stop token is not among them
-        skip = self.next_index - run.index
-        fresh = 0
-        for offset in range(skip, len(ids)):
-            self._push_token(ids[offset], run.logprobs[offset] if run.logprobs else None)
-            fresh += 1
-            if self._detokenizer.stopped_by is not None:
-                self._end("stop", self._detokenizer.stopped_by)
-                return RunResult(fresh, stopped=not run.finish_reason)
-        if run.finish_reason:
-            self.completion_tokens += run.has_stop_token
-            self._end(run.finish_reason, None, run.stop_token_id if run.has_stop_token else None)
-        return _ONE_TOKEN if fresh == 1 else RunResult(fresh)
-
-    def _push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        offset = self._detokenizer.text_length
-        self.token_ids.append(token_id)
-        self.next_index += 1
-        self.completion_tokens += 1
-        text = self._detokenizer.push(token_id)
-        if self._thinking is None:
-            self._show_content(text)
-        else:
-            thought = self._thinking.thinking
-            self._show_parts(*self._thinking.push(text))
-            self.reasoning_tokens += thought or self._thinking.thinking
-        if self._tells_ids:
-            self._pending.token_ids.append(token_id)
-        if logprob is not None:
-            top = zip(unpack_tokens(logprob.top_ids), logprob.top_logprobs, strict=True)
-            shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
-            self._pending.logprobs.append(shown)
-
-    def _end(self, reason: str, stop_string: str | None, stop_token: int | None = None) -> None:
-        self._show(self._detokenizer.finish(stop_token))
-        if self._thinking is not None:
-            self._show_parts(*self._thinking.finish())
-        if self._tools is not None:
-            self._add(*self._tools.finish())
-            if reason == "stop" and self._tools.calls and not self._tools.cut:
-                reason = "tool_calls"
-        self.finish_reason = self._pending.finish_reason = reason
-        self.violations = self._check(reason)
-        # An end token of the model's own is no reason: the answer was complete.
-        asked = stop_token if stop_token in self._stop_token_ids else None
-        self.stop_reason = self._pending.stop_reason = asked if stop_string is None else stop_string
-
-    def _show(self, text: str) -> None:
-        if self._thinking is None:
-            self._show_content(text)
-        else:
-            self._show_parts(*self._thinking.push(text))
-
-    def _show_parts(self, thoughts: str, content: str) -> None:
-        if not self._hides_thinking:
-            self._pending.reasoning += thoughts
-        self._show_content(content)
-
-    def _show_content(self, text: str) -> None:
-        if self._tools is None:
-            self._pending.text += text
-            if self._checked_schema:
-                self._content.append(text)
-        else:
-            self._add(*self._tools.push(text))
-
-    def _check(self, reason: str) -> tuple[str, ...]:
-        """The keywords that a complete answer does not keep, of those that no grammar follows."""
-        if reason == "stop" and self._checked_schema:
-            return violations(self._checked_schema, "".join(self._content))
-        if reason != "tool_calls" or not self._checked_tools:
-            return ()
-        called = self._arguments.values()
-        known = [
-            (self._checked_tools[name], said)
-            for name, said in called
-            if name in self._checked_tools
-        ]
-        return tuple(sorted({keyword for pair in known for keyword in violations(*pair)}))
-
-    def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
-        """One delta for each call, however many pieces of it came: clients look at one only."""
-        pending = self._pending
-        pending.text += text
-        if self._checked_schema:
-            self._content.append(text)
-        for call in calls:
-            if self._checked_tools:
-                name, said = self._arguments.get(call.index, (call.name or "", ""))
-                self._arguments[call.index] = (name, said + call.arguments)
-            if pending.calls and pending.calls[-1].index == call.index:
-                last = pending.calls[-1]
-                pending.calls[-1] = replace(last, arguments=last.arguments + call.arguments)
-            else:
-                pending.calls.append(call)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is anything to take."""
-        pending = self._pending
-        return bool(
-            pending.text
-            or pending.finish_reason
-            or pending.reasoning
-            or pending.calls
-            or pending.logprobs
-            or pending.token_ids
-        )
-
-    def take(self) -> Delta | None:
-        """What the client has not got yet, or None. Tokens of several steps come out as one."""
-        if not self.has_news:
-            return None
-        pending, self._pending = self._pending, Delta(self.index)
-        return pending
-
-    def release_payload(self) -> None:
-        """Drop what only a running request needs."""
-        self.token_ids, self._pending = [], Delta(self.index)
-        self._content, self._arguments = [], {}
-        self._checked_schema, self._checked_tools = "", {}
+from wire.tokens import pack_tokens
 
 
 class RequestRecord:
@@ -269,6 +52,7 @@ class RequestRecord:
         self.last_token_ns = 0
         self.timeline: list[tuple[str, int]] = [("arrived", request.arrived_ns)]
         self._tokenizer = tokenizer
+        self._plain_frames = not (request.wants_prompt_logprobs or request.pooling)
         self.choices = self._fresh_choices()
 
     def _fresh_choices(self) -> list[ChoiceRecord]:
@@ -384,12 +168,17 @@ class RequestRecord:
         """Tokens came. Those of another attempt, or after the end, are dropped."""
         if run.attempt != self.attempt or self.ended or run.choice >= len(self.choices):
             return RunResult()
+        choice = self.choices[run.choice]
+        goes_on = self.second_token_ns and not self._pauses and choice.finish_reason is None
+        if goes_on and choice.plain and self._plain_frames and choice.push_plain(run):
+            self.last_token_ns = now_ns
+            return ONE_TOKEN
         if run.HasField("prompt_logprobs"):
             return RunResult(gap=not self._take_prompt_logprobs(run.prompt_logprobs))
         if self.request.wants_prompt_logprobs and self.prompt_logprobs is None:
             raise InternalError("the worker sent a token before the scores of the prompt")
         self.embedding = run.embedding
-        result = self.choices[run.choice].push(run)
+        result = choice.push(run)
         if not result.fresh_tokens and not run.finish_reason:
             return result
         if self._pauses:
@@ -431,6 +220,13 @@ class RequestRecord:
     def take(self) -> list[Delta]:
         """Everything that the client has not got yet."""
         return [delta for choice in self.choices if (delta := choice.take()) is not None]
+
+    def take_plain(self) -> str | None:
+        """New text, where nothing else can be new; None: `take` must be asked."""
+        choice = self.choices[0]
+        if not choice.plain or choice.finish_reason or self.error or len(self.choices) > 1:
+            return None
+        return choice.take_plain()
 
     def release_payload(self) -> None:
         """The answer was written: keep its figures for ``explain``, drop its tokens."""

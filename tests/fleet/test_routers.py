@@ -16,9 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from config.fleet_file import DEFAULT_MODEL
+from engine.artifacts.artifact import resolve_model
 from fleet.local.preflight import PortTakenError
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcesses, listening_sockets
+from tests.engine.lora_files import write_adapter
 
 LIMIT_S = 90.0
 
@@ -172,6 +175,25 @@ def test_the_connections_of_a_dead_router_are_taken_by_the_others(start: Start) 
 
 
 @pytest.mark.slow
+def test_the_connections_of_a_router_that_hangs_are_taken_by_the_others(start: Start) -> None:
+    """Its silence is noticed: who waits for it is answered by the other, and nobody is refused."""
+    routers = start(2)
+    with Clients(url_of(routers), count=4) as clients:
+        os.kill(routers.pids[1], signal.SIGSTOP)
+        try:
+            before = len(clients.answers)
+            wait_for(lambda: len(clients.answers) > before + 100)
+            # All that wait in its part of the port, or each of the four would hang there soon.
+            assert routers.serving(1) == 0
+        finally:
+            os.kill(routers.pids[1], signal.SIGCONT)
+        wait_for(lambda: routers.serving(1) == routers.pids[1])
+        before = len(clients.answers)
+        wait_for(lambda: len(clients.answers) > before + 20)
+    assert set(clients.answers) == {200}
+
+
+@pytest.mark.slow
 def test_routers_are_replaced_without_one_refused_connection(start: Start) -> None:
     routers = start(2)
     before = routers.pids
@@ -286,3 +308,23 @@ def test_any_router_answers_for_all(group: Group) -> None:
     wait_for(lambda: group.count(0, "baton_generation_tokens_total") == counted)
     for index in range(2):
         assert group.count(index, "baton_generation_tokens_total") == counted
+
+
+@pytest.mark.slow
+def test_routers_tell_each_other_of_adapters(group: Group, tmp_path: Path) -> None:
+    """Loaded by one and taken away by the other: both follow."""
+    config = resolve_model(DEFAULT_MODEL).config
+    path = write_adapter(tmp_path / "adapter", config, rank=4, layers=(0,))
+
+    def listed(index: int) -> bool:
+        models = group.get(index, "/v1/models").json()["data"]
+        return "mine" in [model["id"] for model in models]
+
+    body = {"lora_name": "mine", "lora_path": str(path)}
+    assert group.post(0, "/v1/load_lora_adapter", body).status_code == 200
+    wait_for(lambda: listed(1))
+    asked = {"model": "mine", "prompt": "Hello", "max_tokens": 3}
+    assert group.post(1, "/v1/completions", asked).json()["model"] == "mine"
+    assert group.post(1, "/v1/unload_lora_adapter", {"lora_name": "mine"}).status_code == 200
+    wait_for(lambda: not listed(0))
+    assert group.post(0, "/v1/completions", asked).status_code == 404

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import orjson
 
 from engine.core.errors import BatonError
+from router.choice import Delta
 from router.requests.active_request import ActiveRequest
-from router.requests.record import Delta
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"

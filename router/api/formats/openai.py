@@ -7,8 +7,8 @@ from engine.text.tokenizer import TextTokenizer
 from engine.text.tool_calls import CallDelta
 from router.api.formats.answer_format import usage
 from router.api.formats.prompt_logprobs import PromptView
+from router.choice import Delta, ShownLogprob
 from router.requests.active_request import ActiveRequest
-from router.requests.record import Delta, ShownLogprob
 
 
 class _Format:

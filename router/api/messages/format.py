@@ -12,8 +12,8 @@ from router.api.errors import Refusal
 from router.api.formats.answer_format import TextEvent, named_event, usage
 from router.api.formats.answer_parts import AnswerParts, Begin, End, Event, Kind, More, Part
 from router.api.messages.errors import MESSAGES_ERRORS
+from router.choice import Delta
 from router.requests.active_request import ActiveRequest
-from router.requests.record import Delta
 
 
 class MessagesFormat:

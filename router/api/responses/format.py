@@ -14,8 +14,8 @@ from router.api.formats.answer_format import (
     usage,
 )
 from router.api.formats.answer_parts import AnswerParts, Begin, End, Event, Kind, More, Part
+from router.choice import Delta, ShownLogprob
 from router.requests.active_request import ActiveRequest
-from router.requests.record import Delta, ShownLogprob
 
 _PREFIXES: dict[Kind, str] = {"thinking": "rs", "text": "msg", "call": "fc"}
 _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})_(in|out)(\d{1,6})")

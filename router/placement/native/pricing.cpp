@@ -86,6 +86,8 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
     double token_s = row[kTokenS], context_s = row[kContextS], step_s = row[kStepS];
     double streams = row[kStreams] + more[2];
     double delayed = row[kAnswering] + more[2];
+    if (streams < 0) streams = 0;  // more have ended than the report showed
+    if (delayed < 0) delayed = 0;
 
     double queue_s = (row[kQueuedTokens] + more[0]) * token_s + (row[kQueuedContext] + more[1]) * context_s;
     double compute_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, cached[i]).seconds;

@@ -13,8 +13,8 @@ from router.api.formats.answer_parts import Part
 from router.api.formats.openai import ChatFormat, CompletionFormat
 from router.api.messages import format as messages_format
 from router.api.responses.format import ResponsesFormat
+from router.choice import Delta
 from router.http.connection import Deliveries
-from router.requests.record import Delta
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
 

@@ -242,6 +242,31 @@ class TestLoadBook:
         book.release("r")
         assert book.unreported("w") == Unreported()
 
+    def test_an_end_is_taken_off_until_a_report_shows_it(self):
+        book = LoadBook()
+        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        book.reported("w", as_of_ns=300_000_000)  # it shows the two streams
+        book.release("r", now_ns=400_000_000)
+        assert book.unreported("w") == Unreported(streams=-2)
+        book.reported("w", as_of_ns=390_000_000)  # how things stood before the end
+        assert book.unreported("w") == Unreported(streams=-2)
+        book.reported("w", as_of_ns=410_000_000)
+        assert book.unreported("w") == Unreported()
+
+    def test_an_end_that_no_report_has_shown_is_taken_off_once(self):
+        book = LoadBook()
+        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        book.release("r", now_ns=10_000_000)
+        assert book.unreported("w") == Unreported()
+        assert not list(book.booked())
+
+    def test_it_says_once_of_which_workers_it_has_changed(self):
+        book = LoadBook()
+        book.book("w", "r", tokens=100, streams=2, now_ns=0)
+        assert (book.changed(), book.changed()) == ({"w"}, set())
+        book.release("r")
+        assert book.changed() == {"w"}
+
     def test_a_worker_that_is_gone_takes_its_bookings_along(self):
         book = LoadBook()
         for name in ("p", "d"):

@@ -117,11 +117,33 @@ def test_what_a_prompt_found_leaves_nothing_for_the_next():
     for short in (fresh, used):
         short.update(Slots(slots), 0)
     used.cheapest(asked._replace(prompt_tokens=17), held, book, 0)
-    used._draw = __import__("numpy").random.default_rng(0)
+    used._random = random.Random(0)
     costs = [
         [one.cost_s for one in short.cheapest(asked, {}, LoadBook(), 0)] for short in (fresh, used)
     ]
     assert costs[0] == costs[1]
+
+
+def test_bookings_that_change_are_priced_and_those_that_go_leave_nothing():
+    _, slots, held, book, index, hashes = drawn(11)
+    asked, kept = Asked("auto", 700, 64, 1, True), Shortlist(Reports(), Crowding(), 0)
+    kept.update(Slots(slots), 0)
+    names, draw = [slot.worker_id for slot in slots], random.Random(3)
+    for number in range(40):
+        book.book(draw.choice(names), f"r{number}", tokens=number, streams=2, now_ns=number)
+        if number % 3 == 0:
+            book.reported(draw.choice(names), 10**9)
+        book.release(f"r{draw.randrange(number + 1)}", 10**9 + number)
+        fresh = Shortlist(Reports(), Crowding(), 0)
+        fresh.update(Slots(slots), 0)
+        costs = [
+            [one.cost_s for one in short.cheapest(asked, held, book, 0)] for short in (kept, fresh)
+        ]
+        loads = loads_of(slots, hashes, index, book, 0)
+        work = ("mode", "prompt_tokens", "expected_tokens", "choices", "moves_kv")
+        expected = candidates(loads, **{name: getattr(asked, name) for name in work})
+        assert costs[0] == pytest.approx(costs[1], rel=1e-12)
+        assert costs[0] == pytest.approx([one.terms.total_s for one in expected], rel=1e-12)
 
 
 def test_the_work_for_a_prompt_grows_with_reports_and_not_with_workers(monkeypatch):

@@ -56,6 +56,51 @@ def shown(record: RequestRecord, choice: int = 0) -> str:
 IDS = list(range(1000, 1030))
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 49_000), min_size=3, max_size=30),  # halves of characters, too
+    sizes=st.lists(st.sampled_from((1, 1, 1, 2, 3)), min_size=30, max_size=30),
+    again=st.lists(st.booleans(), min_size=30, max_size=30),
+)
+def test_the_short_way_of_plain_answers_gives_what_the_long_way_gives(model, ids, sizes, again):
+    quick, slow = (RequestRecord(request(), model.tokenizer) for _ in range(2))
+    slow.choices[0].plain = False
+    for record in (quick, slow):
+        record.next_attempt()
+    slow_ways, at = [], 0
+    for size, repeated in zip(sizes, again, strict=True):
+        some = ids[at : at + size]
+        if not some:
+            break
+        last = at + size >= len(ids)
+        for _ in range(1 + repeated):
+            part = run(at, some, reason="length" if last else "")
+            results = [record.on_run(part, at + 1) for record in (quick, slow)]
+            assert results[0] == results[1]
+        text = quick.take_plain()
+        slow_ways.append(text is None)
+        taken = shown(quick) if text is None else text
+        assert taken == shown(slow)
+        at += size
+    first, second = quick.choices[0], slow.choices[0]
+    for name in ("token_ids", "next_index", "completion_tokens", "finish_reason"):
+        assert getattr(first, name) == getattr(second, name)
+    assert quick.last_token_ns == slow.last_token_ns
+    assert slow_ways.count(True) <= 1  # the end
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [request(stops=["x"]), request(logprobs=0), request(n=2), replace(request(), reads_calls=True)],
+    ids=["stop", "logprobs", "choices", "tools"],
+)
+def test_only_answers_of_text_alone_have_a_short_way(model, asked):
+    record = RequestRecord(asked, model.tokenizer)
+    record.next_attempt()
+    record.on_run(run(0, IDS[:1]), 1)
+    assert record.take_plain() is None
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 5), min_size=30, max_size=30),

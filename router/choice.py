@@ -1,0 +1,262 @@
+"""One choice of an answer: its tokens become what a client may be shown. Sans-IO.
+
+Runs of tokens go in (``push``), what is new comes out (``take``). Nearly all answers are plain:
+text and nothing else, of which nearly every run is one token. For those there is a shorter way.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from batonpb.common_pb2 import TokenLogprob
+from batonpb.decode_pb2 import TokenRun
+
+from engine.text.detokenizer import Detokenizer
+from engine.text.reasoning import ReasoningParser
+from engine.text.schema_check import violations
+from engine.text.tokenizer import TextTokenizer
+from engine.text.tool_calls import CallDelta, ToolCallParser
+from router.request import GenerationRequest
+from wire.tokens import TOKEN_BYTES, unpack_tokens
+
+
+class ShownLogprob(NamedTuple):
+    """Log-probability of one token, and where its text begins in the choice's text."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    text_offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice since the client was last written to."""
+
+    choice: int
+    text: str = ""
+    reasoning: str = ""  # thinking, which is no part of the text
+    calls: list[CallDelta] = field(default_factory=list)
+    logprobs: list[ShownLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # where they are asked for
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # of the client's stops, the one that ended it
+
+    @property
+    def only_text(self) -> bool:
+        """Whether text is all that is new, as of nearly every token."""
+        return not (
+            self.finish_reason or self.logprobs or self.calls or self.reasoning or self.token_ids
+        ) and bool(self.text)
+
+
+class RunResult(NamedTuple):
+    """What to do after a run of tokens."""
+
+    fresh_tokens: int = 0
+    stopped: bool = False  # a stop string ended the choice: the worker must be told
+    gap: bool = False  # tokens are missing: ask for a resume
+
+
+ONE_TOKEN = RunResult(1)  # nearly every run
+
+
+class ChoiceRecord:
+    """One of the ``n`` answers.
+
+    Args:
+        index: Its place among them.
+        request: What was asked.
+        tokenizer: For its text.
+    """
+
+    def __init__(self, index: int, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
+        self.index = index
+        shown, thinking = request.shown, request.thinking
+        tags = thinking.syntax.special_ids if thinking is not None else frozenset[int]()
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            shown.stops,
+            request.sampling.min_tokens,
+            stop_text=shown.stop_text,
+            special_ids=None if shown.special_tokens else tags,
+        )
+        self._thinking = ReasoningParser(thinking) if thinking is not None else None
+        self._hides_thinking = thinking is not None and not thinking.shown
+        self._tools = ToolCallParser() if request.reads_calls else None
+        self._silent = request.prompt_logprobs_only  # its one token is not shown
+        self._checked_schema, self._checked_tools = request.checked_schema, request.checked_tools
+        self._arguments: dict[int, tuple[str, str]] = {}  # of calls, with the name of the tool
+        self._content: list[str] = []  # where it is looked at when it is complete
+        self.violations: tuple[str, ...] = ()  # keywords of the schema that it does not keep
+        self._tells_ids = shown.token_ids
+        self._stop_token_ids = request.sampling.stop_token_ids
+        self.reasoning_tokens = 0
+        self.token_ids: list[int] = []
+        self.next_index = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.completion_tokens = 0
+        self._pending = Delta(index)
+        # Nothing but text can come, token by token, until the end.
+        self.plain = not (
+            shown.stops
+            or shown.token_ids
+            or thinking is not None
+            or request.reads_calls
+            or request.checked_schema
+            or request.prompt_logprobs_only
+            or request.sampling.logprobs is not None
+        )
+
+    def push_plain(self, run: TokenRun) -> bool:
+        """Take a run of one token of a plain answer that goes on; False: `push` must take it.
+
+        As `push` does, without asking for what cannot be there: this is nearly every token.
+        """
+        packed = run.token_ids
+        if len(packed) != TOKEN_BYTES or run.index != self.next_index or run.finish_reason:
+            return False
+        token_id = int.from_bytes(packed, "little")
+        self.token_ids.append(token_id)
+        self.next_index += 1
+        self.completion_tokens += 1
+        self._pending.text += self._detokenizer.push(token_id)
+        return True
+
+    def take_plain(self) -> str:
+        """The text that the client has not got yet, of a plain answer that goes on."""
+        pending = self._pending
+        text, pending.text = pending.text, ""
+        return text
+
+    def push(self, run: TokenRun) -> RunResult:
+        """Take a run of tokens of this choice."""
+        if self.finish_reason is not None:
+            return RunResult()
+        if run.index > self.next_index:
+            return RunResult(gap=True)
+        if self._silent:
+            self._end("length", None)
+            return RunResult()
+        ids = unpack_tokens(run.token_ids)  # a stop token is not among them
+        skip = self.next_index - run.index
+        fresh = 0
+        for offset in range(skip, len(ids)):
+            self._push_token(ids[offset], run.logprobs[offset] if run.logprobs else None)
+            fresh += 1
+            if self._detokenizer.stopped_by is not None:
+                self._end("stop", self._detokenizer.stopped_by)
+                return RunResult(fresh, stopped=not run.finish_reason)
+        if run.finish_reason:
+            self.completion_tokens += run.has_stop_token
+            self._end(run.finish_reason, None, run.stop_token_id if run.has_stop_token else None)
+        return ONE_TOKEN if fresh == 1 else RunResult(fresh)
+
+    def _push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        offset = self._detokenizer.text_length
+        self.token_ids.append(token_id)
+        self.next_index += 1
+        self.completion_tokens += 1
+        text = self._detokenizer.push(token_id)
+        if self._thinking is None:
+            self._show_content(text)
+        else:
+            thought = self._thinking.thinking
+            self._show_parts(*self._thinking.push(text))
+            self.reasoning_tokens += thought or self._thinking.thinking
+        if self._tells_ids:
+            self._pending.token_ids.append(token_id)
+        if logprob is not None:
+            top = zip(unpack_tokens(logprob.top_ids), logprob.top_logprobs, strict=True)
+            shown = ShownLogprob(token_id, logprob.logprob, tuple(top), offset)
+            self._pending.logprobs.append(shown)
+
+    def _end(self, reason: str, stop_string: str | None, stop_token: int | None = None) -> None:
+        self._show(self._detokenizer.finish(stop_token))
+        if self._thinking is not None:
+            self._show_parts(*self._thinking.finish())
+        if self._tools is not None:
+            self._add(*self._tools.finish())
+            if reason == "stop" and self._tools.calls and not self._tools.cut:
+                reason = "tool_calls"
+        self.finish_reason = self._pending.finish_reason = reason
+        self.violations = self._check(reason)
+        # An end token of the model's own is no reason: the answer was complete.
+        asked = stop_token if stop_token in self._stop_token_ids else None
+        self.stop_reason = self._pending.stop_reason = asked if stop_string is None else stop_string
+
+    def _show(self, text: str) -> None:
+        if self._thinking is None:
+            self._show_content(text)
+        else:
+            self._show_parts(*self._thinking.push(text))
+
+    def _show_parts(self, thoughts: str, content: str) -> None:
+        if not self._hides_thinking:
+            self._pending.reasoning += thoughts
+        self._show_content(content)
+
+    def _show_content(self, text: str) -> None:
+        if self._tools is None:
+            self._pending.text += text
+            if self._checked_schema:
+                self._content.append(text)
+        else:
+            self._add(*self._tools.push(text))
+
+    def _check(self, reason: str) -> tuple[str, ...]:
+        """The keywords that a complete answer does not keep, of those that no grammar follows."""
+        if reason == "stop" and self._checked_schema:
+            return violations(self._checked_schema, "".join(self._content))
+        if reason != "tool_calls" or not self._checked_tools:
+            return ()
+        called = self._arguments.values()
+        known = [
+            (self._checked_tools[name], said)
+            for name, said in called
+            if name in self._checked_tools
+        ]
+        return tuple(sorted({keyword for pair in known for keyword in violations(*pair)}))
+
+    def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
+        """One delta for each call, however many pieces of it came: clients look at one only."""
+        pending = self._pending
+        pending.text += text
+        if self._checked_schema:
+            self._content.append(text)
+        for call in calls:
+            if self._checked_tools:
+                name, said = self._arguments.get(call.index, (call.name or "", ""))
+                self._arguments[call.index] = (name, said + call.arguments)
+            if pending.calls and pending.calls[-1].index == call.index:
+                last = pending.calls[-1]
+                pending.calls[-1] = replace(last, arguments=last.arguments + call.arguments)
+            else:
+                pending.calls.append(call)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to take."""
+        pending = self._pending
+        return bool(
+            pending.text
+            or pending.finish_reason
+            or pending.reasoning
+            or pending.calls
+            or pending.logprobs
+            or pending.token_ids
+        )
+
+    def take(self) -> Delta | None:
+        """What the client has not got yet, or None. Tokens of several steps come out as one."""
+        if not self.has_news:
+            return None
+        pending, self._pending = self._pending, Delta(self.index)
+        return pending
+
+    def release_payload(self) -> None:
+        """Drop what only a running request needs."""
+        self.token_ids, self._pending = [], Delta(self.index)
+        self._content, self._arguments = [], {}
+        self._checked_schema, self._checked_tools = "", {}
