@@ -117,7 +117,8 @@ class FleetConfig(BaseModel):
     pools: PoolsConfig = PoolsConfig()
     # of 16 tokens; `auto`: from the memory that is free when a worker starts
     kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] | Literal["auto"] = "auto"
-    threads_per_rank: Annotated[int, Field(ge=1, le=512)] = 1
+    # `auto`: a part of the host's cores, and others' while they are idle
+    threads_per_rank: Annotated[int, Field(ge=1, le=512)] | Literal["auto"] = 1
     cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0
     max_batch_requests: Annotated[int, Field(ge=1, le=4096)] = 32
     max_step_tokens: Annotated[int, Field(ge=16, le=1_048_576, validate_default=True)] = 512
@@ -269,9 +270,10 @@ class FleetConfig(BaseModel):
         return self.cpus_per_rank * sum(self.pools.ranks)
 
     @property
-    def threads_total(self) -> int:
-        """Compute threads of all ranks together."""
-        return self.threads_per_rank * sum(self.pools.ranks)
+    def threads_total(self) -> int | None:
+        """Compute threads of all ranks together; None if hosts share theirs out (`auto`)."""
+        threads = self.threads_per_rank
+        return None if threads == "auto" else threads * sum(self.pools.ranks)
 
 
 class _Origin(NamedTuple):

@@ -1,5 +1,7 @@
 """How one engine is built: what its process is told at its start."""
 
+from typing import Self
+
 import msgspec
 
 from engine.core.speculative.proposers import SpeculationSettings
@@ -31,7 +33,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int = 1024  # 0 = sized from the memory that is free
     workers_on_host: int = 1  # that share it
     device: str = "cpu"  # "cpu", "cuda", or "auto": CUDA where torch sees a GPU
-    threads: int = 1
+    threads: int = 1  # of a rank; 0: its part of the cores, and others' while they are idle
+    lends_cores: bool = False  # whether ``threads`` came from 0
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
@@ -44,3 +47,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
+
+    def on(self, cores: int) -> Self:
+        """The same with its number of threads, on a host with so many cores."""
+        if self.threads:
+            return self
+        own = max(1, cores // (self.workers_on_host * self.tensor_parallel))
+        return msgspec.structs.replace(self, threads=own, lends_cores=True)

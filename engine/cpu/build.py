@@ -11,6 +11,7 @@ from engine.artifacts.artifact import ModelArtifact, ModelError
 from engine.core.geometry import KvGeometry
 from engine.core.model_runner import ModelInfo
 from engine.cpu.attention import AttentionTiling
+from engine.cpu.cores import SharedCores, cores_file, host_cores
 from engine.cpu.decoder import Decoder
 from engine.cpu.load import load_model
 from engine.cpu.lora import CpuAdapters
@@ -55,6 +56,7 @@ def build_cpu_runner(
     if ranks is not None and settings.weight_quantisation == "int4":
         raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
     choose_native(settings.native)
+    cores = _shared_cores(settings)
     c, dtype, numerics = artifact.config, settings.dtype, numerics_of(settings.numerics)
     geometry = pool_geometry(settings, c, native=load() is not None)
     model, tiling = _load(settings, artifact, progress, ranks)
@@ -73,9 +75,21 @@ def build_cpu_runner(
         adapters,
         grammars,
         shared_pool=True,
+        cores=cores,
     )
     give_back_memory()
+    if cores is not None:
+        cores.lend()
     return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
+
+
+def _shared_cores(settings: EngineSettings) -> SharedCores | None:
+    """This worker's place among those that share the host's cores; ranks lend and do not borrow."""
+    if not settings.lends_cores:
+        return None
+    cores, own = host_cores(), settings.threads * settings.tensor_parallel
+    most = settings.threads if settings.tensor_parallel > 1 else cores
+    return SharedCores(own, most, cores, cores_file())
 
 
 @torch.inference_mode()

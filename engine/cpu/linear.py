@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 
-from engine.cpu.native.products import NativeInt8Weight, NativeWeight, native_fits
+from engine.cpu.native.products import (
+    NativeInt4Weight,
+    NativeInt8Weight,
+    NativeWeight,
+    native_fits,
+)
 from engine.numerics import NumericsSetupError, cancelling, same_bits
 
 TILE_ROWS = 16
@@ -169,9 +174,9 @@ class Linear:
         return y_MN
 
     @property
-    def native(self) -> NativeWeight | NativeInt8Weight | None:
+    def native(self) -> NativeWeight | NativeInt8Weight | NativeInt4Weight | None:
         """The packed weight if a native kernel takes it whole, whatever the number of rows."""
-        is_native = isinstance(self._packed, NativeWeight | NativeInt8Weight)
+        is_native = isinstance(self._packed, NativeWeight | NativeInt8Weight | NativeInt4Weight)
         return self._packed if is_native and self.rows is ANY_ROWS else None
 
     def _pack(self, weight_NK: torch.Tensor) -> Any:

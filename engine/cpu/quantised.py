@@ -6,8 +6,9 @@ neighbours, whatever the kernel does. Activations are written as two digits of 8
 with one digit every tenth token was another one. The kernel is our own where the CPU has VNNI, else
 oneDNN's, through which both digits go as twice the rows.
 
-**int4** keeps 32 inputs of one output as 4-bit levels with a scale and an offset, and multiplies
-bf16 activations. GGUF's Q4_1 and Q4_0 have the same groups, so their levels are found again.
+**int4** keeps 32 inputs of one output as 4-bit levels with a scale and an offset, for bf16
+activations: our own kernel makes two digits of them too, torch's multiplies them as they are.
+GGUF's Q4_1 and Q4_0 have the same groups, so their levels are found again.
 
 The LM head is int8 under both, with one digit: the best logits of each row are computed from the
 plain embedding anyway. What this loses, in figures: ``docs/quantisation.md``.
@@ -23,7 +24,7 @@ import torch
 from engine.artifacts.artifact import ModelError
 from engine.core.errors import InternalError
 from engine.cpu.linear import ANY_ROWS, Linear
-from engine.cpu.native.products import NativeInt8Weight, int8_fits
+from engine.cpu.native.products import NativeInt4Weight, NativeInt8Weight, int8_fits
 from engine.loading.memory import INT4_GROUP_INPUTS
 
 _LEVELS = 127.0
@@ -112,22 +113,28 @@ class Int4Linear(Linear):
     def __init__(self, weight_NK: torch.Tensor) -> None:
         super().__init__(weight_NK, ANY_ROWS)
 
-    def _pack(self, weight_NK: torch.Tensor) -> torch.Tensor:
+    def _pack(self, weight_NK: torch.Tensor) -> Any:
         outputs, inputs = weight_NK.shape
-        whole = torch.empty(outputs, inputs, dtype=torch.int32)
         groups = inputs // INT4_GROUP_INPUTS
-        self._scales = torch.empty(groups, outputs, 2, dtype=torch.bfloat16)
+        whole = torch.empty(outputs, inputs, dtype=torch.uint8)
+        scales, offsets = torch.empty(outputs, groups), torch.empty(outputs, groups)
         for rows in _slices(weight_NK):
-            levels, scale, offset = quantise_groups(weight_NK[rows].float())
-            # the kernel computes (level - 8) * scale + offset
-            pairs = torch.stack((scale, offset + 8 * scale), dim=-1)  # [rows, groups, 2]
-            self._scales[:, rows] = pairs.transpose(0, 1)
+            levels, scales[rows], offsets[rows] = quantise_groups(weight_NK[rows].float())
             whole[rows] = levels.flatten(1)
+        self._is_native = int8_fits(self.dtype)
+        if self._is_native:  # fp16, as GGUF's files have them
+            return NativeInt4Weight(whole, scales.half(), offsets.half())
+        # torch's kernel computes (level - 8) * scale + offset
+        pairs_NG2 = torch.stack((scales, offsets + 8 * scales), dim=-1)
+        self._scales = pairs_NG2.transpose(0, 1).bfloat16().contiguous()
         pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # noqa: SLF001
-        packed: torch.Tensor = pack(whole, 1)
+        packed: torch.Tensor = pack(whole.int(), 1)
         return packed
 
     def _multiply(self, x_MK: torch.Tensor) -> torch.Tensor:
+        if self._is_native:
+            native: torch.Tensor = self._packed(x_MK)
+            return native
         product = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001
         y_MN: torch.Tensor = product(x_MK, self._packed, INT4_GROUP_INPUTS, self._scales)
         return y_MN

@@ -13,6 +13,7 @@ is zeroed before they fail.
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,7 @@ class CpuRunner:
         adapters: What rows may name; by default an empty set in ``exact``.
         grammars: For requests with a grammar.
         shared_pool: Whether the other ranks of a tensor-parallel replica map this very memory.
+        cores: Claimed for the time of each step.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class CpuRunner:
         grammars: Grammars | None = None,
         *,
         shared_pool: bool = False,
+        cores: AbstractContextManager[object] | None = None,
     ) -> None:
         self.grammars = grammars
+        self._cores = cores or nullcontext()
         self.capabilities = RunnerCapabilities(
             prompt_logprobs=True, poolings=POOLINGS, grammars=grammars is not None, adapters=True
         )
@@ -147,6 +151,12 @@ class CpuRunner:
         self._sampler.begin_step()
         if not plan.rows:
             return []
+        with self._cores:
+            return self._compute(plan, on_layers_done)
+
+    def _compute(
+        self, plan: StepPlan, on_layers_done: Callable[[int], None] | None
+    ) -> list[list[SampledToken]]:
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, on_layers_done)
         sampled_from = [

@@ -226,6 +226,7 @@ async def _spawn(
     ours.setblocking(False)
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    settings = settings.on(len(os.sched_getaffinity(0)))
     if settings.emulated is not None:
         return EngineThread(settings, theirs, pool_fd), ours
     with theirs:

@@ -15,6 +15,7 @@ import psutil
 from config.fleet_file import FleetConfig
 from config.network import is_loopback
 from fleet.local.redis_server import RedisError, server_binary
+from fleet.pools.resources import engine_settings
 
 _LEAST_MEMORY_GIB = 4
 _LEAST_FILES = 1024
@@ -98,7 +99,7 @@ def notes(config: FleetConfig) -> list[str]:
     warnings = []
     if timing := config.pools.engine.emulated:
         warnings.append(f"pools.engine: emulated ({timing}): no model runs, answers are made up")
-    if config.pools.engine.emulated is None and config.threads_total > cores:
+    if config.pools.engine.emulated is None and (config.threads_total or 0) > cores:
         warnings.append(
             f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: steps "
             "will wait for each other; lower threads_per_rank or pools"
@@ -200,12 +201,13 @@ def _speed(config: FleetConfig) -> str:
 
     choose_native(config.numerics.native)
     try:
-        speed = measure(config.model, config.dtype, config.threads_per_rank)
+        threads = engine_settings(config, "decode").on(os.cpu_count() or 1).threads
+        speed = measure(config.model, config.dtype, threads)
     except NoPeerError as missing:
         return f"{description()}; not measured: {missing}"
     text = (
         f"{description()}; prefill {speed.prefill:.1f} x, decode {speed.decode:.1f} x a plain "
-        f"torch program, with {config.threads_per_rank} threads"
+        f"torch program, with {threads} threads"
     )
     if min(speed) < 1.0:
         raise RuntimeError(f"slower than it should be: {text}")

@@ -394,12 +394,13 @@ class ControllerActor:
             await self._registry.write_slot(self._record(news))
 
     def _record(self, news: Publish) -> WorkerRecord:
+        threads = self._config.threads_per_rank  # of `auto` the worker itself tells
         return WorkerRecord(
             worker_id=news.worker_id,
             role=news.role,
             state=news.state,
             epoch=news.epoch,
-            threads=self._config.threads_per_rank * self._config.pools.width(news.role),
+            threads=0 if threads == "auto" else threads * self._config.pools.width(news.role),
             reason=news.reason,
         )
 

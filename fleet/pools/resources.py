@@ -60,7 +60,8 @@ def worker_environment(config: FleetConfig) -> dict[str, str]:
     Spinning threads of two workers on two cores made an 18 ms step take 950 ms; waiting threads
     that sleep do not.
     """
-    threads = str(config.threads_per_rank)
+    auto = config.threads_per_rank == "auto"  # the engine's process is told by its shell
+    threads = "1" if auto else str(config.threads_per_rank)
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -114,7 +115,7 @@ def engine_settings(config: FleetConfig, role: Role) -> EngineSettings:
         kv_blocks=0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
         workers_on_host=_workers_on_a_host(config),
         device=os.environ.get("BATON_DEVICE", "cpu"),
-        threads=config.threads_per_rank,
+        threads=0 if config.threads_per_rank == "auto" else config.threads_per_rank,
         max_context_tokens=config.max_context_tokens or 0,  # 0: the model's own
         max_batch_requests=config.max_batch_requests,
         max_step_tokens=config.max_step_tokens,

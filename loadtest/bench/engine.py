@@ -1,17 +1,18 @@
 """Engine against the dense program of ``dense.py``, in one process, interleaved.
 
-    python -m loadtest.bench.engine [--threads 2] [--dtype bf16] [--rounds 5] [--json FILE]
+    python -m loadtest.bench.engine [--engines exact,fast] [--threads 2] [--dtype bf16] [--rounds 5]
 
 The machine is noisy, so the figure to read is the ratio: median time of the dense program divided
 by the median time of the engine (scheduler and sampling included), taken in turns. 1.0 is equal,
-above is faster. ``numerics: exact`` and ``fast`` stand beside each other.
+above is faster. Several engines stand beside each other: ``exact`` and ``fast``, or ``exact`` with
+fewer bits (``int8``, ``int4`` weights; ``+kv``: int8 KV too).
 """
 
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,17 @@ from engine.loading.open import load_weights
 from engine.numerics import Numerics
 from loadtest.bench.dense import DenseLlama
 
-MODES: tuple[Numerics, ...] = ("exact", "fast")
+ENGINES: dict[str, tuple[Numerics, str, str]] = {
+    "exact": ("exact", "none", ""),
+    "fast": ("fast", "none", ""),
+    "int8": ("exact", "int8", ""),
+    "int4": ("exact", "int4", ""),
+    "kv": ("exact", "none", "int8"),
+    "int8+kv": ("exact", "int8", "int8"),
+    "int4+kv": ("exact", "int4", "int8"),
+}
+"""Numerics, weights and KV of each engine by name; no KV: as the activations."""
+
 PREFILLS = (512, 2048)
 BATCHES = (32, 16, 4, 1)
 CONTEXTS = (128, 1024)
@@ -46,26 +57,29 @@ WARM_TOKENS = 1000  # that a sequence may write while it is measured
 
 @dataclass(frozen=True)
 class Figure:
-    """One case: medians in tokens/s, and ratios to the dense program."""
+    """One case: medians in tokens/s, and each engine's ratio to the dense program."""
 
     case: str
-    dense_tokens_per_s: float
-    exact_tokens_per_s: float
-    fast_tokens_per_s: float
-    exact_ratio: float
-    fast_ratio: float
+    tokens_per_s: dict[str, float]
+    ratio: dict[str, float]
 
 
 class EngineUnderTest:
     """An engine with its scheduler, stepped by hand."""
 
     def __init__(
-        self, artifact: ModelArtifact, dtype: str, numerics: Numerics, blocks: int
+        self,
+        artifact: ModelArtifact,
+        dtype: str,
+        numerics: Numerics,
+        blocks: int,
+        weights: str = "none",
+        kv: str = "",
     ) -> None:
         with torch.inference_mode():
-            model = load_model(artifact, dtype, numerics)
-            tiling = attention_tiling(artifact.config, dtype, numerics)
-        geometry = kv_geometry(artifact.config, dtype, blocks)
+            model = load_model(artifact, dtype, numerics, quantisation=weights)
+            tiling = attention_tiling(artifact.config, dtype, numerics, kv)
+        geometry = kv_geometry(artifact.config, kv or dtype, blocks)
         runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
         self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=max(BATCHES)))
         self._vocab = artifact.config.vocab_size
@@ -127,7 +141,14 @@ def _timed(work: Callable[[], object]) -> float:
 class Bench:
     """All contestants over one model."""
 
-    def __init__(self, artifact: ModelArtifact, dtype: str, rounds: int, console: Console) -> None:
+    def __init__(
+        self,
+        artifact: ModelArtifact,
+        dtype: str,
+        engines: Sequence[str],
+        rounds: int,
+        console: Console,
+    ) -> None:
         self._rounds = rounds
         self._console = console
         need = max(BATCHES) * (max(CONTEXTS) + 256)
@@ -140,7 +161,11 @@ class Bench:
             self._dense = DenseLlama(
                 artifact.config, weights, max(BATCHES), max(CONTEXTS) + STEPS + 2
             )
-        self._engines = {mode: EngineUnderTest(artifact, dtype, mode, blocks) for mode in MODES}
+        self._engines = {}
+        for name in engines:
+            numerics, kept, kv = ENGINES[name]
+            engine = EngineUnderTest(artifact, dtype, numerics, blocks, kept, kv)
+            self._engines[name] = engine
         self._vocab = artifact.config.vocab_size
         self.figures: list[Figure] = []
 
@@ -164,23 +189,14 @@ class Bench:
     def _record(self, case: str, tokens: int, times: dict[str, list[float]]) -> None:
         median = {name: statistics.median(values) for name, values in times.items()}
         rate = {name: tokens / value for name, value in median.items()}
-        figure = Figure(
-            case,
-            rate["dense"],
-            rate["exact"],
-            rate["fast"],
-            median["dense"] / median["exact"],
-            median["dense"] / median["fast"],
-        )
-        self.figures.append(figure)
-        self._console.print(
-            f"{case}: dense {figure.dense_tokens_per_s:.0f} tokens/s, "
-            f"exact x {figure.exact_ratio:.2f}, fast x {figure.fast_ratio:.2f}"
-        )
+        ratio = {name: median["dense"] / median[name] for name in self._engines}
+        self.figures.append(Figure(case, rate, ratio))
+        found = ", ".join(f"{name} x {value:.2f}" for name, value in ratio.items())
+        self._console.print(f"{case}: dense {rate['dense']:.0f} tokens/s, {found}")
 
     def _prefill(self, tokens: int) -> None:
         prompt = torch.randint(self._vocab, (1, tokens))
-        times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in MODES}}
+        times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in self._engines}}
         for turn in range(self._rounds + 1):
             rates = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
             for mode, engine in self._engines.items():
@@ -191,7 +207,7 @@ class Bench:
         self._record(f"prefill {tokens}", tokens, times)
 
     def _decode(self, batch: int, context: int) -> None:
-        times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in MODES}}
+        times: dict[str, list[float]] = {"dense": [], **{mode: [] for mode in self._engines}}
         for turn in range(self._rounds + 1):
             tokens = torch.randint(self._vocab, (batch, 1))
             for position in range(context, context + STEPS):
@@ -211,22 +227,24 @@ def main(
     model: Annotated[str, typer.Option(help="Model reference.")] = DEFAULT_MODEL,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    engines: Annotated[str, typer.Option(help=f"Of {', '.join(ENGINES)}.")] = "exact,fast",
     rounds: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:
     """Measure the engine against a dense torch program and print the ratios."""
     torch.set_num_threads(threads)
     console = Console()
-    bench = Bench(resolve_model(model), dtype, rounds, console)
+    names = engines.split(",")
+    if unknown := set(names) - set(ENGINES):
+        raise typer.BadParameter(f"--engines: {sorted(unknown)} not among {', '.join(ENGINES)}")
+    bench = Bench(resolve_model(model), dtype, names, rounds, console)
     bench.run()
     table = Table(title=f"tokens/s and ratio to the dense program; {dtype}, {threads} threads")
-    for column in ("case", "dense", "exact", "fast", "exact ratio", "fast ratio"):
+    for column in ("case", "dense", *names, *(f"{name} ratio" for name in names)):
         table.add_column(column, justify="left" if column == "case" else "right")
     for f in bench.figures:
-        rates = (f.dense_tokens_per_s, f.exact_tokens_per_s, f.fast_tokens_per_s)
-        table.add_row(
-            f.case, *(f"{r:.0f}" for r in rates), f"{f.exact_ratio:.2f}", f"{f.fast_ratio:.2f}"
-        )
+        rates = (f"{rate:.0f}" for rate in f.tokens_per_s.values())
+        table.add_row(f.case, *rates, *(f"{ratio:.2f}" for ratio in f.ratio.values()))
     console.print(table)
     if json_file is not None:
         record = {

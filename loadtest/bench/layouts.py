@@ -113,20 +113,22 @@ def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int)
 
 
 @contextlib.contextmanager
-def _fleet(folder: Path, *, pair: bool) -> Iterator[str]:
+def _fleet(folder: Path, *, pair: bool, pinned: bool) -> Iterator[str]:
     folder.mkdir(parents=True)
     cores = os.cpu_count() or 1
     port = _free_port()
-    threads, pools = (cores // 2, (1, 1)) if pair else (cores, (0, 1))
+    pools, threads = ((1, 1), str(max(cores // 2, 1))) if pair else ((0, 1), str(cores))
+    if pair and not pinned:
+        threads = "auto"
     (folder / "fleet.yaml").write_text(
         f"fleet: bench-{folder.name}\nport: {port}\nmodel: {DEFAULT_MODEL}\n"
-        f"pools: {{prefill: {pools[0]}, decode: {pools[1]}}}\nthreads_per_rank: {max(threads, 1)}\n"
+        f"pools: {{prefill: {pools[0]}, decode: {pools[1]}}}\nthreads_per_rank: {threads}\n"
         "kv_blocks_per_worker: 1024\nmax_context_tokens: 4096\n"
     )
     command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
     url = f"http://127.0.0.1:{port}"
     with _process(command, folder, {"BATON_HOME": str(folder / "home")}, f"{url}/health/ready"):
-        if pair:
+        if pinned:
             _pin(url, cores)
         yield url
 
@@ -145,21 +147,22 @@ def _llama(folder: Path) -> Iterator[str]:
 
 
 SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
-    "pair": lambda folder: _fleet(folder, pair=True),
-    "one": lambda folder: _fleet(folder, pair=False),
+    "pair": lambda folder: _fleet(folder, pair=True, pinned=True),
+    "lending": lambda folder: _fleet(folder, pair=True, pinned=False),
+    "one": lambda folder: _fleet(folder, pair=False, pinned=False),
     "llama": _llama,
 }
 """Starts a server in a folder that is not there yet, and gives its URL while it is up."""
 
 
-def columns(console: Console) -> list[Layout]:
+def columns(console: Console, layouts: Sequence[Layout] = LAYOUTS) -> list[Layout]:
     """The layouts, and llama-server where it is built; what is missing is said."""
     try:
         Peer(cache_folder())
     except PeerError as missing:
         console.print(f"llama-server: not run ({missing})")
-        return list(LAYOUTS)
-    return [*LAYOUTS, PEER]
+        return list(layouts)
+    return [*layouts, PEER]
 
 
 @contextlib.contextmanager
@@ -175,7 +178,8 @@ def _process(
             until_s = time.monotonic() + START_LIMIT_S
             while not _answers(ready):
                 if process.poll() is not None or time.monotonic() > until_s:
-                    raise RuntimeError(f"{command[0]} is not ready: see {folder / 'log'}")
+                    said = (folder / "log").read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"{' '.join(command)} is not ready; it said:\n{said}")
                 time.sleep(0.5)
             yield
         finally:

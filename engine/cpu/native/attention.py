@@ -18,6 +18,7 @@ import torch
 from engine.core.geometry import KvGeometry
 from engine.cpu.attention import AttentionTiling, Span
 from engine.cpu.native.library import load, sums
+from engine.cpu.native.threads import job_threads
 
 BLOCK_TOKENS = 16
 _FORMATS = {"bf16": 0, "int8": 1, "fp8": 2}  # of a pool; the numbers are those of pages.h
@@ -136,9 +137,7 @@ class NativeAttention:
             rows.append((span.row, span.start, span.count, place))
             tables.append(np.asarray(span.blocks[:count], dtype=np.int32))
             place += count
-        return NativeCalls(
-            np.asarray(rows, dtype=np.int32), np.concatenate(tables), torch.get_num_threads()
-        )
+        return NativeCalls(np.asarray(rows, dtype=np.int32), np.concatenate(tables), job_threads())
 
     def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
         """Order of decode rows: as they come."""

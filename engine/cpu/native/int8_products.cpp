@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "digits.h"
 #include "kernels.h"
 #include "scratch.h"
 #include "team.h"
@@ -29,76 +30,25 @@ namespace {
 constexpr int kPanel = 32;   // outputs
 constexpr int kQuad = 4;     // inputs of one lane
 constexpr int kShift = 128;  // makes a digit unsigned
-constexpr float kLevels = 127.0f;
-constexpr float kDigit = 254.0f;  // the second digit counts in parts of half the first's last place
-constexpr float kTiny = 1e-30f;
 constexpr long kUnitsPerThread = 4;
 constexpr long kMostRows = 96;  // of a unit: they stay in the L2 cache
 
 struct Product {
-  const void* x;
-  long x_stride;
-  bool is_bf16;
+  baton::DigitRows x;
   const int8_t* weights;
   const float* scales;     // of outputs
   const int32_t* offsets;  // what the shift adds
   void* y;
   long y_stride;
-  long rows, outputs, inputs;
-  int digits;
-  uint8_t* packed;    // digits of all rows
-  float* row_scales;
+  long rows, outputs;
 
-  long quads() const { return (inputs + kQuad - 1) / kQuad; }
+  long quads() const { return (x.inputs + kQuad - 1) / kQuad; }
   long panels() const { return (outputs + kPanel - 1) / kPanel; }
-  long row_bytes() const { return (quads() * kQuad + 63) / 64 * 64; }
 };
 
-inline __m512 input(const Product& p, long row, long at, __mmask16 mask) {
-  if (p.is_bf16) {
-    const auto* x = static_cast<const uint16_t*>(p.x) + row * p.x_stride + at;
-    return baton::widen(_mm256_maskz_loadu_epi16(mask, x));
-  }
-  return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(p.x) + row * p.x_stride + at);
-}
-
-inline __mmask16 lanes(long left) { return left >= 16 ? 0xffff : (1u << left) - 1; }
-
-inline __m128i shifted(__m512 digits) {
-  const __m512i whole = _mm512_cvtps_epi32(digits);
-  return _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(kShift)));
-}
-
-inline __m512 rounded(__m512 values) {
-  return _mm512_roundscale_ps(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-
-void quantise(const Product& p, long row) {
-  __m512 most = _mm512_setzero_ps();
-  __mmask16 nan = 0;
-  for (long i = 0; i < p.inputs; i += 16) {
-    const __m512 x = input(p, row, i, lanes(p.inputs - i));
-    nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    most = _mm512_max_ps(most, _mm512_abs_ps(x));
-  }
-  const float scale = std::max(_mm512_reduce_max_ps(most) * (1.0f / kLevels), kTiny);
-  p.row_scales[row] = nan ? std::nanf("") : scale;  // a row that is wrong stays so
-  uint8_t* to = p.packed + row * p.digits * p.row_bytes();
-  const __m512 by = _mm512_set1_ps(scale);
-  for (long i = 0; i < p.row_bytes(); i += 16) {
-    const long left = std::max(0L, p.inputs - i);
-    const __m512 x = _mm512_div_ps(input(p, row, i, lanes(left)), by);
-    const __m512 high = rounded(x);
-    _mm_store_si128(reinterpret_cast<__m128i*>(to + i), shifted(high));
-    if (p.digits == 1) continue;
-    const __m512 low = rounded(_mm512_mul_ps(_mm512_sub_ps(x, high), _mm512_set1_ps(kDigit)));
-    _mm_store_si128(reinterpret_cast<__m128i*>(to + p.row_bytes() + i), shifted(low));
-  }
-}
-
 inline void store(const Product& p, long row, long column, __m512 values) {
-  const __mmask16 mask = lanes(std::max(0L, p.outputs - column));
-  if (p.is_bf16) {
+  const __mmask16 mask = baton::lanes(std::max(0L, p.outputs - column));
+  if (p.x.is_bf16) {
     auto* y = static_cast<uint16_t*>(p.y) + row * p.y_stride + column;
     _mm256_mask_storeu_epi16(y, mask, baton::narrow(values));
   } else {
@@ -108,12 +58,8 @@ inline void store(const Product& p, long row, long column, __m512 values) {
 
 #ifdef __AVX512VNNI__
 constexpr int kSupported = 1;
-inline __m512i add_products(__m512i sums, __m512i digits, __m512i weights) {
-  return _mm512_dpbusd_epi32(sums, digits, weights);
-}
 #else
-constexpr int kSupported = 0;  // nobody calls
-inline __m512i add_products(__m512i sums, __m512i, __m512i) { return sums; }
+constexpr int kSupported = 0;
 #endif
 
 template <int R, int D>  // rows, digits
@@ -123,9 +69,9 @@ void kernel(const Product& p, long row, long panel) {
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int d = 0; d < D; ++d) sums[r][d][0] = sums[r][d][1] = _mm512_setzero_si512();
-  const long quads = p.quads(), bytes = p.row_bytes();
+  const long quads = p.quads(), bytes = p.x.row_bytes();
   const int8_t* w = p.weights + panel * quads * kPanel * kQuad;
-  const uint8_t* x = p.packed + row * D * bytes;
+  const uint8_t* x = p.x.packed + row * D * bytes;
   for (long quad = 0; quad < quads; ++quad, w += kPanel * kQuad, x += kQuad) {
     const __m512i low = _mm512_load_si512(w), high = _mm512_load_si512(w + 64);
 #pragma GCC unroll 16
@@ -135,8 +81,8 @@ void kernel(const Product& p, long row, long panel) {
         int32_t four;
         std::memcpy(&four, x + (r * D + d) * bytes, 4);
         const __m512i digits = _mm512_set1_epi32(four);
-        sums[r][d][0] = add_products(sums[r][d][0], digits, low);
-        sums[r][d][1] = add_products(sums[r][d][1], digits, high);
+        sums[r][d][0] = baton::add_products(sums[r][d][0], digits, low);
+        sums[r][d][1] = baton::add_products(sums[r][d][1], digits, high);
       }
   }
   for (int half = 0; half < 2; ++half) {
@@ -147,10 +93,10 @@ void kernel(const Product& p, long row, long panel) {
       __m512 y = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][0][half], offset));
       if (D == 2) {
         const __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][D - 1][half], offset));
-        y = _mm512_fmadd_ps(low, _mm512_set1_ps(1.0f / kDigit), y);
+        y = _mm512_fmadd_ps(low, _mm512_set1_ps(1.0f / baton::kDigit), y);
       }
       const __m512 both = _mm512_mul_ps(y, scale);
-      store(p, row + r, column, _mm512_mul_ps(both, _mm512_set1_ps(p.row_scales[row + r])));
+      store(p, row + r, column, _mm512_mul_ps(both, _mm512_set1_ps(p.x.scales[row + r])));
     }
   }
 }
@@ -199,12 +145,11 @@ extern "C" void baton_int8_product(const void* x, long x_stride, int is_bf16,
                                    long outputs, long inputs, int digits, int threads) {
   if (rows == 0) return;
   static thread_local baton::Scratch packed, row_scales;
-  Product p{x, x_stride, is_bf16 != 0, weights, scales, offsets, y, y_stride,
-            rows, outputs, inputs, digits, nullptr, nullptr};
-  p.packed = packed.take<uint8_t>(rows * digits * p.row_bytes());
-  p.row_scales = row_scales.take<float>(rows);
+  Product p{{x, x_stride, is_bf16 != 0, inputs, digits, nullptr, row_scales.take<float>(rows)},
+            weights, scales, offsets, y, y_stride, rows, outputs};
+  p.x.packed = packed.take<uint8_t>(rows * digits * p.x.row_bytes());
   const bool large = rows * inputs > (1 << 15);
-  baton::share(large ? threads : 1, rows, [&](long row) { quantise(p, row); });
+  baton::share(large ? threads : 1, rows, [&](long row) { p.x.quantise(row, kShift); });
   const long panels = p.panels(), most = digits == 2 ? 6 : 12;
   const long run = std::max(1L, panels / (threads * kUnitsPerThread));
   const long runs = (panels + run - 1) / run;

@@ -17,6 +17,8 @@ void baton_tile_product(const uint16_t* x, long x_stride, const uint16_t* weight
 void baton_int8_product(const void* x, long x_stride, int is_bf16, const int8_t* weights,
                         const float* scales, const int32_t* offsets, void* y, long y_stride,
                         long rows, long outputs, long inputs, int digits, int threads);
+void baton_int4_product(const uint16_t* x, long x_stride, const uint8_t* weights, uint16_t* y,
+                        long y_stride, long rows, long outputs, long inputs, int threads);
 void baton_store(const uint16_t* new_keys, const uint16_t* new_values, long new_stride,
                  uint8_t* keys, uint8_t* values, long token_bytes, long head_bytes, int format,
                  const int32_t* spans, int num_spans, const int32_t* tables, int num_kv_heads,

@@ -10,7 +10,7 @@
 namespace {
 
 struct Matrix {  // one of a layer's four
-  int64_t kind;  // 0 bf16 for VDPBF16PS, 1 bf16 for tiles, 2 of 8 bits
+  int64_t kind;  // 0 bf16 for VDPBF16PS, 1 bf16 for tiles, 2 of 8 bits, 3 of 4 bits
   const void* packed;
   const float* scales;
   const int32_t* offsets;
@@ -51,6 +51,9 @@ void multiply(const Matrix& m, const Model& model, const uint16_t* x, long x_str
   else if (m.kind == 1)
     baton_tile_product(x, x_stride, bf16, y, m.outputs, rows, m.outputs, m.inputs, threads,
                        static_cast<int>(model.sums));
+  else if (m.kind == 3)
+    baton_int4_product(x, x_stride, static_cast<const uint8_t*>(m.packed), y, m.outputs, rows,
+                       m.outputs, m.inputs, threads);
   else
     baton_int8_product(x, x_stride, 1, static_cast<const int8_t*>(m.packed), m.scales, m.offsets, y,
                        m.outputs, rows, m.outputs, m.inputs, static_cast<int>(m.digits), threads);

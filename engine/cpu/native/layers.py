@@ -15,7 +15,7 @@ import torch
 from engine.cpu.linear import Linear
 from engine.cpu.native.attention import NativeAttention, NativeCalls
 from engine.cpu.native.library import PAIRS, load, sums
-from engine.cpu.native.products import NativeInt8Weight, NativeWeight
+from engine.cpu.native.products import NativeInt4Weight, NativeInt8Weight, NativeWeight
 from engine.models.layer import LayerVectors
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
@@ -175,9 +175,12 @@ def _matrix(linear: Linear) -> _Matrix:
             outputs=linear.outputs,
             inputs=linear.inputs,
         )
-    if not isinstance(packed, NativeWeight):
+    if isinstance(packed, NativeInt4Weight):
+        kind = 3
+    elif isinstance(packed, NativeWeight):
+        kind = 0 if sums() == PAIRS else 1
+    else:
         raise TypeError("no native weight")
-    kind = 0 if sums() == PAIRS else 1
     return _Matrix(kind=kind, packed=packed.place, outputs=linear.outputs, inputs=linear.inputs)
 
 

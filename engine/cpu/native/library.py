@@ -29,10 +29,17 @@ from pathlib import Path
 from engine.compiled import compiled
 
 SOURCES = (
-    *("team.h", "team.cpp", "vectors.h", "tiles.h", "pages.h", "attention.h"),
-    *("kernels.h", "scratch.h"),
+    *("team.h", "team.cpp", "cores.h", "cores.cpp"),
+    *("vectors.h", "tiles.h", "pages.h", "attention.h", "kernels.h", "scratch.h"),
     *("products.cpp", "tile_products.cpp", "tile_selftest.cpp", "int8_products.cpp"),
-    *("rows.cpp", "attention.cpp", "attention_tiles.cpp", "layers.cpp"),
+    *(
+        "digits.h",
+        "int4_products.cpp",
+        "rows.cpp",
+        "attention.cpp",
+        "attention_tiles.cpp",
+        "layers.cpp",
+    ),
 )
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
 _CPU_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # avx512_bf16 makes it faster
@@ -166,6 +173,10 @@ _ROWS = (_POINTER, _LONG)  # the first of them, and the elements from one to the
 _POOL = (_POINTER, _POINTER, _LONG, _LONG, _INT)  # K, V, bytes of tokens and heads, format
 _SPANS = (_POINTER, _INT, _POINTER)  # spans, how many, block tables
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "baton_cores_join": (None, (_POINTER, _INT, _INT, _INT, _INT)),
+    "baton_cores_claim": (None, (_INT,)),
+    "baton_threads": (_INT, (_INT,)),
+    "baton_threads_now": (_INT, (_INT,)),
     "baton_attention_supports": (_INT, (_INT, _INT)),
     "baton_attention": (
         None,
@@ -187,6 +198,9 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (*_ROWS, _INT, _POINTER, _POINTER, _POINTER, *_ROWS, _LONG, _LONG, _LONG, _INT, _INT),
     ),
+    "baton_int4_packed_size": (_LONG, (_LONG, _LONG)),
+    "baton_int4_pack": (None, (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT)),
+    "baton_int4_product": (None, (*_ROWS, _POINTER, *_ROWS, _LONG, _LONG, _LONG, _INT)),
     "baton_layers": (None, (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER)),
     "baton_residual": (
         None,

@@ -10,6 +10,7 @@ Each element has one order of its sums over K: its bits do not depend on how man
 import torch
 
 from engine.cpu.native.library import PAIRS, load, sums
+from engine.cpu.native.threads import job_threads
 
 _ALIGNED = 64  # bytes, of packed weights
 _PANEL = 32  # outputs: scales are padded to whole panels
@@ -40,7 +41,7 @@ class NativeWeight:
         pack = getattr(library, f"{kind}_pack")
         pack(
             *(weight_NK.data_ptr(), self._outputs, self._inputs, self.place),
-            torch.get_num_threads(),
+            job_threads(),
         )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -58,14 +59,14 @@ class NativeWeight:
             rows,
             self._outputs,
             self._inputs,
-            torch.get_num_threads(),
+            job_threads(),
             *self._sums,
         )
         return y_MN
 
 
 def int8_fits(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for weights of 8 bits with such activations: it needs VNNI."""
+    """Whether there are kernels for weights of 8 and 4 bits, these with bf16: they need VNNI."""
     library = load()
     fits = library is not None and bool(library.baton_int8_supported())
     return fits and dtype in (torch.bfloat16, torch.float32)
@@ -95,7 +96,7 @@ class NativeInt8Weight:
         self._memory, self.place = _aligned(size, torch.int8)
         library.baton_int8_pack(
             *(whole_NK.data_ptr(), self._outputs, self._inputs, self.place),
-            *(self.offsets.data_ptr(), torch.get_num_threads()),
+            *(self.offsets.data_ptr(), job_threads()),
         )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -117,7 +118,44 @@ class NativeInt8Weight:
             self._outputs,
             self._inputs,
             self.digits,
-            torch.get_num_threads(),
+            job_threads(),
+        )
+        return y_MN
+
+
+class NativeInt4Weight:
+    """A packed weight of 4 bits, for activations in bf16: ``level * scale + offset``.
+
+    Args:
+        levels_NK: Contiguous uint8 ``[outputs, inputs]``, from 0 to 15; whole groups of 32 inputs.
+        scale_NG: fp16 scales ``[outputs, groups]``.
+        offset_NG: fp16 offsets, likewise.
+    """
+
+    def __init__(
+        self, levels_NK: torch.Tensor, scale_NG: torch.Tensor, offset_NG: torch.Tensor
+    ) -> None:
+        library = load()
+        if library is None:
+            raise RuntimeError("ask int8_fits first")
+        self._outputs, self._inputs = levels_NK.shape
+        self._product = library.baton_int4_product
+        size = library.baton_int4_packed_size(self._outputs, self._inputs)
+        self._memory, self.place = _aligned(size, torch.uint8)
+        library.baton_int4_pack(
+            *(levels_NK.data_ptr(), scale_NG.data_ptr(), offset_NG.data_ptr()),
+            *(self._outputs, self._inputs, self.place, job_threads()),
+        )
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """``[M, K] -> [M, N]``, bf16."""
+        if x_MK.stride(1) != 1:
+            x_MK = x_MK.contiguous()
+        rows = x_MK.shape[0]
+        y_MN = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
+        self._product(
+            *(x_MK.data_ptr(), x_MK.stride(0), self.place, y_MN.data_ptr(), self._outputs),
+            *(rows, self._outputs, self._inputs, job_threads()),
         )
         return y_MN
 

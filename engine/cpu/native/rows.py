@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from engine.cpu.native.library import load
+from engine.cpu.native.threads import job_threads
 from engine.cpu.rows import Activation, TorchRows
 from engine.sampling import sample
 
@@ -61,7 +62,7 @@ class NativeRows(TorchRows):
             width,
             rows,
             width,
-            torch.get_num_threads(),
+            job_threads(),
         )
         return out_TE
 
@@ -80,7 +81,7 @@ class NativeRows(TorchRows):
             width,
             rows,
             width,
-            torch.get_num_threads(),
+            job_threads(),
         )
         return out_TE
 
@@ -91,7 +92,7 @@ class NativeRows(TorchRows):
         if not raw_SV.dtype == table_VE.dtype == torch.bfloat16:
             return super().refine(raw_SV, h_SE, table_VE, count)
         rows, width = h_SE.shape
-        threads = torch.get_num_threads()
+        threads = job_threads()
         ids_SC = torch.empty(rows, count, dtype=torch.int64)
         self._library.baton_largest(
             raw_SV.data_ptr(),
@@ -139,7 +140,7 @@ class NativeRows(TorchRows):
             rotated,
             width // head_dim - rotated,
             head_dim,
-            torch.get_num_threads(),
+            job_threads(),
         )
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -154,7 +155,7 @@ class NativeRows(TorchRows):
             rows,
             width,
             int(activation != "silu"),
-            torch.get_num_threads(),
+            job_threads(),
         )
         return out
 
@@ -173,7 +174,7 @@ def finite_rows(x_TN: torch.Tensor) -> list[bool]:
         finite_T.data_ptr(),
         rows,
         width,
-        torch.get_num_threads(),
+        job_threads(),
     )
     result: list[bool] = finite_T.tolist()
     return result

@@ -13,6 +13,8 @@
 #include <mutex>
 #include <thread>
 
+#include "cores.h"
+
 namespace baton {
 namespace {
 
@@ -38,12 +40,12 @@ class Team {
     while (started_ < helpers) start(started_++);
     work_ = work;
     job_ = job;
-    wanted_.store(helpers, std::memory_order_relaxed);
+    if (wanted_.exchange(helpers) < static_cast<uint32_t>(helpers)) wake(wanted_);
     done_.store(0, std::memory_order_relaxed);
     const uint64_t generation = (generation_of(word_.load()) + 1) & ((1u << 24) - 1);
     word_.store(generation << 40 | static_cast<uint64_t>(units) << 20);
     ticket_.fetch_add(1);
-    if (sleepers_.load() > 0) wake();
+    if (sleepers_.load() > 0) wake(ticket_);
     take(generation);
     for (int spins = 0; done_.load(std::memory_order_acquire) != units;) {
       if (++spins < kSpins)
@@ -65,11 +67,15 @@ class Team {
     }
   }
 
-  void start(int number) {
+  void start(uint32_t number) {
     std::thread([this, number] {
       while (true) {
         const uint32_t seen = ticket_.load();
-        if (number < wanted_.load(std::memory_order_relaxed)) take(generation_of(word_.load()));
+        if (const uint32_t wanted = wanted_.load(); number >= wanted) {
+          sleep(wanted_, wanted);  // parked: jobs that do not want it do not wake it
+          continue;
+        }
+        take(generation_of(word_.load()));
         wait(seen);
       }
     }).detach();
@@ -82,12 +88,16 @@ class Team {
       _mm_pause();
     }
     sleepers_.fetch_add(1);
-    while (ticket_.load() == seen)
-      syscall(SYS_futex, &ticket_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    while (ticket_.load() == seen) sleep(ticket_, seen);
     sleepers_.fetch_sub(1);
   }
 
-  void wake() { syscall(SYS_futex, &ticket_, FUTEX_WAKE_PRIVATE, kMaxHelpers, nullptr, nullptr, 0); }
+  static void sleep(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+  }
+  static void wake(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, kMaxHelpers, nullptr, nullptr, 0);
+  }
 
   std::mutex busy_;
   int started_ = 0;
@@ -95,13 +105,15 @@ class Team {
   const void* job_ = nullptr;
   alignas(64) std::atomic<uint64_t> word_{0};
   alignas(64) std::atomic<uint32_t> ticket_{0};
-  std::atomic<int> wanted_{0}, sleepers_{0};
+  std::atomic<uint32_t> wanted_{0};
+  std::atomic<int> sleepers_{0};
   alignas(64) std::atomic<long> done_{0};
 };
 
 }  // namespace
 
 void share(int threads, long units, Work work, const void* job) {
+  threads = allowed(threads);
   if (threads <= 1 || units <= 1) {
     for (long unit = 0; unit < units; ++unit) work(job, unit);
     return;

@@ -13,7 +13,7 @@ namespace baton {
 
 using Work = void (*)(const void* job, long unit);
 
-// Calls work(job, u) for every u in [0, units), on up to `threads` threads.
+// Calls work(job, u) for every u in [0, units), on up to `threads` threads, or fewer (``cores.h``).
 void share(int threads, long units, Work work, const void* job);
 
 template <class F>

@@ -31,6 +31,7 @@ CASES = [
     *itertools.product(["llama"], ["none"], ["bf16"], [way for way in WAYS if way != "emulate"]),
     ("gemma3", "int8", "int8", "emulate"),
     ("llama", "int8", "fp8", "vdp"),
+    ("llama", "int4", "bf16", "emulate"),
 ]
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from engine.cpu import quantised
 from engine.cpu.native import products
 from engine.cpu.native.library import load
-from engine.cpu.native.products import NativeWeight, int8_fits, native_fits
+from engine.cpu.native.products import NativeInt4Weight, NativeWeight, int8_fits, native_fits
 from engine.cpu.native.rows import NativeRows, finite_rows, native_rows
-from engine.cpu.quantised import Int8Linear
+from engine.cpu.quantised import Int4Linear, Int8Linear
 from engine.cpu.rows import TorchRows
 from engine.numerics import cancelling, same_bits
 from tests.engine.cpu.native_ways import OF_TILES, WAYS
@@ -130,13 +130,50 @@ def test_integer_products_are_those_of_onednn_and_rows_depend_on_themselves_alon
             assert same_bits(native(x[50 - count :]), whole[50 - count :]), count
 
 
+def of_four_bits(
+    x_MK: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    """What the kernel computes, in fp64 and plainly."""
+    weight = levels.double().unflatten(1, (-1, 32)) * scale.double()[..., None]
+    weight = (weight + offset.double()[..., None]).flatten(1)
+    unit = (x_MK.float().abs().amax(1, keepdim=True) * (1 / 127)).clamp_min(1e-30)
+    values = x_MK.float() / unit
+    low = ((values - values.round()) * 254).round()
+    return (values.round().double() + low.double() / 254) * unit.double() @ weight.T
+
+
+@pytest.mark.skipif(not int8_fits(torch.bfloat16), reason="no VNNI: torch has these products")
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (33, 32), (1, 96), (97, 1536)])
+def test_products_of_four_bits_are_right_and_rows_depend_on_themselves_alone(
+    outputs, inputs
+) -> None:
+    levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    scale = (torch.randn(outputs, inputs // 32) * 0.01).half()
+    offset = (torch.randn(outputs, inputs // 32) * 0.1).half()
+    layer = NativeInt4Weight(levels, scale, offset)
+    x = (torch.randn(200, inputs) * torch.exp2(torch.randint(-9, 9, (200, 1)).float())).bfloat16()
+    x[3] = 0
+    whole = layer(x)
+    expected = of_four_bits(x, levels, scale, offset)
+    size = x.double().abs() @ torch.full((inputs, outputs), 0.3, dtype=torch.float64)
+    assert bool(((whole - expected).abs() <= 0.004 * expected.abs() + 1e-5 * size).all())
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for count in (1, 2, 6, 7, 13, 97):
+            assert same_bits(layer(x[200 - count :]), whole[200 - count :]), count
+    some = slice(outputs // 3, outputs)
+    part = NativeInt4Weight(*(each[some].contiguous() for each in (levels, scale, offset)))
+    assert same_bits(part(x), whole[:, some])
+
+
 @pytest.mark.skipif(not int8_fits(torch.bfloat16), reason="no VNNI: oneDNN has these products")
 def test_integer_products_of_what_is_no_number_are_none() -> None:
-    x = torch.ones(3, 40)
+    x = torch.ones(3, 64).bfloat16()
     x[0, 39], x[2, 0] = float("nan"), float("inf")
-    y = Int8Linear(torch.randn(5, 40))(x)
-    assert torch.isnan(y[[0, 2]]).all()
-    assert torch.isfinite(y[1]).all()
+    for make in (Int8Linear, Int4Linear):
+        y = make(torch.randn(5, 64).bfloat16())(x)
+        assert torch.isnan(y[[0, 2]]).all()
+        assert torch.isfinite(y[1]).all()
 
 
 def test_what_is_stored_as_bf16_is_rounded_to_even_and_tiny_values_become_zero(sums) -> None:

@@ -1,0 +1,11 @@
+"""How many threads the native kernels are cut for."""
+
+import torch
+
+from engine.cpu.native.library import load
+
+
+def job_threads() -> int:
+    """Torch's threads, or more where idle cores are borrowed (``engine/cpu/cores.py``)."""
+    library, own = load(), torch.get_num_threads()
+    return own if library is None else int(library.baton_threads(own))
