@@ -40,6 +40,7 @@ class BatchState:
         running: Sequences of the batch.
         held: Finished prompts of PREFILL and HELD requests by request id, until they are released.
         fetching: HELD requests whose blocks are on their way from a tier.
+        overtaking: Reservations that wait for nothing but that.
         tiers: Where blocks go that the pool has no room for.
     """
 
@@ -54,6 +55,7 @@ class BatchState:
         self.running: list[TokenSequence] = []
         self.held: dict[str, TokenSequence] = {}
         self.fetching: dict[str, EngineRequest] = {}
+        self.overtaking: list[Reservation] = []
         self._next_sequence_id = 0
 
     # ---------------------------------------------------------------- reading
@@ -96,7 +98,7 @@ class BatchState:
 
     def has_work(self) -> bool:
         """Whether anything is left that may yield rows, now or after blocks come back."""
-        return bool(self.running or self.queue)
+        return bool(self.running or self.queue or self.fetching or self.overtaking)
 
     def load(self) -> Load:
         """What runs, what waits, and what is still to be computed."""
@@ -206,7 +208,9 @@ class BatchState:
         """
         need = self.pool.blocks_for(len(reservation.request.prompt) + 1)
         overtakes = not reservation.request.live_choices and 2 * need <= self.available_blocks()
-        if not (overtakes and self.reservations.grant(reservation)):
+        if overtakes and self.comes_back(reservation):
+            self.overtaking.append(reservation)
+        elif not (overtakes and self.reservations.grant(reservation)):
             self.enqueue(reservation)
 
     def run(self, sequence: TokenSequence) -> None:
@@ -245,13 +249,18 @@ class BatchState:
         hashes = self.new_sequence(request, 0, request.prompt).full_hashes(
             tokens, self.pool.block_tokens
         )
-        if not self._bring(request.request_id, hashes, request, always=True):
+        self._bring(request.request_id, hashes, request, always=True)
+        if not self.tiers.brings(request.request_id):
             return False
         self.fetching[request.request_id] = request
         return True
 
     def fetched(self) -> list[EngineRequest]:
-        """HELD requests that wait for no tier any more."""
+        """HELD requests that wait for no tier any more; reservations that do not go on."""
+        came = [waiting for waiting in self.overtaking if not self.tiers.brings(waiting)]
+        for reservation in came:
+            self.overtaking.remove(reservation)
+            self.await_kv(reservation)
         ready = [name for name in self.fetching if not self.tiers.brings(name)]
         return [self.fetching.pop(name) for name in ready]
 
@@ -374,6 +383,8 @@ class BatchState:
         """Give back what a reservation holds; nobody writes into its pages any more."""
         if reservation in self.queue:
             self.queue.remove(reservation)
+        if reservation in self.overtaking:
+            self.overtaking.remove(reservation)
         self.reservations.drop(reservation)
 
     def vacate(self, sequence: TokenSequence) -> None:

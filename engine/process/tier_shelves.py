@@ -74,7 +74,7 @@ class MemoryShelf:
 
     def read(self, place: int, block_hash: bytes) -> Bytes:
         """See ``Shelf``."""
-        data = self._blocks[place]
+        data: Bytes = self._blocks[place]
         if digest(block_hash, data) != self._digests[place]:
             raise DamagedError(f"block {place} of the memory tier")
         return data

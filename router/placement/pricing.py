@@ -10,7 +10,7 @@ instead of ten microseconds. Without a compiler the few workers of the shortlist
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from router.placement.worker_load import Rates, Report
 from router.request import Mode
 
 _COLUMNS = 14
+NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
 
 
 class Asked(NamedTuple):
@@ -71,6 +72,7 @@ class Pricing:
         self._reports: list[Report | None] = [None] * workers
         self._booked = np.zeros((workers, 3))
         self._cached = np.zeros(workers)
+        self._tiers = np.zeros((workers, 2))  # blocks, and the seconds until they are back
         self._asked = np.zeros(12)
         self._pulls = np.zeros(workers)  # measured bytes/s from the holder; 0: as is usual
         self._alone_s = np.zeros(workers)
@@ -120,6 +122,7 @@ class Pricing:
         cached: Iterable[tuple[int, int]],
         crowding: tuple[float, float],
         *,
+        tiers: Mapping[int, tuple[int, float]] = NO_TIERS_AT_ALL,
         avoid: int = -1,
         first: int = 0,
     ) -> list[Priced]:
@@ -130,6 +133,7 @@ class Pricing:
             booked: By worker, what its report does not hold yet.
             cached: By worker, how many of the prompt's blocks it has.
             crowding: Seconds that others wait for each second computed, in prefill and in decode.
+            tiers: By worker, how many blocks it has in its pool or below, and how long they take.
             avoid: A worker that is not to be taken; -1: none.
             first: Where to begin to look: of equal workers the first ones are paired.
         """
@@ -145,6 +149,9 @@ class Pricing:
             self._booked[touched] = list(loads.values())
         if keeps:
             self._cached[keeps] = list(held.values())
+        below = list(tiers)
+        if below:
+            self._tiers[below] = list(tiers.values())
         priced = self._price(asked.mode, avoid, first)
         if asked.held_blocks:  # now with the measured rates of those few that may be the best
             few = {index for one in priced for index in (one.computes, one.holds)}
@@ -158,12 +165,15 @@ class Pricing:
             self._booked[touched] = 0.0
         if keeps:
             self._cached[keeps] = 0.0
+        if below:
+            self._tiers[below] = 0.0
         return priced
 
     def _price(self, mode: Mode, avoid: int, first: int) -> list[Priced]:
         at, count, formats = self._at, self._workers, len(self._formats)
         self._library.baton_price_workers(
-            *(at.rows, count, at.asked, at.booked, at.cached, at.pulls, avoid, first, formats),
+            *(at.rows, count, at.asked, at.booked, at.cached, at.tiers, at.pulls),
+            *(avoid, first, formats),
             *(at.alone_s, at.prompts, at.answers, at.halves),
         )
         pairs = mode != "colocated"
@@ -202,6 +212,7 @@ class _Addresses(NamedTuple):
     asked: int
     booked: int
     cached: int
+    tiers: int
     pulls: int
     alone_s: int
     prompts: int

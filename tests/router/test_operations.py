@@ -142,6 +142,7 @@ async def test_a_request_can_be_explained(fleet):
         *(
             "queue_s",
             "adapter_s",
+            "bring_s",
             "pull_s",
             "compute_s",
             "transfer_s",

@@ -173,13 +173,13 @@ class KvTiers:
             always: Also where computing would be as fast: somebody else asks for them.
 
         Returns:
-            False where nothing comes: none of them is in a tier, it would take longer than to
-            compute them, or there is no room for them now.
+            False where there is no room for them now; else they are on their way, or none of them
+            is in a tier, or it would take longer than to compute them.
         """
         run = self._run(hashes, always=always)
         missing = [block_hash for block_hash, tier in run if tier is not None]
         if not missing:
-            return False
+            return True
         pool = self._pool
         here = [pool.match([block_hash])[0] for block_hash, tier in run if tier is None]
         pool.pin(here)
@@ -206,7 +206,8 @@ class KvTiers:
         self, hashes: Sequence[bytes], *, always: bool
     ) -> list[tuple[bytes, TierPlaces | None]]:
         """The leading blocks that need no computing; with each the tier to bring it from."""
-        pool, run, last = self._pool, [], 0
+        pool, last = self._pool, 0
+        run: list[tuple[bytes, TierPlaces | None]] = []
         for block_hash in hashes:
             tier = None
             if not pool.holds(block_hash):
@@ -324,7 +325,8 @@ class KvTiers:
         for depth, tier in enumerate(self._order, 1):
             touched.update(dict.fromkeys(tier.take_changes()))
             had = self._order[:depth]
-            stored, removed = [], []
+            stored: list[bytes] = []
+            removed: list[bytes] = []
             for block_hash in touched:
                 held = self._pool.holds(block_hash) or any(block_hash in one for one in had)
                 (stored if held else removed).append(block_hash)

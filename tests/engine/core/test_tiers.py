@@ -93,7 +93,7 @@ class Engine:
             while self.pending:
                 stepped = True
                 self.end_copy(0, outcome)
-            if not stepped and not self.core.batch.has_work() and not self.core.batch.fetching:
+            if not stepped and not self.core.batch.has_work():
                 return
         raise AssertionError("the engine did not become idle")
 
@@ -276,6 +276,23 @@ def test_the_index_is_told_what_can_be_had_from_each_tier():
         msgspec.msgpack.decode(msgspec.msgpack.encode(engine.events[-1]), type=ev.StepDone).tiers
         == engine.core.tiers.counts()
     )
+
+
+def test_a_prefix_that_a_peer_sends_lacks_only_what_no_tier_has_here():
+    engine = Engine(24, 64)
+    fill(engine)
+    spec = RequestSpec(
+        kind=Kind.REMOTE, params=SamplingParams(max_tokens=2), hash_seed=SEED, emitted=(None,)
+    )
+    prompt = [*prompt_of(0)[:96], *range(32)]  # 6 blocks lie in the tier, 2 nowhere
+    engine.core.scheduler.submit(EngineRequest(request_id="p", prompt=prompt, spec=spec), 0)
+    assert engine.core.batch.overtaking
+    engine.run()
+    (reserved,) = [event for event in engine.events if isinstance(event, ev.Reserved)]
+    assert reserved.skip_blocks == 6
+    engine.core.scheduler.cancel("p")
+    engine.run()
+    engine.baseline()
 
 
 class AnySchedule(RuleBasedStateMachine):
