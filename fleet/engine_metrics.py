@@ -83,13 +83,15 @@ class EngineMetrics:
             return
         self._tiers = step.tiers
         metrics, block_bytes = self._metrics, self._engine.client.ready.geometry.block_bytes
-        moved, failures = "baton_kv_tier_moved_bytes", "baton_kv_tier_failures"
         for tier in step.tiers:
             name = tier.name
             metrics.set("baton_kv_tier_blocks", tier.places, tier=name, state="total")
             metrics.set("baton_kv_tier_blocks", tier.held, tier=name, state="held")
-            metrics.count_up(moved, tier.saved * block_bytes, tier=name, direction="saved")
-            metrics.count_up(moved, tier.brought * block_bytes, tier=name, direction="brought")
-            metrics.count_up(failures, tier.lost, tier=name, reason="lost")
-            metrics.count_up(failures, tier.damaged, tier=name, reason="damaged")
-            metrics.count_up(failures, tier.failed, tier=name, reason="failed")
+            for direction, blocks in (("saved", tier.saved), ("brought", tier.brought)):
+                moved_bytes = blocks * block_bytes
+                metrics.count_up(
+                    "baton_kv_tier_moved_bytes", moved_bytes, tier=name, direction=direction
+                )
+            losses = {"lost": tier.lost, "damaged": tier.damaged, "failed": tier.failed}
+            for reason, lost in losses.items():
+                metrics.count_up("baton_kv_tier_failures", lost, tier=name, reason=reason)
