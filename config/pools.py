@@ -1,9 +1,16 @@
 """The pools of a fleet: how many replicas, of how many ranks, of which engine, on which ports."""
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from config.engine import EngineConfig
 from config.network import AbsoluteFile, FleetTlsConfig
@@ -20,10 +27,33 @@ class TensorParallelConfig(BaseModel):
     decode: Annotated[int, Field(ge=1, le=64)] = 1
 
 
+class KvTiersConfig(BaseModel):
+    """Where each worker keeps KV that its pool has no room for; 0: nowhere.
+
+    Attributes:
+        memory_mb: Of host memory, for each worker, beside its pool.
+        disk_mb: Of a disk, for each worker.
+        disk_folder: On that disk, on every host; each worker makes a folder of its own in it.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    memory_mb: Annotated[int, Field(ge=0, le=16_777_216)] = 0
+    disk_mb: Annotated[int, Field(ge=0, le=268_435_456)] = 0
+    disk_folder: AbsoluteFile | None = None
+
+    @model_validator(mode="after")
+    def _a_disk_has_a_folder(self) -> Self:
+        if self.disk_mb and self.disk_folder is None:
+            raise ValueError("disk_mb needs `disk_folder: FOLDER`, an absolute path")
+        return self
+
+
 class PoolsConfig(BaseModel):
     """How many replicas each pool has. A fleet of one pool only is the colocated mode.
 
     Attributes:
+        kv_tiers: Below each worker's pool: ``docs/kv-tiers.md``.
         ports: ``FIRST-LAST`` that workers listen on, for firewalls; None: the kernel chooses.
         tls: Certificates of all routers and workers. Without, they speak plain text.
         insecure: Says that plain text between hosts is meant.
@@ -42,6 +72,7 @@ class PoolsConfig(BaseModel):
     routers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     engine: EngineConfig = EngineConfig()
+    kv_tiers: KvTiersConfig = KvTiersConfig()
     ports: Annotated[str, StringConstraints(pattern=r"^\d{4,5}-\d{4,5}$")] | None = None
     tls: FleetTlsConfig | None = None
     insecure: bool = False

@@ -16,6 +16,7 @@ from engine.core.geometry import BLOCK_TOKENS
 from engine.core.params import SampledToken, finish_reason
 from engine.core.sequence import Kind
 from engine.process import messages
+from telemetry.prefix_tokens import count_cached
 from telemetry.tracing import extract, inject
 from wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
 from wire.requests import submit_from_wire
@@ -326,8 +327,8 @@ class DecodeRequest:
             return
         if transfer is not None:
             local_tokens = min(transfer.skip_blocks * BLOCK_TOKENS, prompt_tokens)
-            parts.metrics.inc("baton_prefix_tokens", local_tokens, source="local")
+            count_cached(parts.metrics, report.tier_tokens, local_tokens)
             parts.metrics.inc("baton_prefix_tokens", prompt_tokens - local_tokens, source="pulled")
         elif report.computed_tokens:
             parts.metrics.inc("baton_prefix_tokens", report.computed_tokens, source="computed")
-            parts.metrics.inc("baton_prefix_tokens", report.cached_tokens, source="local")
+            count_cached(parts.metrics, report.tier_tokens, report.cached_tokens)

@@ -259,6 +259,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 leased=load.blocks.in_use,
                 quarantined=load.blocks.quarantined,
             ),
+            kv_tiers=[
+                common_pb2.KvTier(
+                    name=tier.name,
+                    blocks=tier.places,
+                    held_blocks=tier.held,
+                    block_s=tier.block_ns / 1e9,
+                )
+                for tier in load.tiers
+            ],
             running=load.running,
             waiting=load.waiting,
             threads=self._threads,

@@ -21,6 +21,24 @@ class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int
 
 
+class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where KV goes that the pool has no room for; 0: no such tier.
+
+    Attributes:
+        disk_folder: Of this worker alone.
+    """
+
+    memory_mb: int = 0
+    disk_mb: int = 0
+    disk_folder: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tiers that are wanted, the fastest first."""
+        sizes = {"memory": self.memory_mb, "disk": self.disk_mb}
+        return tuple(name for name, size in sizes.items() if size)
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to build one engine process."""
 
@@ -31,6 +49,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     weight_quantisation: str = "none"  # or "int8", "int4"; on CUDA "fp8"
     kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
     kv_blocks: int = 1024  # 0 = sized from the memory that is free
+    kv_tiers: KvTierSettings = KvTierSettings()
     workers_on_host: int = 1  # that share it
     device: str = "cpu"  # "cpu", "cuda", or "auto": CUDA where torch sees a GPU
     threads: int = 1  # of a rank; 0: its part of the cores, and others' while they are idle

@@ -3,6 +3,7 @@
 import time
 
 from engine.core import events as ev
+from engine.core.tiers.tiers import TierCounts
 from engine.process.handle import EngineHandle
 from telemetry.metrics import Metrics
 
@@ -20,6 +21,7 @@ class EngineMetrics:
         self._engine = engine
         self._metrics = metrics
         self._max_adapters = max_adapters
+        self._tiers: tuple[TierCounts, ...] = ()
         engine.on_adapter_changed = self._note_adapter
         engine.after_step.append(self._note_step)
         if max_adapters:
@@ -60,6 +62,7 @@ class EngineMetrics:
         metrics.set("baton_running_requests", step.running)
         metrics.set("baton_waiting_requests", step.waiting)
         metrics.count_up("baton_kv_evictions", step.evictions)
+        self._show_tiers(step)
         metrics.count_up("baton_preemptions", step.preemptions)
         metrics.count_up("baton_spec_drafts", step.drafts)
         metrics.count_up("baton_spec_draft_tokens", step.draft_tokens)
@@ -74,3 +77,21 @@ class EngineMetrics:
         metrics.observe("baton_batch_requests", step.running)
         metrics.observe("baton_batch_tokens", step.prompt_tokens, kind="prefill")
         metrics.observe("baton_batch_tokens", step.decode_rows, kind="decode")
+
+    def _show_tiers(self, step: ev.StepDone) -> None:
+        if step.tiers == self._tiers:
+            return
+        self._tiers = step.tiers
+        metrics, block_bytes = self._metrics, self._engine.client.ready.geometry.block_bytes
+        for tier in step.tiers:
+            name = tier.name
+            metrics.set("baton_kv_tier_blocks", tier.places, tier=name, state="total")
+            metrics.set("baton_kv_tier_blocks", tier.held, tier=name, state="held")
+            for direction, blocks in (("saved", tier.saved), ("brought", tier.brought)):
+                moved_bytes = blocks * block_bytes
+                metrics.count_up(
+                    "baton_kv_tier_moved_bytes", moved_bytes, tier=name, direction=direction
+                )
+            losses = {"lost": tier.lost, "damaged": tier.damaged, "failed": tier.failed}
+            for reason, lost in losses.items():
+                metrics.count_up("baton_kv_tier_failures", lost, tier=name, reason=reason)

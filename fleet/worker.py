@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
 from registry.kv_events import KvEventPublisher
 from registry.redis_store import Registry
-from registry.types import WorkerRecord
+from registry.types import WorkerRecord, tier_incarnation
 from registry.workers import Presence
 from telemetry.logs import set_up_logs
 from telemetry.metrics import Metrics, serve_metrics
@@ -72,6 +72,7 @@ class _Parts:
     decode: DecodeService
     prefill: PrefillService
     publisher: KvEventPublisher
+    tier_publishers: Mapping[str, KvEventPublisher]
     presence: Presence
     registry: Registry
 
@@ -160,20 +161,23 @@ class Worker:
                 await sender.start(prefill.source)
                 undo.push_async_callback(sender.close)
 
-            publisher = KvEventPublisher(
-                registry,
-                identity.incarnation,
-                lambda name: metrics.inc("baton_task_failures", task=name),
-            )
-            undo.push_async_callback(publisher.stop)
+            count = _failure_counter(metrics)
+            publisher = KvEventPublisher(registry, identity.incarnation, count)
+            tier_publishers = {
+                tier: KvEventPublisher(
+                    registry, tier_incarnation(identity.incarnation, tier), count
+                )
+                for tier in settings.engine.kv_tiers.names
+            }
+            for one in (publisher, *tier_publishers.values()):
+                undo.push_async_callback(one.stop)
             record = _record(settings, identity, engine.client.ready, metrics_server.address)
-            presence = Presence(
-                registry, record, lambda name: metrics.inc("baton_task_failures", task=name)
-            )
+            presence = Presence(registry, record, count)
             undo.push_async_callback(presence.stop)
             undo.push_async_callback(server.stop, None)
             await server.start()
-            publisher.start()
+            for one in (publisher, *tier_publishers.values()):
+                one.start()
             presence.start()
             parts = _Parts(
                 engine=engine,
@@ -182,6 +186,7 @@ class Worker:
                 decode=decode,
                 prefill=prefill,
                 publisher=publisher,
+                tier_publishers=tier_publishers,
                 presence=presence,
                 registry=registry,
             )
@@ -203,6 +208,9 @@ class Worker:
     def _on_cache_changed(self, change: ev.CacheChanged) -> None:
         publisher = self._parts.publisher
         publisher.publish(list(change.stored), list(change.removed))
+        for below in change.tiers:
+            tier = self._parts.tier_publishers[below.tier]
+            tier.publish(list(below.stored), list(below.removed))
         self._parts.decode.event_sequence = publisher.sequence
         self._engine_metrics.note_cache(change)
 

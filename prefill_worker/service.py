@@ -26,6 +26,7 @@ from kvtransfer import chunk, sender
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from telemetry.metrics import Metrics
+from telemetry.prefix_tokens import count_cached
 from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing, extract
 from wire.capability import refusal
@@ -257,10 +258,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 span.set_attribute("baton.cached_tokens", report.cached_tokens)
                 span.end()
                 if not (handoff.start.probe or handoff.start.held_only):
-                    prompt_tokens = handoff.machine.prompt_tokens
-                    computed = prompt_tokens - report.cached_tokens
+                    computed = handoff.machine.prompt_tokens - report.cached_tokens
                     self._metrics.inc("baton_prefix_tokens", computed, source="computed")
-                    self._metrics.inc("baton_prefix_tokens", report.cached_tokens, source="local")
+                    count_cached(self._metrics, report.tier_tokens, report.cached_tokens)
             case ev.Ended():
                 self._ended(key, handoff, report)
                 if handoff.machine.done is None:

@@ -35,7 +35,14 @@ from redis.exceptions import RedisError
 
 from registry.connection import RedisUrlError, open_redis
 from registry.stream_entries import StreamEntry, parse_entry, with_log
-from registry.types import HASH_BYTES, EventBatch, Snapshot, WorkerRecord
+from registry.types import (
+    HASH_BYTES,
+    TIERS,
+    EventBatch,
+    Snapshot,
+    WorkerRecord,
+    tier_incarnation,
+)
 
 SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
@@ -120,6 +127,8 @@ class Registry:
         """Take a worker out: its record, and at once all that it held in the index."""
         await self.send(("DEL", self.key("worker", record.worker_id)))
         await self.forget(record.incarnation)
+        for tier in TIERS if record.incarnation else ():
+            await self.forget(tier_incarnation(record.incarnation, tier))
 
     async def write_slot(self, record: WorkerRecord, ttl_s: float = SLOT_TTL_S) -> None:
         """Write what the controller says about a slot (starting, draining, dead)."""

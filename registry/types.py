@@ -4,12 +4,16 @@ Nothing here does I/O, so that the router's prefix index and the tests can use i
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 import numpy as np
 
 INCARNATION_BYTES = HASH_BYTES = 16
+
+TIERS = ("memory", "disk")  # below a worker's pool, the fastest first
 
 Role = Literal["prefill", "decode"]
 WorkerState = Literal["starting", "ready", "draining", "dead"]
@@ -95,6 +99,16 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FeedItem = Snapshot | EventBatch | Heartbeat | Forget
+
+
+@lru_cache(maxsize=16_384)
+def tier_incarnation(incarnation: bytes, tier: str) -> bytes:
+    """Under what name events tell which blocks can be had from a tier of a worker.
+
+    That set holds what the tiers above it have, too, so that it can be matched by itself. Who does
+    not know tiers takes it for a worker that is not in the registry, and so never serves.
+    """
+    return blake2b(incarnation + tier.encode(), digest_size=INCARNATION_BYTES).digest()
 
 
 def split_hashes(packed: bytes) -> list[bytes]:

@@ -47,6 +47,11 @@ def _gauge(metric: str, *by: str, where: str = "") -> str:
     return f"sum{grouped} ({metric}{{{chosen}}})"
 
 
+def _or_none(query: str) -> str:
+    """0 where nothing has the metric: not every fleet has what it is about."""
+    return f"({query}) or vector(0)"
+
+
 def _counted(title: str, metric: str, *by: str, text: str = "") -> Panel:
     legend = " ".join(f"{{{{{label}}}}}" for label in by) or title
     return Panel(title, "short", ((legend, _rate(f"{metric}_total", *by)),), text=text)
@@ -167,6 +172,26 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
             ),
             _counted("Evictions a second", "baton_kv_evictions", "worker"),
             _counted("Preemptions a second", "baton_preemptions", "worker"),
+            Panel(
+                "KV to and from tiers below the pool",
+                "Bps",
+                (
+                    (
+                        "{{tier}} {{direction}}",
+                        _or_none(_rate("baton_kv_tier_moved_bytes_total", "tier", "direction")),
+                    ),
+                ),
+            ),
+            Panel(
+                "Blocks that tiers lost a second",
+                "short",
+                (
+                    (
+                        "{{tier}} {{reason}}",
+                        _or_none(_rate("baton_kv_tier_failures_total", "tier", "reason")),
+                    ),
+                ),
+            ),
             Panel(
                 "Prompt tokens by source, at the router",
                 "short",

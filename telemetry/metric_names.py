@@ -146,7 +146,7 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_generation_tokens": _count("Tokens sent.", "tenant", vllm="generation_tokens"),
     "baton_prefix_tokens": _count(
-        "Prompt tokens by where their KV came from: local, pulled, peer, computed.",
+        "Prompt tokens by where their KV came from: local, memory, disk, pulled, peer, computed.",
         "source",
         vllm_by_label=(("local", "prefix_cache_hits"),),
     ),
@@ -253,6 +253,18 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
 # A worker: its pool, its engine, its side of the hand-off.
 WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_kv_blocks": _gauge("KV blocks: total, free, cached, leased, quarantined.", "state"),
+    "baton_kv_tier_blocks": _gauge(
+        "Blocks below the pool, by tier (memory, disk) and state: held, total.", "tier", "state"
+    ),
+    "baton_kv_tier_moved_bytes": _count(
+        "KV copied into a tier (saved) and back into the pool (brought).", "tier", "direction"
+    ),
+    "baton_kv_tier_failures": _count(
+        "Blocks that were evicted before the tier had them (lost), came back wrong (damaged), or "
+        "could not be written (failed).",
+        "tier",
+        "reason",
+    ),
     "baton_kv_usage_ratio": _gauge("Leased blocks / total.", vllm="kv_cache_usage_perc"),
     "baton_kv_evictions": _count("Cached blocks given up for new ones."),
     "baton_preemptions": _count("Requests preempted and recomputed.", vllm="num_preemptions"),
@@ -273,7 +285,8 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         "Tokens per engine step: prefill, decode.", "kind", vllm="iteration_tokens_total"
     ),
     "baton_prefix_tokens": _count(
-        "Prompt tokens by where their KV came from: local, pulled, peer, computed.", "source"
+        "Prompt tokens by where their KV came from: local, memory, disk, pulled, peer, computed.",
+        "source",
     ),
     "baton_grammar_mask_seconds": _seconds("Of an engine step, what grammars took."),
     "baton_prefix_pulls": _count(

@@ -64,10 +64,10 @@ class Metrics:
             raise ValueError(f"{name} is a histogram: use observe()")
         child.inc(value)
 
-    def count_up(self, name: str, total: float) -> None:
-        """Bring a counter without labels up to a total that somebody else counts."""
-        if (delta := total - self.value(name)) > 0:
-            self.inc(name, delta)
+    def count_up(self, name: str, total: float, **labels: str) -> None:
+        """Bring a counter up to a total that somebody else counts."""
+        if (delta := total - self.value(name, **labels)) > 0:
+            self.inc(name, delta, **labels)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""

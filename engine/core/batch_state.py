@@ -6,7 +6,7 @@ queue ──admission──▶ running ──▶ ended         reservations: cap
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from engine.core import events as ev
@@ -17,6 +17,7 @@ from engine.core.plan import StepPlan
 from engine.core.reservations import Reservation, Reservations, ReservationState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import SpareBlocks
+from engine.core.tiers.tiers import KvTiers
 
 
 class Load(NamedTuple):
@@ -38,10 +39,14 @@ class BatchState:
         queue: What waits for blocks, in order.
         running: Sequences of the batch.
         held: Finished prompts of PREFILL and HELD requests by request id, until they are released.
+        fetching: HELD requests whose blocks are on their way from a tier.
+        overtaking: Reservations that wait for nothing but that.
+        tiers: Where blocks go that the pool has no room for.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, tiers: KvTiers | None = None) -> None:
         self.pool = pool
+        self.tiers = tiers or KvTiers(pool, ())
         self.reservations = Reservations(pool)
         self.spare = SpareBlocks(pool, self.reservations)
         self.events = self.reservations.events
@@ -49,6 +54,8 @@ class BatchState:
         self.queue: list[TokenSequence | Reservation] = []
         self.running: list[TokenSequence] = []
         self.held: dict[str, TokenSequence] = {}
+        self.fetching: dict[str, EngineRequest] = {}
+        self.overtaking: list[Reservation] = []
         self._next_sequence_id = 0
 
     # ---------------------------------------------------------------- reading
@@ -91,7 +98,7 @@ class BatchState:
 
     def has_work(self) -> bool:
         """Whether anything is left that may yield rows, now or after blocks come back."""
-        return bool(self.running or self.queue)
+        return bool(self.running or self.queue or self.fetching or self.overtaking)
 
     def load(self) -> Load:
         """What runs, what waits, and what is still to be computed."""
@@ -134,7 +141,9 @@ class BatchState:
         tables: list[Sequence[int]] = [sequence.blocks for sequence in self.running]
         tables += [sequence.blocks for sequence in self.held.values()]
         tables += [reservation.blocks for reservation in self.reservations]
+        tables += self.tiers.tables()
         self.pool.check_integrity(tables, self.reservations.draining())
+        self.tiers.check_integrity()
         for item in self.queue:
             if isinstance(item, TokenSequence) and item.blocks:
                 raise RuntimeError(f"waiting sequence {item.sequence_id} holds blocks")
@@ -199,7 +208,9 @@ class BatchState:
         """
         need = self.pool.blocks_for(len(reservation.request.prompt) + 1)
         overtakes = not reservation.request.live_choices and 2 * need <= self.available_blocks()
-        if not (overtakes and self.reservations.grant(reservation)):
+        if overtakes and self.comes_back(reservation):
+            self.overtaking.append(reservation)
+        elif not (overtakes and self.reservations.grant(reservation)):
             self.enqueue(reservation)
 
     def run(self, sequence: TokenSequence) -> None:
@@ -231,6 +242,50 @@ class BatchState:
         sequence.registered_blocks = len(blocks)
         self.held[request.request_id] = sequence
         return sequence
+
+    def fetch(self, request: EngineRequest) -> bool:
+        """Begin to bring back from a tier what a HELD request asks for; False: nothing comes."""
+        tokens = len(request.prompt)
+        hashes = self.new_sequence(request, 0, request.prompt).full_hashes(
+            tokens, self.pool.block_tokens
+        )
+        self._bring(request.request_id, hashes, request, always=True)
+        if not self.tiers.brings(request.request_id):
+            return False
+        self.fetching[request.request_id] = request
+        return True
+
+    def fetched(self) -> list[EngineRequest]:
+        """HELD requests that wait for no tier any more; reservations that do not go on."""
+        came = [waiting for waiting in self.overtaking if not self.tiers.brings(waiting)]
+        for reservation in came:
+            self.overtaking.remove(reservation)
+            self.await_kv(reservation)
+        ready = [name for name in self.fetching if not self.tiers.brings(name)]
+        return [self.fetching.pop(name) for name in ready]
+
+    def comes_back(self, item: TokenSequence | Reservation) -> bool:
+        """Whether leading blocks of what waits first are on their way from a tier.
+
+        They are asked for once, when there is room for them: what then is not in the pool is
+        computed, or comes from elsewhere.
+        """
+        request = item.request
+        if not item.asked_tiers and request.spec.cacheable:
+            if isinstance(item, Reservation):
+                hashes = self.reservations.hashes(request)
+            elif item.prompt_outputs is None:
+                hashes = item.full_hashes(len(item.tokens) - 1, self.pool.block_tokens)
+            else:
+                hashes = []
+            item.asked_tiers = self._bring(item, hashes, request)
+        return self.tiers.brings(item)
+
+    def _bring(
+        self, key: Hashable, hashes: list[bytes], request: EngineRequest, *, always: bool = False
+    ) -> bool:
+        promised = self.reservations.reserved_blocks
+        return self.tiers.bring(key, hashes, promised, request.tier_tokens, always=always)
 
     def pins_too_much(self, request: EngineRequest, need: int) -> bool:
         """Pins of finished prompts above half the pool make new prompts wait."""
@@ -328,6 +383,8 @@ class BatchState:
         """Give back what a reservation holds; nobody writes into its pages any more."""
         if reservation in self.queue:
             self.queue.remove(reservation)
+        if reservation in self.overtaking:
+            self.overtaking.remove(reservation)
         self.reservations.drop(reservation)
 
     def vacate(self, sequence: TokenSequence) -> None:
@@ -335,6 +392,7 @@ class BatchState:
         self.pool.release(sequence.blocks)
         sequence.found_tokens = sequence.registered_blocks * self.pool.block_tokens
         sequence.blocks, sequence.computed, sequence.registered_blocks = [], 0, 0
+        sequence.asked_tiers = False
         if sequence.prompt_outputs is not None:
             sequence.prompt_outputs = sequence.request.new_prompt_outputs()
         sequence.running = False

@@ -10,7 +10,7 @@ once it is full and computed; outside the engine, blocks in use are called ``lea
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 import msgspec
@@ -90,10 +90,17 @@ class BlockPool:
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
         self.evictions = 0
+        # Where there are tiers below (``engine/core/tiers``): what the first one holds, cached
+        # blocks that it lacks, and blocks that are being copied there.
+        self._saved: Container[bytes] | None = None
+        self._unsaved: OrderedDict[int, None] = OrderedDict()
+        self.guarded: set[int] = set()
+        self.unsaved_evictions = 0
 
     def available(self) -> int:
         """Blocks that ``allocate`` could hand out now."""
-        return len(self._free) + len(self._cached)
+        guarded = sum(block in self._cached for block in self.guarded)
+        return len(self._free) + len(self._cached) - guarded
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that ``tokens`` tokens occupy."""
@@ -125,6 +132,7 @@ class BlockPool:
         for block in blocks:
             if not self._references[block]:
                 del self._cached[block]
+                self._unsaved.pop(block, None)
             self._references[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
@@ -156,12 +164,15 @@ class BlockPool:
         return self._free.take(self._free.first_run(count)) if count > 1 else []
 
     def _evict(self, count: int) -> list[int]:
-        evicted = []
-        for _ in range(count):
-            block, _ = self._cached.popitem(last=False)
+        oldest = (block for block in self._cached if block not in self.guarded)
+        evicted = list(islice(oldest, count))
+        for block in evicted:
+            del self._cached[block]
+            if block in self._unsaved:
+                del self._unsaved[block]
+                self.unsaved_evictions += 1
             self._forget_hash(block)
             self.evictions += 1
-            evicted.append(block)
         return evicted
 
     def _forget_hash(self, block: int) -> None:
@@ -193,6 +204,49 @@ class BlockPool:
                 self._free.add(block)
             else:
                 self._cached[block] = None
+                if self._saved is not None and self._hash_of[block] not in self._saved:
+                    self._unsaved[block] = None
+
+    def save_into(self, tier: Container[bytes]) -> None:
+        """From now on tell which cached blocks a tier lacks."""
+        self._saved = tier
+
+    @property
+    def untouched(self) -> int:
+        """Blocks that can be taken without losing what no tier has."""
+        return len(self._free) + len(self._cached) - len(self._unsaved)
+
+    def oldest_unsaved(self, count: int) -> list[int]:
+        """Cached blocks that the tier lacks and that are not guarded, the next to go first."""
+        waiting = (block for block in self._unsaved if block not in self.guarded)
+        return list(islice(waiting, count))
+
+    def guard(self, block: int) -> None:
+        """Do not evict a block: it is being copied. It keeps its place among the others."""
+        self.guarded.add(block)
+
+    def unguard(self, block: int) -> None:
+        """The copy has ended."""
+        self.guarded.discard(block)
+
+    def note_saved(self, block: int) -> None:
+        """The tier has what the block holds, or will not take it."""
+        self._unsaved.pop(block, None)
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block of this hash is in the pool."""
+        return block_hash in self._block_of
+
+    def hash_of(self, block: int) -> bytes:
+        """The hash of a block that can be found.
+
+        Raises:
+            KeyError: It has none.
+        """
+        block_hash = self._hash_of[block]
+        if block_hash is None:
+            raise KeyError(block)
+        return block_hash
 
     def quarantine(self, blocks: Sequence[int]) -> None:
         """Put unshared blocks in use aside: someone may still be writing into them."""
@@ -264,5 +318,7 @@ class BlockPool:
         hashed = {block for block in range(self.total) if self._hash_of[block] is not None}
         if len(hashed) != len(self._block_of):
             raise RuntimeError("two blocks have one hash, or a hash that points to no block")
+        if not self._unsaved.keys() <= self._cached.keys() or not self.guarded <= hashed:
+            raise RuntimeError("a block waits to be saved, or is being saved, that is not cached")
         if hashed & (set(self._free) | self._quarantined) or not hashed.issuperset(self._cached):
             raise RuntimeError("a free block has a hash, or a cached one has none")

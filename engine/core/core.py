@@ -1,5 +1,7 @@
 """The engine without a process around it: scheduler plus model runner, stepped by the caller."""
 
+from collections.abc import Sequence
+
 from engine.core import events as ev
 from engine.core.blocks import BlockPool
 from engine.core.errors import NumericsError, TransferError
@@ -10,6 +12,8 @@ from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Kind
 from engine.core.speculative.proposers import Speculation
+from engine.core.tiers.places import TierPlaces
+from engine.core.tiers.tiers import Copied, Copy, KvTiers
 from telemetry.running_mean import RunningMean
 
 CHUNK_TIME_NS = 250_000_000  # a step with decodes in it takes no longer
@@ -27,6 +31,7 @@ class EngineCore:
         group_layers_bytes: KV of a PREFILL request is published in groups of layers of about this
             many bytes.
         speculation: Proposes the next tokens of answers; None for no draft tokens.
+        tiers: Below the pool, the fastest first; the caller makes their copies.
         check_every_step: Recount all blocks after every step and every failure (tests).
     """
 
@@ -37,12 +42,14 @@ class EngineCore:
         group_layers_bytes: int = 1 << 20,
         *,
         speculation: Speculation | None = None,
+        tiers: Sequence[TierPlaces] = (),
         check_every_step: bool = False,
     ) -> None:
         self.runner = runner
         self.geometry = runner.geometry
         self.pool = BlockPool(runner.geometry.num_blocks, runner.geometry.block_tokens)
-        self.scheduler = Scheduler(self.pool, config, runner.eos_token_ids)
+        self.tiers = KvTiers(self.pool, tiers)
+        self.scheduler = Scheduler(self.pool, config, runner.eos_token_ids, self.tiers)
         self.batch = self.scheduler.batch
         self.steps = 0
         self.numerics_failures = 0
@@ -56,6 +63,7 @@ class EngineCore:
     def plan(self, now_ns: int) -> StepPlan:
         """The next step; no rows means that there is nothing to do."""
         self.scheduler.max_step_tokens = self._token_budget()
+        self.tiers.token_ns = self._token_ns.value
         plan = self.scheduler.plan(now_ns)
         if self.speculation is None:
             return plan
@@ -66,6 +74,15 @@ class EngineCore:
             self.batch.spare.lend,
             self.scheduler.max_step_tokens,
         )
+
+    def take_copies(self, now_ns: int) -> list[Copy]:
+        """Blocks to copy between the pool and its tiers; the caller tells how each ends."""
+        self.tiers.save(now_ns)
+        return self.tiers.take_copies()
+
+    def copied(self, done: Copied, now_ns: int) -> None:
+        """One of these copies has ended."""
+        self.tiers.copied(done, now_ns)
 
     def publications(self, plan: StepPlan) -> list["Publication"]:
         """What the PREFILL rows of a plan will let others read, layer group by layer group."""
@@ -177,8 +194,9 @@ class EngineCore:
             self.batch.check_integrity()
         events = self.batch.take_events()
         stored, removed = self.pool.take_events()
-        if stored or removed:
-            events.append(ev.CacheChanged(tuple(stored), tuple(removed)))
+        below = self.tiers.take_changes([*stored, *removed])
+        if stored or removed or below:
+            events.append(ev.CacheChanged(tuple(stored), tuple(removed), below))
         events.append(self._load(plan, duration_ns))
         return events
 
@@ -205,6 +223,7 @@ class EngineCore:
             drafts=speculation.drafts if speculation else 0,
             draft_tokens=speculation.draft_tokens if speculation else 0,
             accepted_tokens=speculation.accepted_tokens if speculation else 0,
+            tiers=self.tiers.counts(),
         )
 
     def _token_budget(self) -> int:

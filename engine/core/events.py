@@ -5,6 +5,7 @@ import msgspec
 from engine.core.blocks import BlockCounts
 from engine.core.params import SampledToken
 from engine.core.prompt_outputs import PromptLogprobs
+from engine.core.tiers.tiers import TierChange, TierCounts
 
 ALL_LAYERS = -1
 
@@ -62,6 +63,7 @@ class PromptDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cached_tokens: int
     queue_ns: int
     prefill_ns: int
+    tier_tokens: dict[str, int] = {}  # as in ``Ended``
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
@@ -98,13 +100,15 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     preemptions: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
+    tier_tokens: dict[str, int] = {}  # of the cached ones, those that a tier gave back
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):
-    """Hashes of blocks that the pool gained and lost."""
+    """Hashes of blocks that the pool gained and lost, and what changed below it."""
 
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
+    tiers: tuple[TierChange, ...] = ()
 
 
 class AdapterChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -137,6 +141,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     drafts: int = 0  # since the start: rows that had draft tokens
     draft_tokens: int = 0  # since the start
     accepted_tokens: int = 0  # of them
+    tiers: tuple[TierCounts, ...] = ()
 
 
 Event = (

@@ -35,6 +35,7 @@ class Reservation:
     pinned: list[int] = field(default_factory=list)  # own cached prefix: will not travel
     need_blocks: int = 0  # counted, not yet taken (RESERVED)
     pages: list[int] = field(default_factory=list)  # taken for what arrives (BOUND)
+    asked_tiers: bool = False  # as of a sequence
 
     @property
     def blocks(self) -> list[int]:
@@ -102,7 +103,7 @@ class Reservations:
     def grant(self, reservation: Reservation) -> bool:
         """Count capacity and pin the cached prefix; False when it does not fit."""
         request = reservation.request
-        pinned = self._matching(request) if request.spec.cacheable else []
+        pinned = self._pool.match(self.hashes(request)) if request.spec.cacheable else []
         self._pool.pin(pinned)
         need = self._pool.blocks_for(len(request.prompt) + 1) - len(pinned)
         if need > self._pool.available() - self.reserved_blocks:
@@ -113,8 +114,8 @@ class Reservations:
         self.events.append(ev.Reserved(request.request_id, reservation.generation, len(pinned)))
         return True
 
-    def _matching(self, request: EngineRequest) -> list[int]:
-        """Blocks of the prompt that are here; the request keeps the hashes for its next grant."""
+    def hashes(self, request: EngineRequest) -> list[bytes]:
+        """Of the prompt's full blocks; the request keeps them for its next grant."""
         sequence = TokenSequence(
             sequence_id=0,
             request=request,
@@ -122,7 +123,7 @@ class Reservations:
             tokens=request.prompt,
             block_hashes=request.block_hashes,
         )
-        return self._pool.match(sequence.full_hashes(len(request.prompt), self._pool.block_tokens))
+        return sequence.full_hashes(len(request.prompt), self._pool.block_tokens)
 
     def bind(self, reservation: Reservation) -> bool:
         """Take the pages that were counted; False when growth has taken them meanwhile."""

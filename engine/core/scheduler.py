@@ -22,6 +22,7 @@ from engine.core.prompt_outputs import PromptOutputs
 from engine.core.reservations import Reservation, ReservationState
 from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import accepted_run
+from engine.core.tiers.tiers import KvTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,17 @@ class Scheduler:
         pool: All blocks.
         config: Limits.
         eos_token_ids: Tokens that end an answer.
+        tiers: Below the pool.
     """
 
     def __init__(
-        self, pool: BlockPool, config: SchedulerConfig, eos_token_ids: tuple[int, ...]
+        self,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        eos_token_ids: tuple[int, ...],
+        tiers: KvTiers | None = None,
     ) -> None:
-        self.batch = BatchState(pool)
+        self.batch = BatchState(pool, tiers)
         self.config = config
         self.max_step_tokens = config.max_step_tokens  # lowered when steps would take too long
         self._eos = frozenset(eos_token_ids)
@@ -70,10 +76,12 @@ class Scheduler:
             )
         request.check_emitted()
         request.submitted_ns = now_ns
-        if request.kind is Kind.HELD:
+        if request.kind is Kind.HELD and not self.batch.fetch(request):
             self._hold_cached(request, now_ns)
             return
         self._requests[request.request_id] = request
+        if request.kind is Kind.HELD:
+            return
         if request.kind is Kind.REMOTE:
             self.batch.await_kv(self.batch.reservations.new(request))
         elif request.spec.emitted:
@@ -83,12 +91,12 @@ class Scheduler:
 
     def _hold_cached(self, request: EngineRequest, now_ns: int) -> None:
         """A HELD request: nobody waits, nothing is computed."""
-        blocks = self.batch.hold_cached(request).blocks
+        blocks, size = self.batch.hold_cached(request).blocks, self.batch.pool.block_tokens
         self._requests[request.request_id] = request
         request.prompt_done_ns = now_ns
         self._note_admission(request, len(blocks), now_ns, blocks)
         if len(blocks) > request.spec.skip_blocks:
-            self.batch.events.append(self._published_prefix(request, len(blocks)))
+            self.batch.events.append(request.published_prefix(len(blocks), size))
         self.batch.events.append(request.prompt_done([]))
 
     def bind(self, request_id: str, generation: int) -> None:
@@ -196,6 +204,11 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> StepPlan:
         """Choose the rows of the next step (possibly none); blocks for them are taken."""
+        for request in self.batch.fetched():
+            try:
+                self._hold_cached(request, now_ns)
+            except BatonError as error:
+                self._end(request.request_id, error)
         rows: list[PlanRow] = []
         copies: list[tuple[int, int]] = []
         batch = self.batch
@@ -305,6 +318,8 @@ class Scheduler:
             if len(batch.running) + batch.reservations.granted >= self.config.max_batch_requests:
                 return None
             item = batch.queue[0]
+            if batch.comes_back(item):
+                return None
             taken = (
                 batch.reservations.grant(item)
                 if isinstance(item, Reservation)
@@ -338,19 +353,8 @@ class Scheduler:
         self.batch.run(sequence)
         self._note_admission(request, len(matched), now_ns, sequence.blocks)
         if request.kind is Kind.PREFILL and len(matched) > request.spec.skip_blocks:
-            self.batch.events.append(self._published_prefix(request, len(matched)))
+            self.batch.events.append(request.published_prefix(len(matched), pool.block_tokens))
         return True
-
-    def _published_prefix(self, request: EngineRequest, matched: int) -> ev.Published:
-        skip_blocks = request.spec.skip_blocks
-        return ev.Published(
-            request_id=request.request_id,
-            layer_begin=0,
-            layer_count=ev.ALL_LAYERS,
-            block_begin=skip_blocks,
-            block_count=matched - skip_blocks,
-            valid_tokens=(matched - skip_blocks) * self.batch.pool.block_tokens,
-        )
 
     def _note_admission(
         self,
@@ -424,6 +428,7 @@ class Scheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self.batch.fetching.pop(request_id, None)
         for sequence in self.batch.sequences_of(request_id):
             self.batch.remove(sequence)
         reservation = self.batch.reservations.take(request_id)
@@ -440,5 +445,6 @@ class Scheduler:
                 preemptions=request.preemptions,
                 cached_tokens=request.cached_tokens,
                 computed_tokens=len(request.prompt) - request.cached_tokens if done_ns else 0,
+                tier_tokens=request.tier_tokens,
             )
         )

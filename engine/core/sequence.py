@@ -59,6 +59,7 @@ class EngineRequest:
     admitted_ns: int = 0
     submitted_ns: int = 0
     prompt_done_ns: int = 0
+    tier_tokens: dict[str, int] = field(default_factory=dict)  # brought back for it, by tier
 
     def __post_init__(self) -> None:
         self.kind = self.spec.kind
@@ -98,6 +99,19 @@ class EngineRequest:
             cached_tokens=self.cached_tokens,
             queue_ns=self.admitted_ns - self.submitted_ns,
             prefill_ns=self.prompt_done_ns - self.admitted_ns,
+            tier_tokens=self.tier_tokens,
+        )
+
+    def published_prefix(self, matched_blocks: int, block_tokens: int) -> ev.Published:
+        """The report that those leading blocks may be read that the taker lacks."""
+        skip_blocks = self.spec.skip_blocks
+        return ev.Published(
+            request_id=self.request_id,
+            layer_begin=0,
+            layer_count=ev.ALL_LAYERS,
+            block_begin=skip_blocks,
+            block_count=matched_blocks - skip_blocks,
+            valid_tokens=(matched_blocks - skip_blocks) * block_tokens,
         )
 
     def new_prompt_outputs(self) -> PromptOutputs | None:
@@ -128,6 +142,7 @@ class TokenSequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
     registered_blocks: int = 0  # leading blocks whose hashes the pool was told
     running: bool = False
+    asked_tiers: bool = False  # since it waits, blocks were ordered back from a tier
     # Set while every row of the prompt is asked for: then no cached prefix is used.
     prompt_outputs: PromptOutputs | None = None
 

@@ -381,9 +381,10 @@ def pool_geometry(
     block_bytes = kv_geometry(config, kv_dtype, 1).block_bytes
     if draft is not None:  # a pool of its own, with as many blocks
         block_bytes += kv_geometry(draft, settings.dtype, 1).block_bytes
-    free = free_memory_bytes()
-    useful = blocks_for(context) * settings.max_batch_requests
     workers = settings.workers_on_host
+    tiers = workers * (settings.kv_tiers.memory_mb << 20)  # taken only as they fill
+    free = max(free_memory_bytes() - tiers, 0)
+    useful = blocks_for(context) * settings.max_batch_requests
     blocks = automatic_blocks(need, block_bytes, free, workers, useful)
     return kv_geometry(config, kv_dtype, blocks)
 

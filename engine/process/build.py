@@ -2,15 +2,21 @@
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from engine.core.core import EngineCore
 from engine.core.geometry import KvGeometry
 from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.core.scheduler import SchedulerConfig
 from engine.core.speculative.proposers import NgramProposer, Speculation
+from engine.core.tiers.places import TierPlaces
 from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.ipc import map_pool
+from engine.process.tier_copier import BlockMover, TierCopier
+from engine.process.tier_shelves import DiskShelf, MemoryShelf, Shelf, ShelfError
 from engine.settings import EmulatedModel, EngineSettings
 
 EMULATED = "emulated"
@@ -25,6 +31,7 @@ class BuiltEngine(NamedTuple):
     runner: ModelRunner
     info: ModelInfo
     ranks: RankProcesses | None
+    copier: TierCopier | None = None
 
 
 def build_engine(settings: EngineSettings, pool_fd: int, progress: Progress) -> BuiltEngine:
@@ -53,13 +60,53 @@ def build_engine(settings: EngineSettings, pool_fd: int, progress: Progress) -> 
         runner, info = build_runner(
             settings, lambda geometry: map_pool(pool_fd, geometry), progress, ranks
         )
+    tiers, shelves = open_tiers(settings, runner.geometry, info, progress)
+    copier = None
+    if shelves:
+        pool = map_pool(pool_fd, runner.geometry)
+        copier = TierCopier(BlockMover(pool, runner.geometry, shelves))
     core = EngineCore(
         runner,
         SchedulerConfig(settings.max_batch_requests, settings.max_step_tokens),
         speculation=_speculation(settings, runner, progress),
+        tiers=tiers,
         check_every_step=settings.check_every_step,
     )
-    return BuiltEngine(core, runner, info, ranks)
+    return BuiltEngine(core, runner, info, ranks, copier)
+
+
+def open_tiers(
+    settings: EngineSettings, geometry: KvGeometry, info: ModelInfo, progress: Progress
+) -> tuple[list[TierPlaces], dict[str, Shelf]]:
+    """The tiers that are wanted and can be had, the fastest first, and where their blocks lie.
+
+    A folder that cannot be used leaves the engine without a disk tier, not the fleet without it.
+    """
+    wanted, block_bytes = settings.kv_tiers, geometry.block_bytes
+    tiers: list[TierPlaces] = []
+    shelves: dict[str, Shelf] = {}
+    if places := (wanted.memory_mb << 20) // block_bytes:
+        tiers.append(TierPlaces("memory", places))
+        shelves["memory"] = MemoryShelf(places, block_bytes)
+    if places := (wanted.disk_mb << 20) // block_bytes:
+        try:
+            folder, key = Path(wanted.disk_folder), _format_key(geometry, info)
+            disk = DiskShelf(folder, key, places, block_bytes)
+        except ShelfError as error:
+            progress(f"no KV tier on disk: {error}")
+        else:
+            tiers.append(TierPlaces("disk", places, disk.found))
+            shelves["disk"] = disk
+    for tier in tiers:
+        progress(f"KV tier {tier.name}: {tier.places} blocks of {block_bytes} bytes")
+    return tiers, shelves
+
+
+def _format_key(geometry: KvGeometry, info: ModelInfo) -> str:
+    """Equal for engines that can use each other's blocks, whatever the size of their pools."""
+    layout = msgspec.json.encode(msgspec.structs.replace(geometry, num_blocks=0))
+    parts = [info.weights_digest, info.numerics_id.encode(), layout]
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
 
 
 def _speculation(

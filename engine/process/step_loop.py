@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -40,6 +41,13 @@ _ALIVE_S = 0.5  # without another report for so long, the loop says that it runs
 _COMPILING_S = 0.002  # while a grammar is being compiled and nothing else is to be computed
 
 
+class HasFileno(Protocol):
+    """What ``select`` takes."""
+
+    def fileno(self) -> int:
+        """Readable when there is news."""
+
+
 class StepLoop:
     """Commands in, steps, reports out.
 
@@ -57,6 +65,7 @@ class StepLoop:
         self._control = control
         self._core = engine.core
         self._ranks = engine.ranks
+        self._copier = engine.copier
         self._capabilities = runner.capabilities
         self._reader = messages.command_reader()
         self._adapters = AdapterLoader(settings.max_adapters, runner.adapters)
@@ -71,30 +80,49 @@ class StepLoop:
     def run(self) -> None:
         """Step until told to stop."""
         while not self._stopping:
-            had_commands = self._receive()
+            self._order_copies()
+            has_news = self._receive() | self._hear_copies()
             if time.monotonic() - self._sent_s > _ALIVE_S:
                 self._send([messages.Alive()])
             self._submit_prepared()
             began_ns = time.monotonic_ns()
             plan = self._core.plan(began_ns)
+            self._order_copies()
             if plan.rows:
                 self._step(plan, began_ns)
-            elif had_commands or self._core.batch.events:
+            elif has_news or self._core.batch.events:
                 self._send(self._core.take_events())
             else:
                 self._core.check_when_idle()
+
+    def _order_copies(self) -> None:
+        """Have blocks copied beside the steps."""
+        if self._copier is not None:
+            self._copier.order(self._core.take_copies(time.monotonic_ns()))
+
+    def _hear_copies(self) -> bool:
+        """Take in what was copied; whether there was anything."""
+        if self._copier is None:
+            return False
+        ended = self._copier.take()
+        for copied in ended:
+            self._core.copied(copied, time.monotonic_ns())
+        return bool(ended)
 
     def _receive(self) -> bool:
         """Apply what has arrived; wait for something when there is nothing to compute."""
         busy = bool(self._core.batch.running)
         received = False
-        watched = [self._control, self._adapters, *(self._ranks.sockets if self._ranks else ())]
+        watched: list[HasFileno] = [self._control, self._adapters]
+        watched += self._ranks.sockets if self._ranks else ()
+        if self._copier is not None:
+            watched.append(self._copier)
         idle_s = _COMPILING_S if self._grammar_queue else _IDLE_S
         while ready := select.select(watched, [], [], 0 if busy or received else idle_s)[0]:
             if self._ranks is not None:
                 self._ranks.check()  # ends the process when a rank has ended
             if self._control not in ready:
-                return received  # an adapter is loaded
+                return received  # an adapter is loaded, or a block is copied
             data = self._control.recv(1 << 20)
             if not data:
                 self._stopping = True  # the shell is gone
@@ -248,7 +276,11 @@ def serve(settings: EngineSettings, control: socket.socket, pool_fd: int) -> Non
             ranks=(os.getpid(), *engine.ranks.pids) if engine.ranks else (),
         )
     )
-    StepLoop(engine, settings, control).run()
+    try:
+        StepLoop(engine, settings, control).run()
+    finally:
+        if engine.copier is not None:
+            engine.copier.close()
 
 
 def run(settings: EngineSettings, control: socket.socket, pool_fd: int) -> int:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from config.fleet_file import FleetConfig
 from engine.artifacts.artifact import resolve_model
 from engine.artifacts.model_config import ModelConfig
 from engine.core.speculative.proposers import SpeculationSettings
-from engine.settings import EmulatedModel, EngineSettings
+from engine.settings import EmulatedModel, EngineSettings, KvTierSettings
 from fleet.pools.controller import HEALTHY_AFTER_NS
 from registry.types import Role
 
@@ -89,7 +90,7 @@ def worker_settings(
         "epoch": epoch,
         "fleet": config.fleet,
         "served_model_name": config.model_names[0],
-        "engine": msgspec.to_builtins(engine_settings(config, role)),
+        "engine": msgspec.to_builtins(engine_settings(config, role, worker_id)),
         "redis_url": redis_url,
         "fleet_token": fleet_token,
         "fleet_token_file": fleet_token_file,
@@ -103,8 +104,8 @@ def worker_settings(
     }
 
 
-def engine_settings(config: FleetConfig, role: Role) -> EngineSettings:
-    """How the engines of a pool are built."""
+def engine_settings(config: FleetConfig, role: Role, worker_id: str = "") -> EngineSettings:
+    """How the engines of a pool are built; with a worker's name, that one's."""
     return EngineSettings(
         model=config.model,
         dtype=config.dtype,
@@ -113,6 +114,7 @@ def engine_settings(config: FleetConfig, role: Role) -> EngineSettings:
         weight_quantisation=config.quantisation.weights,
         kv_dtype="" if config.quantisation.kv == "none" else config.quantisation.kv,
         kv_blocks=0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
+        kv_tiers=_kv_tiers(config, worker_id),
         workers_on_host=_workers_on_a_host(config),
         device=os.environ.get("BATON_DEVICE", "cpu"),
         threads=0 if config.threads_per_rank == "auto" else config.threads_per_rank,
@@ -124,6 +126,16 @@ def engine_settings(config: FleetConfig, role: Role) -> EngineSettings:
         speculation=msgspec.convert(config.speculation.settings(), SpeculationSettings),
         tensor_parallel=config.pools.width(role),
         emulated=_emulated(config),
+    )
+
+
+def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
+    tiers = config.pools.kv_tiers
+    folder = Path(tiers.disk_folder or "") / config.fleet / worker_id
+    return KvTierSettings(
+        memory_mb=tiers.memory_mb,
+        disk_mb=tiers.disk_mb,
+        disk_folder=str(folder) if tiers.disk_mb else "",
     )
 
 

@@ -32,6 +32,9 @@ def simulate(
     link: Annotated[str, typer.Option(help=f"{', '.join(LINKS)}.")] = "between-nodes",
     prefill_kv_tokens: Annotated[int, typer.Option(min=1024)] = 3_100_160,
     decode_kv_tokens: Annotated[int, typer.Option(min=1024)] = 1_048_576,
+    memory_kv_tokens: Annotated[
+        int, typer.Option(min=0, help="Below each prefill worker's pool; 0: none.")
+    ] = 0,
     pull: Annotated[bool, typer.Option(help="Workers pull prefixes from each other.")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="The first so many requests.")] = None,
     speed: Annotated[float, typer.Option(min=0.001, help="Divides gaps.")] = 1.0,
@@ -79,6 +82,7 @@ def simulate(
             link=LINKS[link],
             prefill_kv_tokens=prefill_kv_tokens,
             decode_kv_tokens=decode_kv_tokens,
+            memory_kv_tokens=memory_kv_tokens,
             pull_prefixes=pull,
             spread_s=spread_s,
             speed=speed,

@@ -196,6 +196,7 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
             "max_batch_requests": setup.max_batch_requests,
             "max_step_tokens": setup.max_step_tokens,
             "max_queued_requests": setup.max_queued_requests,
+            "memory_kv_tokens": setup.memory_kv_tokens,
             "pull_prefixes": setup.pull_prefixes,
             "spread_s": setup.spread_s,
             "speed": setup.speed,

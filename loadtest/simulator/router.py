@@ -22,7 +22,7 @@ from loadtest.simulator.policies import Policy
 from loadtest.simulator.records import Record
 from loadtest.simulator.table import SimulatedTable
 from loadtest.simulator.worker import SimulatedWorker, WorkerListener
-from registry.types import EventBatch
+from registry.types import TIERS, EventBatch, tier_incarnation
 from router.placement.booked_load import LoadBook
 from router.placement.cost import WorkerLoad
 from router.placement.placer import Placer
@@ -276,20 +276,30 @@ class SimulatedRouter(WorkerListener):
 
     def on_cache_changed(self, worker: SimulatedWorker, change: ev.CacheChanged) -> None:
         """See ``WorkerListener``."""
-        self._sequences[worker.incarnation] += 1
-        batch = EventBatch(
-            incarnation=worker.incarnation,
-            sequence=self._sequences[worker.incarnation],
-            stored=change.stored,
-            removed=change.removed,
-        )
-        self._index.apply(batch)
+        self._apply(worker.incarnation, change.stored, change.removed)
+        for below in change.tiers:
+            name = tier_incarnation(worker.incarnation, below.tier)
+            self._apply(name, below.stored, below.removed)
+
+    def _apply(
+        self, incarnation: bytes, stored: tuple[bytes, ...], removed: tuple[bytes, ...]
+    ) -> None:
+        if stored or removed:
+            self._sequences[incarnation] += 1
+            sequence = self._sequences[incarnation]
+            self._index.apply(
+                EventBatch(
+                    incarnation=incarnation, sequence=sequence, stored=stored, removed=removed
+                )
+            )
 
     def on_dead(self, worker: SimulatedWorker) -> None:
         """A worker died: its requests are placed again, or end."""
         self.deaths += 1
         self._table.note_dead(worker)
         self._index.forget(worker.incarnation)
+        for tier in TIERS:
+            self._index.forget(tier_incarnation(worker.incarnation, tier))
         self._book.forget(worker.worker_id)
         for record_id, attempt in list(self._attempts.items()):
             record = self.records[record_id]

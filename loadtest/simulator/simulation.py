@@ -35,6 +35,8 @@ class Setup:
         mode: As requests may ask for; without prefill workers it is ``colocated``.
         prefill_kv_tokens: Of each prefill worker's pool.
         decode_kv_tokens: Of each decode worker's pool.
+        memory_kv_tokens: Of a tier in host memory below each prefill worker's pool; 0: none.
+        memory_bytes_per_s: Between that tier and the pool.
         block_tokens: Of all pools; that of the trace's hashes.
         pull_prefixes: Whether workers get leading blocks from each other's caches.
         spread_s: Each arrival is drawn from so many seconds from its tick on: Mooncake's stamps
@@ -53,6 +55,8 @@ class Setup:
     link: Link = LINKS["between-nodes"]
     prefill_kv_tokens: int = 3_100_160
     decode_kv_tokens: int = 1_048_576
+    memory_kv_tokens: int = 0
+    memory_bytes_per_s: float = 20e9  # of a PCIe 4 x16 slot, with little to spare
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     max_batch_requests: int = 64
     max_step_tokens: int = 8192
@@ -141,6 +145,13 @@ class Simulation:
             ),
             config=SchedulerConfig(setup.max_batch_requests, setup.max_step_tokens),
             listener=self.router,
+            memory_blocks=setup.memory_kv_tokens // setup.block_tokens if prefill else 0,
+            copy_ns=round(
+                setup.block_tokens
+                * setup.timing.kv_bytes_per_token
+                / setup.memory_bytes_per_s
+                * 1e9
+            ),
             check_every_step=setup.check_every_step,
         )
         self.lives.append(worker)

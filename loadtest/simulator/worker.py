@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
-from batonpb.common_pb2 import BlockCounts, WorkerStatus
+from batonpb.common_pb2 import BlockCounts, KvTier, WorkerStatus
 from batonpb.common_pb2 import EdgeRate as EdgeRateMessage
 
 from engine.core import events as ev
@@ -22,11 +22,14 @@ from engine.core.params import SampledToken
 from engine.core.plan import SampleSpec, StepPlan
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import EngineRequest, TokenSequence
+from engine.core.tiers.places import TierPlaces
+from engine.core.tiers.tiers import POOL, Copied, Copy
 from engine.emulated import EmulatedAdapters
 from engine.emulated_timing import WorkerTiming
 from engine.process.step_rates import StepRates
 from kvtransfer.edge import EdgeRate
 from loadtest.simulator.clock import VirtualClock
+from registry.types import TIERS
 
 Handler = Callable[[ev.Event], None]
 Command = Callable[[Scheduler], object]
@@ -108,6 +111,8 @@ class SimulatedWorker:
         geometry: Of the pool.
         config: The scheduler's limits.
         listener: The router.
+        memory_blocks: Of a tier below the pool; 0: there is none.
+        copy_ns: How long one block takes between the two; they go one after the other.
         check_every_step: Recount all blocks after every step (tests).
     """
 
@@ -121,13 +126,21 @@ class SimulatedWorker:
         geometry: KvGeometry,
         config: SchedulerConfig,
         listener: WorkerListener,
+        memory_blocks: int = 0,
+        copy_ns: int = 0,
         check_every_step: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.role = worker_id.split("-")[0]
         self.incarnation = blake2b(f"{worker_id}/{epoch}".encode(), digest_size=16).digest()
         self.alive = True
-        self.core = EngineCore(TimedRunner(geometry), config, 1, check_every_step=check_every_step)
+        self.core = EngineCore(
+            TimedRunner(geometry),
+            config,
+            1,
+            tiers=[TierPlaces(TIERS[0], memory_blocks)] if memory_blocks else (),
+            check_every_step=check_every_step,
+        )
         self.run_began_ns = 0  # when the first token of the ``Tokens`` being delivered came
         self.busy_ns = 0
         self._clock = clock
@@ -144,6 +157,9 @@ class SimulatedWorker:
         self._status_due = False
         self._number = 0  # of the steps under way: an end that was put forward is void
         self._changes: list[ev.CacheChanged] = []
+        self._copy_ns = copy_ns
+        self._copier_free_ns = 0
+        self._saved: list[Copied] = []  # to be told before the next step
 
     # ---------------------------------------------------------------- commands
 
@@ -203,7 +219,11 @@ class SimulatedWorker:
             inbox, self._inbox = self._inbox, []
             for command in inbox:
                 command(self.core.scheduler)
+            saved, self._saved = self._saved, []
+            for copied in saved:
+                self.core.copied(copied, self._clock.now_ns)
             plan = self.core.plan(self._clock.now_ns)
+            self._copy()
             self._deliver(self.core.take_admissions())
             if plan.rows:
                 self._begin(plan)
@@ -211,6 +231,25 @@ class SimulatedWorker:
             self._deliver(self.core.take_events())
             if not self._inbox:
                 return
+
+    def _copy(self) -> None:
+        """What a thread copies between the pool and the tier, one block after the other."""
+        for copy in self.core.take_copies(self._clock.now_ns):
+            end_ns = max(self._copier_free_ns, self._clock.now_ns) + self._copy_ns
+            self._copier_free_ns = end_ns
+            self._clock.at(end_ns, partial(self._copied, copy))
+
+    def _copied(self, copy: Copy) -> None:
+        if not self.alive:
+            return
+        done = Copied(copy.number, "done", self._copy_ns)
+        if copy.target == POOL:
+            self.tell(lambda _: self.core.copied(done, self._clock.now_ns))
+            return
+        self._saved.append(done)
+        if self._steps is None and not self._turn_due:
+            self._turn_due = True
+            self._clock.after(0, self._turn)
 
     def _begin(self, plan: StepPlan) -> None:
         steps = _Steps(
@@ -326,6 +365,15 @@ class SimulatedWorker:
                 leased=blocks.in_use,
                 quarantined=blocks.quarantined,
             ),
+            kv_tiers=[
+                KvTier(
+                    name=tier.name,
+                    blocks=tier.places,
+                    held_blocks=tier.held,
+                    block_s=tier.block_ns / 1e9,
+                )
+                for tier in load.tiers
+            ],
             running=load.running,
             waiting=load.waiting,
             answering=load.answering,

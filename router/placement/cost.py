@@ -1,14 +1,16 @@
 """What a placement costs, in seconds, and which one to take. Sans-IO.
 
-    P → D   queue(P) + pull(P) + compute(P) + crowding(P) + exposed transfer(P, D)
+    P → D   queue(P) + bring(P) + pull(P) + compute(P) + crowding(P) + exposed transfer(P, D)
                                                 + room(D) + decode(D) + slowdown(P, D)
-    W       queue(W) + pull(W) + compute(W) + crowding(W) + room(W) + decode(W) + slowdown(W)
+    W       queue(W) + bring(W) + pull(W) + compute(W) + crowding(W)
+                                                + room(W) + decode(W) + slowdown(W)
 
 and for a LoRA adapter that one of them does not hold yet, the time to load it there.
 
 One unit for everything, so that nothing needs a weight: the seconds that this request waits, plus
 those by which it delays the streams that run already (slowdown) and the requests that come later
-(crowding). Leading blocks that another worker holds are pulled from it where that takes less time
+(crowding). Leading blocks that the worker has below its pool, in host memory or on disk, are
+brought back, and those that another worker holds are pulled from it, where that takes less time
 than to compute them. Rates are those that the workers fitted to their own steps; until they have,
 the priors below stand in. A prompt token takes longer the more tokens are before it.
 """
@@ -33,6 +35,9 @@ PREFILL_OVERHEAD_S = 0.01
 EDGE_OVERHEAD_S = 0.005
 # Before the first byte of a prefix comes: two engines are asked, each between two of its steps.
 PULL_OVERHEAD_S = 0.03
+# Before the first block comes out of a tier, and for a block, until a worker has measured.
+BRING_OVERHEAD_S = 0.002
+PRIOR_TIER_BLOCK_S = {"memory": 0.0005, "disk": 0.003}
 # Rank 8 for a small model, read and checked (measured: 0.1 s).
 PRIOR_ADAPTER_LOAD_S = 0.1
 # One more sequence in a batch makes its step longer by about this part (measured: 29 → 50 ms from
@@ -55,7 +60,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     ``adapter_s`` is how long it would have to load the prompt's adapter; ``crowding`` is how many
     seconds later requests wait longer for each second that a worker of its role computes;
     ``edges_bytes_per_s`` are measured, by the worker that KV came from; ``peer_id`` is another one
-    that holds ``peer_blocks`` of the prompt, of which this one can have those that it lacks.
+    that holds ``peer_blocks`` of the prompt, of which this one can have those that it lacks;
+    ``tier_blocks`` of them it has in its pool or below, and needs ``tier_s`` to bring them back.
     """
 
     worker_id: str
@@ -70,6 +76,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_blocks: int = 0
     peer_id: str = ""
     peer_blocks: int = 0
+    tier_blocks: int = 0
+    tier_s: float = 0.0
     adapter_s: float = 0.0
     crowding: float = 0.0
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S  # of such prompts as it had
@@ -102,6 +110,7 @@ class Terms(NamedTuple):
 
     queue_s: float
     adapter_s: float
+    bring_s: float
     pull_s: float
     compute_s: float
     transfer_s: float
@@ -119,7 +128,7 @@ class Terms(NamedTuple):
     @property
     def first_token_s(self) -> float:
         """Predicted time from placement to the first token (prefill samples it)."""
-        return self.queue_s + self.adapter_s + self.pull_s + self.compute_s
+        return self.queue_s + self.adapter_s + self.bring_s + self.pull_s + self.compute_s
 
 
 class Candidate(NamedTuple):
@@ -245,6 +254,7 @@ class _Prompt(NamedTuple):
     uncached_tokens: int
     pulled_blocks: int
     queue_s: float
+    bring_s: float
     pull_s: float
     compute_s: float
     slowdown_s: float
@@ -276,8 +286,14 @@ class _Work:
 
     def prompt(self, worker: WorkerLoad) -> _Prompt:
         uncached, compute_s = self._compute(worker, worker.cached_blocks)
+        bring_s, held_blocks = 0.0, worker.cached_blocks
+        if worker.tier_blocks > held_blocks:
+            rest, rest_s = self._compute(worker, worker.tier_blocks)
+            if worker.tier_s + rest_s < compute_s:
+                uncached, compute_s, held_blocks = rest, rest_s, worker.tier_blocks
+                bring_s = worker.tier_s
         pull_s, pulled_blocks = 0.0, 0
-        if (lacking_blocks := worker.peer_blocks - worker.cached_blocks) > 0:
+        if (lacking_blocks := worker.peer_blocks - held_blocks) > 0:
             bytes_per_s = worker.edge_bytes_per_s(worker.peer_id)
             wire_s = PULL_OVERHEAD_S + lacking_blocks * worker.block_bytes / bytes_per_s
             rest, rest_s = self._compute(worker, worker.peer_blocks)
@@ -288,12 +304,14 @@ class _Work:
         delayed = worker.streams if worker.answering is None else worker.answering
         queue_s, slowdown_s = worker.queue_s, compute_s * delayed
         crowding_s = compute_s * worker.crowding
-        own_s = queue_s + worker.adapter_s + pull_s + compute_s + slowdown_s + crowding_s
+        own_s = queue_s + worker.adapter_s + bring_s + pull_s + compute_s
+        own_s = own_s + slowdown_s + crowding_s
         return _Prompt(
             worker,
             uncached,
             pulled_blocks,
             queue_s,
+            bring_s,
             pull_s,
             compute_s,
             slowdown_s,
@@ -366,6 +384,7 @@ def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
     terms = Terms(
         queue_s=prompt.queue_s,
         adapter_s=prompt.worker.adapter_s,
+        bring_s=prompt.bring_s,
         pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
         transfer_s=0.0,
@@ -382,6 +401,7 @@ def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
     terms = Terms(
         queue_s=prompt.queue_s,
         adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
+        bring_s=prompt.bring_s,
         pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
         transfer_s=_transfer_s(prompt, answer),

@@ -11,6 +11,7 @@ from batonpb.common_pb2 import Capabilities
 
 from engine.core.errors import UnavailableError
 from engine.core.geometry import context_tokens
+from registry.types import TIERS, tier_incarnation
 from router.placement.booked_load import LoadBook
 from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, WorkerLoad, candidates, choose
 from router.placement.crowding import Crowding
@@ -19,7 +20,7 @@ from router.placement.prefix_index import PrefixIndex
 from router.placement.pricing import Asked
 from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.placement.shortlist import Shortlist
-from router.placement.worker_load import Rates, Reports, load_of, loads_of
+from router.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
 from router.request import GenerationRequest
 from router.settings import RouterSettings
 from router.workers.table import Slot
@@ -214,7 +215,9 @@ class Placer:
                 self._prefix_index.expect(incarnation, hashes, now_ns)
         prefix_blocks = 0  # to pull; what the holder is only expected to have soon cannot be
         if holder is not None and chosen.pulled_blocks:
-            now_held = self._prefix_index.prefix_blocks(holder.incarnation, hashes)
+            held_now = self._prefix_index.prefixes(hashes)
+            memory = tier_incarnation(holder.incarnation, TIERS[0])
+            now_held = max(held_now.get(holder.incarnation, 0), held_now.get(memory, 0))
             prefix_blocks = min(chosen.pulled_blocks, now_held)
         return Placement(
             chosen=chosen,
@@ -277,7 +280,9 @@ class Placer:
 
     def _worth_pricing(self, prompt: "_Prompt", rates: Rates, now_ns: int) -> list[WorkerLoad]:
         """The few workers that may be the best, as the cost model takes them."""
-        request = prompt.request
+        request, usable = prompt.request, self._shortlist.usable
+        below = self._shortlist.tiers(prompt.held)
+        tiers = {usable[index].worker_id: one for index, one in below.items()}
         best = self._shortlist.best(
             request,
             len(prompt.hashes),
@@ -298,6 +303,7 @@ class Placer:
                 self._reports,
                 self._crowding,
                 prompt.gives,
+                tiers.get(slot.worker_id, NO_TIERS),
             )
             for slot, cached_blocks in best
         ]

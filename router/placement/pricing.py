@@ -13,7 +13,7 @@ prices.
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from struct import Struct
 from typing import NamedTuple, cast
 
@@ -35,6 +35,7 @@ from router.request import Mode
 
 _COLUMNS = 14
 _ASKED = Struct("12d")
+NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
 
 
 class Asked(NamedTuple):
@@ -78,6 +79,7 @@ class Pricing:
         self._cached = np.zeros(workers)
         self._book_cells, self._cached_cells = _cells(self._booked), _cells(self._cached)
         self._asked = bytearray(_ASKED.size)
+        self._tiers = np.zeros((workers, 2))  # blocks, and the seconds until they are back
         self._pulls = np.zeros(workers)  # measured bytes/s from the holder; 0: as is usual
         self._pull_cells = _cells(self._pulls)
         self._alone_s = np.zeros(workers)
@@ -133,6 +135,7 @@ class Pricing:
         cached: Iterable[tuple[int, int]],
         crowding: tuple[float, float],
         *,
+        tiers: Mapping[int, tuple[int, float]] = NO_TIERS_AT_ALL,
         avoid: int = -1,
         first: int = 0,
     ) -> list[Priced]:
@@ -142,6 +145,7 @@ class Pricing:
             asked: The prompt.
             cached: By worker, how many of the prompt's blocks it has.
             crowding: Seconds that others wait for each second computed, in prefill and in decode.
+            tiers: By worker, how many blocks it has in its pool or below, and how long they take.
             avoid: A worker that is not to be taken; -1: none.
             first: Where to begin to look: of equal workers the first ones are paired.
         """
@@ -156,12 +160,17 @@ class Pricing:
         cells = self._cached_cells
         for index, blocks in cached:
             cells[index] = blocks
+        below = list(tiers)
+        if below:
+            self._tiers[below] = list(tiers.values())
         priced = self._price(asked.mode, avoid, first)
         if asked.held_blocks and self._measured_pulls(priced, asked.holder_id):
             priced = self._price(asked.mode, avoid, first)
             self._pulls.fill(0.0)
         for index, _ in cached:
             cells[index] = 0.0
+        if below:
+            self._tiers[below] = 0.0
         return priced
 
     def _measured_pulls(self, priced: list[Priced], holder_id: str) -> bool:
@@ -178,7 +187,8 @@ class Pricing:
     def _price(self, mode: Mode, avoid: int, first: int) -> list[Priced]:
         at, count, formats = self._at, self._workers, len(self._formats)
         self._library.baton_price_workers(
-            *(at.rows, count, at.asked, at.booked, at.cached, at.pulls, avoid, first, formats),
+            *(at.rows, count, at.asked, at.booked, at.cached, at.tiers, at.pulls),
+            *(avoid, first, formats),
             *(at.alone_s, at.prompts, at.answers, at.halves),
         )
         pairs = mode != "colocated"
@@ -221,6 +231,7 @@ class _Addresses(NamedTuple):
     asked: int
     booked: int
     cached: int
+    tiers: int
     pulls: int
     alone_s: int
     prompts: int

@@ -15,12 +15,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from registry.types import TIERS, tier_incarnation
 from router.placement.booked_load import LoadBook
 from router.placement.cost import PULL_OVERHEAD_S
 from router.placement.crowding import Crowding
 from router.placement.native.library import load
 from router.placement.pricing import Asked, Pricing
-from router.placement.worker_load import Known, Rates, Report, Reports
+from router.placement.worker_load import NO_TIERS, Known, Rates, Report, Reports
 from router.request import GenerationRequest
 from router.workers.table import Slot
 
@@ -81,6 +82,7 @@ class Shortlist:
         self._index_of_incarnation: dict[bytes, int] = {}
         self._slot_of_incarnation: dict[bytes, Slot] = {}  # usable or not
         self._incarnations: list[bytes] = []  # of usable ones
+        self._tier_of_incarnation: dict[bytes, tuple[Slot, str]] = {}  # by its tiers' names
         self._of_role: dict[str, _Indices] = {}
         self._rates = Rates()
         self._queued_tokens: _Column = np.zeros(0)
@@ -183,6 +185,11 @@ class Shortlist:
         self._slot_of_incarnation = {slot.incarnation: slot for slot in self._seen}
         self._incarnations = [slot.incarnation for slot in slots]
         self._booked_of = None
+        self._tier_of_incarnation = {
+            tier_incarnation(slot.incarnation, tier): (slot, tier)
+            for slot in self._seen
+            for tier in TIERS
+        }
         roles = np.array([slot.role for slot in slots])
         self._of_role = {role: np.flatnonzero(roles == role) for role in sorted(set(roles))}
         columns = np.zeros((6, len(slots)))
@@ -216,11 +223,36 @@ class Shortlist:
 
         ``held`` is how many blocks of it each incarnation has that has the first.
         """
-        for incarnation, blocks in nlargest(_HOLDERS, held.items(), key=itemgetter(1)):
+        known: dict[Slot, int] = {}
+        for incarnation, blocks in held.items():
             slot = self._slot_of_incarnation.get(incarnation)
-            if slot is not None and slot.gives_prefixes:
+            if slot is None:
+                slot, tier = self._tier_of_incarnation.get(incarnation, (None, ""))
+                slot = slot if tier == TIERS[0] else None  # a disk takes as long as computing
+            if slot is not None:
+                known[slot] = max(known.get(slot, 0), blocks)
+        for slot, blocks in nlargest(_HOLDERS, known.items(), key=itemgetter(1)):
+            if slot.gives_prefixes:
                 return slot, blocks
         return None, 0
+
+    def tiers(self, held: Mapping[bytes, int]) -> dict[int, tuple[int, float]]:
+        """Of workers that have more of a prompt below their pools: see ``Report.tiers``.
+
+        Args:
+            held: As in ``holder``.
+        """
+        below: dict[int, dict[str, int]] = {}
+        for incarnation, blocks in held.items():
+            slot, tier = self._tier_of_incarnation.get(incarnation, (None, ""))
+            if slot is not None and slot.incarnation in self._index_of_incarnation:
+                index = self._index_of_incarnation[slot.incarnation]
+                below.setdefault(index, {})[tier] = blocks
+        found = {
+            index: self._usable[index][1].tiers(held.get(self._slots[index].incarnation, 0), tiers)
+            for index, tiers in below.items()
+        }
+        return {index: tiers for index, tiers in found.items() if tiers[0]}
 
     def cheapest(
         self,
@@ -252,11 +284,12 @@ class Shortlist:
         if now_ns - self._crowding_ns >= _CROWDING_EVERY_NS:
             self._crowding_ns = now_ns
             self._note_crowding(pricing.waiting_tokens, now_ns)
-        wait_per_s = self._crowding.wait_per_s
+        wait_per_s, tiers = self._crowding.wait_per_s, self.tiers(held)
         priced = pricing.cheapest(
             asked,
             cached.items(),
             (wait_per_s("prefill"), wait_per_s("decode")),
+            tiers=tiers,
             avoid=of_incarnation.get(avoid, -1),
             first=self._first(),
         )
@@ -264,7 +297,8 @@ class Shortlist:
         def known(index: int) -> Known:
             slot, report = self._usable[index]
             more, blocks = book.unreported(slot.worker_id), cached.get(index, 0)
-            return Known(slot, self._incarnations[index], report, more, blocks)
+            below = tiers.get(index, NO_TIERS)
+            return Known(slot, self._incarnations[index], report, more, blocks, below)
 
         numbers = {index for one in priced for index in (one.computes, one.holds)}
         workers = {index: known(index) for index in numbers}
@@ -328,6 +362,9 @@ class Shortlist:
         jitter_s = self._draw.random(len(queued)) * _JITTER_S
         block_s = self._block_tokens * self._token_s * (1 + answering)
         own_s = (prompt_blocks - cached) * block_s
+        for index, (blocks, seconds) in self.tiers(held).items():
+            back_s = seconds + (prompt_blocks - blocks) * block_s[index]
+            own_s[index] = min(own_s[index], back_s)
         if given_blocks:
             pull_s = PULL_OVERHEAD_S + (given_blocks - cached) * self._block_pull_s
             rest_s = (prompt_blocks - given_blocks) * block_s

@@ -11,10 +11,12 @@ from batonpb.common_pb2 import Capabilities, WorkerStatus
 from engine.core.geometry import BLOCK_TOKENS, context_tokens, head_bytes
 from router.placement.booked_load import LoadBook, Unreported
 from router.placement.cost import (
+    BRING_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
     PRIOR_EDGE_BYTES_PER_S,
     PRIOR_PREFILL_TOKENS_PER_S,
+    PRIOR_TIER_BLOCK_S,
     WorkerLoad,
 )
 from router.placement.crowding import Crowding
@@ -23,6 +25,7 @@ from router.placement.regret import FittedRates
 from router.workers.table import Slot
 from wire.compatibility import format_id
 
+NO_TIERS = (0, 0.0)
 _SAMPLED_EDGES = 8  # of a report, for what is expected of edges that were not measured
 _SAMPLE_PROMPT_TOKENS = 4096
 _RATES_STAND_NS = 1_000_000_000
@@ -214,6 +217,20 @@ class Report:
     block_bytes: int
     block_tokens: int
     format_id: str
+    tier_block_s: Mapping[str, float] = field(default_factory=dict)  # by tier, the fastest first
+
+    def tiers(self, cached_blocks: int, held: Mapping[str, int]) -> tuple[int, float]:
+        """How much of a prompt it has in its pool or below, and how long that takes to bring back.
+
+        Args:
+            cached_blocks: In its pool.
+            held: By tier, how many it or one above it has.
+        """
+        blocks, seconds = cached_blocks, BRING_OVERHEAD_S
+        for tier, block_s in self.tier_block_s.items():
+            if (more := held.get(tier, 0) - blocks) > 0:
+                blocks, seconds = blocks + more, seconds + more * block_s
+        return (blocks, seconds) if blocks > cached_blocks else NO_TIERS
 
     @classmethod
     def read(cls, status: WorkerStatus, capabilities: Capabilities) -> "Report":
@@ -245,6 +262,10 @@ class Report:
             ),
             block_tokens=groups[0].block_tokens if groups else BLOCK_TOKENS,
             format_id=format_id(capabilities),
+            tier_block_s={
+                tier.name: tier.block_s or PRIOR_TIER_BLOCK_S.get(tier.name, 0.0)
+                for tier in status.kv_tiers
+            },
         )
 
 
@@ -298,10 +319,12 @@ def load_of(
     reports: Reports | None = None,
     crowding: Crowding | None = None,
     holder: tuple[str, int] = ("", 0),
+    tiers: tuple[int, float] = NO_TIERS,
 ) -> WorkerLoad:
     """One worker's load: its last report, and what was booked since.
 
-    ``holder`` is a worker that can give it leading blocks of the prompt, and how many.
+    ``holder`` is a worker that can give it leading blocks of the prompt, and how many; ``tiers``
+    how many it has in its pool or below, and how long it takes until they are back.
 
     Raises:
         ValueError: The worker is not connected.
@@ -313,7 +336,8 @@ def load_of(
     if adapter and bytes.fromhex(adapter) not in report.adapters:
         adapter_s = 0.0 if book.brings(slot.worker_id, adapter) else PRIOR_ADAPTER_LOAD_S
     wait_per_s = crowding.wait_per_s(slot.role) if crowding is not None else 0.0
-    known = Known(slot, link.incarnation, report, book.unreported(slot.worker_id), cached_blocks)
+    booked = book.unreported(slot.worker_id)
+    known = Known(slot, link.incarnation, report, booked, cached_blocks, tiers)
     return known.load(rates, wait_per_s, adapter_s, holder)
 
 
@@ -325,6 +349,7 @@ class Known(NamedTuple):
     report: Report
     booked: Unreported
     cached_blocks: int
+    tiers: tuple[int, float] = NO_TIERS
 
     def load(
         self,
@@ -351,6 +376,8 @@ class Known(NamedTuple):
             cached_blocks=self.cached_blocks,
             peer_id=holder[0],
             peer_blocks=holder[1],
+            tier_blocks=self.tiers[0],
+            tier_s=self.tiers[1],
             adapter_s=adapter_s,
             crowding=wait_per_s,
             prefill_tokens_per_s=report.prefill_tokens_per_s or rates.prefill_tokens_per_s,

@@ -163,6 +163,10 @@ class Slot:
             "host": identity.host or record.host,
             "address": identity.address or record.address,
             "kv_blocks": _block_counts(status.kv_blocks),
+            "kv_tiers": {
+                tier.name: {"total": tier.blocks, "held": tier.held_blocks}
+                for tier in status.kv_tiers
+            },
             "running": status.running,
             "waiting": status.waiting,
             "threads": 0 if state == "dead" else status.threads or record.threads,

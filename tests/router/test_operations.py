@@ -17,7 +17,7 @@ from tests.router.emulated_worker import Script
 
 FIELDS = {
     *("id", "role", "state", "incarnation", "epoch", "pid", "ranks", "host", "address"),
-    *("kv_blocks", "running", "waiting", "threads", "age_s", "engine", "refused"),
+    *("kv_blocks", "kv_tiers", "running", "waiting", "threads", "age_s", "engine", "refused"),
 }
 
 
@@ -44,6 +44,7 @@ async def test_fleet_has_every_field_of_every_worker(fleet):
         assert worker["state"] == "ready"
         assert worker["pid"] == os.getpid()
         assert worker["epoch"] == 1
+        assert worker["kv_tiers"] == {}
         assert 0 <= worker["age_s"] < 5
         assert len(bytes.fromhex(worker["incarnation"])) == 16
         assert worker["kv_blocks"] == {
@@ -142,6 +143,7 @@ async def test_a_request_can_be_explained(fleet):
         *(
             "queue_s",
             "adapter_s",
+            "bring_s",
             "pull_s",
             "compute_s",
             "transfer_s",

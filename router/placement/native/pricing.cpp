@@ -69,9 +69,10 @@ struct BatonAsked {
 
 // For each worker: what it costs alone, and the two halves of what it would cost in a pair.
 // `halves` gets, for each format, six prefill and six decode workers, -1 where there are fewer.
+// `tiers` has, for each, how many blocks it can have without computing, and how long that takes.
 // Workers are looked at from `first` on, so that among equals not always the same are paired.
 void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* asked,
-                         const double* booked, const double* cached, const double* pulls,
+                         const double* booked, const double* cached, const double* tiers, const double* pulls,
                          int32_t avoid, uint32_t first, uint32_t formats, double* alone_s, double* prompts, double* answers,
                          int32_t* halves) {
   std::vector<Best> best(2 * formats);
@@ -91,7 +92,17 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
 
     double queue_s = (row[kQueuedTokens] + more[0]) * token_s + (row[kQueuedContext] + more[1]) * context_s;
     double compute_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, cached[i]).seconds;
-    double pull_s = 0, given = asked->peer_blocks - cached[i];
+    double bring_s = 0, held = cached[i], in_tiers = tiers[2 * static_cast<size_t>(i)];
+    if (in_tiers > held) {
+      double tier_s = tiers[2 * static_cast<size_t>(i) + 1];
+      double rest_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, in_tiers).seconds;
+      if (tier_s + rest_s < compute_s) {
+        compute_s = rest_s;
+        bring_s = tier_s;
+        held = in_tiers;
+      }
+    }
+    double pull_s = 0, given = asked->peer_blocks - held;
     if (given > 0) {
       double rate = pulls[i] != 0 ? pulls[i] : row[kUnmeasured];
       double wire_s = asked->pull_overhead_s + given * row[kBlockBytes] / rate;
@@ -104,7 +115,7 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
     double delays_s = compute_s * delayed;
     double crowding = row[kIsDecode] != 0 ? asked->crowding_decode : asked->crowding_prefill;
     double crowding_s = compute_s * crowding;
-    double prompt_own_s = queue_s + pull_s + compute_s + delays_s + crowding_s;
+    double prompt_own_s = queue_s + bring_s + pull_s + compute_s + delays_s + crowding_s;
 
     double marginal_s = step_s * asked->step_share;
     double decode_s = asked->expected_tokens * (step_s + marginal_s * streams);

@@ -217,3 +217,15 @@ def test_the_whole_conversation_trace_reproduces_what_is_known_of_it():
     assert fleet.max_to_mean_work <= 1.05
     assert fleet.ttft.p50 < 1.5
     assert fleet.good_share > 0.94
+
+
+def test_a_tier_in_host_memory_gives_back_what_small_pools_evict():
+    trace = read_trace(SAMPLE, 300)
+    small = replace(SMALL, prefill_kv_tokens=262_144, pull_prefixes=False, check_every_step=True)
+    without = run(small, trace)
+    tiered = run(replace(small, memory_kv_tokens=4_194_304), trace)
+    before, after = (figures(one, trace, Slo()) for one in (without, tiered))
+    assert after.hit_share > before.hit_share
+    (tier,) = tiered.lives[0].core.tiers.counts()
+    assert tier.brought > 0
+    assert_nothing_is_left(tiered)

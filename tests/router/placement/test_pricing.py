@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from loadtest.bench.placement import fleet
-from registry.types import EventBatch
+from registry.types import TIERS, EventBatch, tier_incarnation
 from router.placement import cost
 from router.placement.booked_load import LoadBook
 from router.placement.cost import candidates
@@ -46,6 +46,13 @@ def drawn(seed: int):
         if draw.random() < 0.5:
             stored = tuple(hashes[: draw.randrange(1, 65)])
             index.apply(EventBatch(incarnation=slot.incarnation, sequence=1, stored=stored))
+        if draw.random() < 0.4:  # what lies below its pool: the disk has what the memory has
+            status.kv_tiers.add(name="memory", block_s=draw.choice((0, 1e-5, 1e-3)))
+            status.kv_tiers.add(name="disk", block_s=draw.choice((0, 1e-4, 1e-2)))
+            for tier, blocks in zip(TIERS, sorted(draw.choices(range(1, 65), k=2)), strict=True):
+                name = tier_incarnation(slot.incarnation, tier)
+                stored = tuple(hashes[:blocks])
+                index.apply(EventBatch(incarnation=name, sequence=1, stored=stored))
         if draw.random() < 0.5:
             tokens, streams = draw.randrange(500), draw.randrange(3)
             book.book(slot.worker_id, slot.worker_id, tokens=tokens, streams=streams, now_ns=0)
@@ -57,6 +64,13 @@ class Slots(list):
         return next((slot for slot in self if slot.worker_id == worker_id), None)
 
 
+def with_tiers(loads, short, held):
+    for place, (blocks, seconds) in short.tiers(held).items():
+        below = {"tier_blocks": blocks, "tier_s": seconds}
+        loads[place] = msgspec.structs.replace(loads[place], **below)
+    return loads
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(25))
 def test_what_is_found_is_what_python_finds_among_all(seed, mode):
@@ -66,10 +80,10 @@ def test_what_is_found_is_what_python_finds_among_all(seed, mode):
     rates = short.update(Slots(slots), 0)
     placed = short.cheapest(asked, held, book, 0)
     found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
-    loads = loads_of(slots, hashes, index, book, 0)
+    loads = with_tiers(loads_of(slots, hashes, index, book, 0), short, held)
     if held and mode == MODES[seed % 3]:  # somebody gives what it holds
         holder = max(slots, key=lambda slot: held.get(slot.incarnation, 0))
-        gives = (holder.worker_id, held[holder.incarnation])
+        gives = (holder.worker_id, held.get(holder.incarnation, 0))
         asked = asked._replace(holder_id=gives[0], held_blocks=gives[1])
         named = {"peer_id": gives[0], "peer_blocks": gives[1]}
         loads = [msgspec.structs.replace(load, **named) for load in loads]
@@ -139,7 +153,7 @@ def test_bookings_that_change_are_priced_and_those_that_go_leave_nothing():
         costs = [
             [one.cost_s for one in short.cheapest(asked, held, book, 0)] for short in (kept, fresh)
         ]
-        loads = loads_of(slots, hashes, index, book, 0)
+        loads = with_tiers(loads_of(slots, hashes, index, book, 0), fresh, held)
         work = ("mode", "prompt_tokens", "expected_tokens", "choices", "moves_kv")
         expected = candidates(loads, **{name: getattr(asked, name) for name in work})
         assert costs[0] == pytest.approx(costs[1], rel=1e-12)
@@ -180,3 +194,36 @@ def test_the_work_for_a_prompt_grows_with_reports_and_not_with_workers(monkeypat
 
 
 assert cost.PAIRED_OF_A_ROLE == 6, "as in pricing.cpp"
+
+
+def test_a_block_costs_what_its_tier_costs():
+    """The same prompt in the pool, below it, or nowhere; then a disk slower than the model."""
+    slots = fleet(0, 4, random.Random(1))
+    hashes = [bytes([i]) * 16 for i in range(60)]
+    index, stored = PrefixIndex(), tuple(hashes)
+    for slot, tier in zip(slots, ("", "memory", "disk", None), strict=True):
+        slot.link.status = type(slot.link.status).FromString(
+            slots[0].link.status.SerializeToString()
+        )
+        del slot.link.status.kv_tiers[:]
+        slot.link.status.kv_tiers.add(name="memory", block_s=1e-4)
+        slot.link.status.kv_tiers.add(name="disk", block_s=1e-3)
+        if tier is not None:
+            name = tier_incarnation(slot.incarnation, tier) if tier else slot.incarnation
+            index.apply(EventBatch(incarnation=name, sequence=1, stored=stored))
+    short = Shortlist(Reports(), Crowding(), 0)
+    short.update(Slots(slots), 0)
+    held = index.prefixes(hashes, 0)
+    asked = Asked("colocated", 1000, 64, 1, True)
+    placed = short.cheapest(asked, held, LoadBook(), 0)
+    assert [one.holds.slot for one in placed] == slots
+    assert placed[1].cost_s - placed[0].cost_s == pytest.approx(0.002 + 60e-4, rel=1e-6)
+    for slot in slots:
+        later = type(slot.link.status).FromString(slot.link.status.SerializeToString())
+        later.kv_tiers[1].block_s = 10.0
+        slot.link.status = later
+    short.update(Slots(slots), 1)
+    placed = short.cheapest(asked, held, LoadBook(), 1)
+    costs = {one.holds.slot.worker_id: one.cost_s for one in placed}
+    assert costs[slots[2].worker_id] == pytest.approx(costs[slots[3].worker_id])
+    assert short.holder(held)[1] == 60

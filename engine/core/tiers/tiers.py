@@ -1,0 +1,351 @@
+"""Blocks leave the pool for slower tiers before they are evicted, and come back when asked for.
+
+    pool ──save──▶ memory ──save──▶ disk          ahead of eviction, a few blocks at a time
+      ▲               │               │
+      └───────────────┴──── bring ────┘           when a prompt begins with them
+
+Pure: it says what is to be copied (``take_copies``) and hears what came of it (``copied``); whoever
+steps the engine has a thread that copies. No step ever waits for a copy. A block that is being
+saved is guarded, so that it is not evicted under the copy; pages that are being filled are pinned,
+and become findable one by one. Whatever goes wrong with a copy, the block is computed again.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.core.blocks import BlockPool
+from engine.core.tiers.places import TierPlaces
+
+POOL = "pool"
+SAVES = 16  # blocks that are being saved at once
+REST_NS = 5_000_000_000  # a tier that failed to take a block is not asked for so long
+_TRIES = 32  # one in so many that look slower than computing is brought, to measure again
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """One block to be copied; ``source`` and ``target`` are ``POOL`` or names of tiers."""
+
+    number: int
+    block_hash: bytes
+    source: str
+    source_place: int
+    target: str
+    target_place: int
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """What came of it: ``outcome`` is ``done``, ``damaged`` (at the source) or ``failed``."""
+
+    number: int
+    outcome: str
+    duration_ns: int
+
+
+class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier's load; all but the first two since the start, in blocks."""
+
+    name: str
+    places: int
+    held: int
+    saved: int = 0
+    brought: int = 0
+    lost: int = 0  # gave way above before this tier could take them
+    damaged: int = 0
+    failed: int = 0
+    block_ns: float = 0.0  # for one to come back
+
+
+class TierChange(msgspec.Struct, frozen=True):
+    """What can be had from a tier or one above it, gained and lost."""
+
+    tier: str
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class _Tallies:
+    saved: int = 0
+    brought: int = 0
+    damaged: int = 0
+    failed: int = 0
+    rests_until_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Bring:
+    """Blocks of one prompt on their way into the pool; ``blocks`` are pinned, in prompt order."""
+
+    key: Hashable
+    blocks: list[int]
+    left: int
+    tokens: dict[str, int]  # that came, by tier
+
+
+@dataclass(slots=True)
+class _Running:
+    copy: Copy
+    bring: _Bring | None = None  # None: it saves
+
+
+class KvTiers:
+    """The tiers below one pool.
+
+    Args:
+        pool: The blocks.
+        tiers: The fastest first.
+    """
+
+    def __init__(self, pool: BlockPool, tiers: Sequence[TierPlaces]) -> None:
+        self.token_ns = 0.0  # how long a prompt token takes to compute; 0: not known yet
+        self._pool = pool
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._order = list(tiers)
+        for tier in self._order[:-1]:
+            tier.has_next = True
+        self._tallies = {tier.name: _Tallies() for tier in tiers}
+        self._running: dict[int, _Running] = {}
+        self._brings: dict[Hashable, _Bring] = {}
+        self._orders: list[Copy] = []
+        self._next_number = 0
+        self._passed_over = 0
+        if self._order:
+            pool.save_into(self._order[0])
+
+    # ---------------------------------------------------------------- saving
+
+    def save(self, now_ns: int) -> None:
+        """Order copies of what would be evicted next, as far as copies are not under way."""
+        if not self._order:
+            return
+        first, pool = self._order[0], self._pool
+        horizon = min(pool.total, first.places) // 2
+        for block in pool.oldest_unsaved(self._room(pool.untouched, horizon, first, now_ns)):
+            block_hash = pool.hash_of(block)
+            if block_hash in first:
+                pool.note_saved(block)
+                continue
+            if (place := first.take(block_hash)) is None:
+                break
+            pool.guard(block)
+            self._start(Copy(0, block_hash, POOL, block, first.name, place))
+        for upper, lower in zip(self._order, self._order[1:], strict=False):
+            horizon = min(upper.places, lower.places) // 2
+            room = self._room(upper.untouched, horizon, lower, now_ns)
+            for block_hash in upper.oldest_unsaved(2 * SAVES if room else 0):
+                if block_hash in lower:
+                    upper.note_saved(block_hash)
+                elif room and (place := lower.take(block_hash)) is not None:
+                    source = upper.hold(block_hash)
+                    self._start(Copy(0, block_hash, upper.name, source, lower.name, place))
+                    room -= 1
+
+    def _room(self, untouched: int, horizon: int, target: TierPlaces, now_ns: int) -> int:
+        """How many more blocks to save into a tier now."""
+        if now_ns < self._tallies[target.name].rests_until_ns:
+            return 0
+        under_way = sum(
+            running.bring is None and running.copy.target == target.name
+            for running in self._running.values()
+        )
+        return max(min(SAVES, horizon - untouched) - under_way, 0)
+
+    # ---------------------------------------------------------------- bringing back
+
+    def bring(
+        self,
+        key: Hashable,
+        hashes: Sequence[bytes],
+        promised_blocks: int,
+        tokens: dict[str, int],
+        *,
+        always: bool = False,
+    ) -> bool:
+        """Begin to bring back what the pool lacks of a prompt's leading blocks.
+
+        Args:
+            key: Who waits for them: see ``brings``.
+            hashes: Of the prompt's full blocks.
+            promised_blocks: Of the pool, that are not to be taken.
+            tokens: Gets those that come, by tier.
+            always: Also where computing would be as fast: somebody else asks for them.
+
+        Returns:
+            False where there is no room for them now; else they are on their way, or none of them
+            is in a tier, or it would take longer than to compute them.
+        """
+        run = self._run(hashes, always=always)
+        missing = [block_hash for block_hash, tier in run if tier is not None]
+        if not missing:
+            return True
+        pool = self._pool
+        here = [pool.match([block_hash])[0] for block_hash, tier in run if tier is None]
+        pool.pin(here)
+        pages = None
+        if len(missing) <= pool.available() - promised_blocks:
+            pages = pool.allocate(len(missing))
+        if pages is None:
+            pool.release(here)
+            return False
+        bring = _Bring(key, [], len(missing), tokens)
+        found, fresh = iter(here), iter(pages)
+        for block_hash, tier in run:
+            if tier is None:
+                bring.blocks.append(next(found))
+                continue
+            page = next(fresh)
+            bring.blocks.append(page)
+            source = tier.read(block_hash)
+            self._start(Copy(0, block_hash, tier.name, source, POOL, page), bring)
+        self._brings[key] = bring
+        return True
+
+    def _run(
+        self, hashes: Sequence[bytes], *, always: bool
+    ) -> list[tuple[bytes, TierPlaces | None]]:
+        """The leading blocks that need no computing; with each the tier to bring it from."""
+        pool, last = self._pool, 0
+        run: list[tuple[bytes, TierPlaces | None]] = []
+        for block_hash in hashes:
+            tier = None
+            if not pool.holds(block_hash):
+                tier = next((one for one in self._order if block_hash in one), None)
+                if tier is None or not (always or self._pays(tier)):
+                    break
+                last = len(run) + 1
+            run.append((block_hash, tier))
+        return run[:last]
+
+    def _pays(self, tier: TierPlaces) -> bool:
+        """Whether a block comes back sooner than its tokens are computed, as far as is known."""
+        compute_ns = self._pool.block_tokens * self.token_ns
+        if not compute_ns or tier.block_ns.value <= compute_ns:
+            return True
+        self._passed_over += 1
+        return self._passed_over % _TRIES == 0
+
+    def brings(self, key: Hashable) -> bool:
+        """Whether blocks are on their way for ``key``."""
+        return key in self._brings
+
+    # ---------------------------------------------------------------- copying
+
+    def _start(self, copy: Copy, bring: _Bring | None = None) -> None:
+        self._next_number += 1
+        copy = msgspec.structs.replace(copy, number=self._next_number)
+        self._running[copy.number] = _Running(copy, bring)
+        self._orders.append(copy)
+
+    def take_copies(self) -> list[Copy]:
+        """Copies to be made that were not taken yet, those that somebody waits for first."""
+        orders, self._orders = self._orders, []
+        return sorted(orders, key=lambda copy: copy.target != POOL)
+
+    def copied(self, done: Copied, now_ns: int) -> None:
+        """A copy has ended; nobody writes to its target any more."""
+        running = self._running.pop(done.number)
+        copy = running.copy
+        if copy.source != POOL:
+            source = self._tiers[copy.source]
+            source.let_go(copy.block_hash)
+            if done.outcome == "damaged":
+                self._tallies[copy.source].damaged += 1
+                source.lose(copy.block_hash)
+        if running.bring is not None:
+            self._came(running.bring, copy, done)
+        else:
+            self._saved(copy, done, now_ns)
+
+    def _saved(self, copy: Copy, done: Copied, now_ns: int) -> None:
+        target, tallies = self._tiers[copy.target], self._tallies[copy.target]
+        if done.outcome == "done":
+            below = self._order[self._order.index(target) + 1 :]
+            target.filled(copy.block_hash, saved_below=any(copy.block_hash in t for t in below))
+            tallies.saved += 1
+        else:
+            target.failed(copy.block_hash)
+            if done.outcome == "failed":
+                tallies.failed += 1
+                tallies.rests_until_ns = now_ns + REST_NS
+        if copy.source == POOL:
+            self._pool.unguard(copy.source_place)
+            self._pool.note_saved(copy.source_place)
+        else:
+            self._tiers[copy.source].note_saved(copy.block_hash)
+
+    def _came(self, bring: _Bring, copy: Copy, done: Copied) -> None:
+        if done.outcome == "done":
+            tier, tallies = self._tiers[copy.source], self._tallies[copy.source]
+            tier.block_ns.add(done.duration_ns)
+            tallies.brought += 1
+            came = bring.tokens.get(tier.name, 0)
+            bring.tokens[tier.name] = came + self._pool.block_tokens
+            self._pool.set_hash(copy.target_place, copy.block_hash)
+        bring.left -= 1
+        if not bring.left:
+            del self._brings[bring.key]
+            self._pool.release(bring.blocks)
+
+    # ---------------------------------------------------------------- what is said
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is under way."""
+        return not self._running
+
+    def counts(self) -> tuple[TierCounts, ...]:
+        """Each tier's load."""
+        above_lost = [self._pool.unsaved_evictions, *(tier.lost for tier in self._order)]
+        return tuple(
+            TierCounts(
+                name=tier.name,
+                places=tier.places,
+                held=len(tier),
+                saved=tallies.saved,
+                brought=tallies.brought,
+                lost=lost,
+                damaged=tallies.damaged,
+                failed=tallies.failed,
+                block_ns=tier.block_ns.value,
+            )
+            for (tier, tallies), lost in zip(
+                ((tier, self._tallies[tier.name]) for tier in self._order), above_lost, strict=False
+            )
+        )
+
+    def take_changes(self, pool_changed: Iterable[bytes]) -> tuple[TierChange, ...]:
+        """For each tier, what changed of the blocks that it or one above it has.
+
+        Args:
+            pool_changed: Hashes that the pool gained or lost since the last call.
+        """
+        touched, changes = dict.fromkeys(pool_changed), []
+        for depth, tier in enumerate(self._order, 1):
+            touched.update(dict.fromkeys(tier.take_changes()))
+            had = self._order[:depth]
+            stored: list[bytes] = []
+            removed: list[bytes] = []
+            for block_hash in touched:
+                held = self._pool.holds(block_hash) or any(block_hash in one for one in had)
+                (stored if held else removed).append(block_hash)
+            if touched:
+                changes.append(TierChange(tier.name, tuple(stored), tuple(removed)))
+        return tuple(changes)
+
+    def tables(self) -> list[list[int]]:
+        """Blocks that brings hold, for ``BlockPool.check_integrity``."""
+        return [bring.blocks for bring in self._brings.values()]
+
+    def check_integrity(self) -> None:
+        """Recount.
+
+        Raises:
+            RuntimeError: Places leak, or copies and what they hold do not agree.
+        """
+        for tier in self._order:
+            tier.check_integrity()
+        saves = [r.copy.source_place for r in self._running.values() if r.copy.source == POOL]
+        if sorted(saves) != sorted(self._pool.guarded):
+            raise RuntimeError(f"blocks {sorted(self._pool.guarded)} are guarded, not {saves}")

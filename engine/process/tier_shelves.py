@@ -1,0 +1,188 @@
+"""Where a tier's blocks lie: host memory, or a folder of files. Used by one thread at a time.
+
+A block is stored in the pool's own order, layer by layer. Behind each there is an xxh3-64 over its
+bytes and its hash, which stands for its tokens and all before them: what does not fit is damaged,
+and is computed again.
+"""
+
+import fcntl
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Bytes = npt.NDArray[np.uint8]
+
+_HEADER = struct.Struct("<8s16sQQ")  # magic, block hash, payload bytes, digest
+_MAGIC = b"batonkv1"
+_SUFFIX = ".kv"
+
+
+class DamagedError(Exception):
+    """What lies there is not what was put there."""
+
+
+class ShelfError(Exception):
+    """A tier cannot be used; the text says why."""
+
+
+def digest(block_hash: bytes, data: Bytes) -> int:
+    """Binds a block's bytes to its hash."""
+    return xxhash.xxh3_64_intdigest(data.data, seed=int.from_bytes(block_hash[:8], "little"))
+
+
+class Shelf(Protocol):
+    """Takes and gives blocks by their places."""
+
+    def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
+        """Put a block there.
+
+        Raises:
+            OSError: It does not go.
+        """
+
+    def read(self, place: int, block_hash: bytes) -> Bytes:
+        """The block that was put there; valid until the next call.
+
+        Raises:
+            DamagedError: Something else is there, or nothing.
+            OSError: It cannot be read.
+        """
+
+
+class MemoryShelf:
+    """Blocks in memory of this process.
+
+    Args:
+        places: How many.
+        block_bytes: Of each.
+    """
+
+    def __init__(self, places: int, block_bytes: int) -> None:
+        self._blocks = np.empty((places, block_bytes), np.uint8)
+        self._digests = [0] * places
+
+    def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
+        """See ``Shelf``."""
+        self._blocks[place] = data
+        self._digests[place] = digest(block_hash, self._blocks[place])
+
+    def read(self, place: int, block_hash: bytes) -> Bytes:
+        """See ``Shelf``."""
+        data: Bytes = self._blocks[place]
+        if digest(block_hash, data) != self._digests[place]:
+            raise DamagedError(f"block {place} of the memory tier")
+        return data
+
+
+class DiskShelf:
+    """A file for each block, named by its hash.
+
+    So a damaged file costs one block, a file that has its name is whole (it is written under
+    another and renamed), and what a former life has left is found by listing the folder.
+
+    Args:
+        folder: Of this worker alone. A former life's blocks are used when they were computed by
+            the same model in the same way, and deleted otherwise.
+        key: Names model, numerics and layout.
+        places: How many blocks at most.
+        block_bytes: Of each.
+
+    Attributes:
+        found: (hash, place) of what a former life has left, the oldest first.
+
+    Raises:
+        ShelfError: The folder cannot be written, or another process has it.
+    """
+
+    def __init__(self, folder: Path, key: str, places: int, block_bytes: int) -> None:
+        self._folder = folder / key
+        self._block_bytes = block_bytes
+        self._names = [b""] * places
+        self._buffer = np.empty(_HEADER.size + block_bytes, np.uint8)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._clean(folder)
+            self.found = self._find()
+            (self._folder / "probe").write_bytes(b"")
+            (self._folder / "probe").unlink()
+        except BlockingIOError:
+            raise ShelfError(f"{folder}: another process has it") from None
+        except OSError as error:
+            raise ShelfError(f"{folder}: {error.strerror or error}") from error
+
+    def _clean(self, folder: Path) -> None:
+        """Delete what other models left, and what was being written when a life ended."""
+        for other in folder.iterdir():
+            if other.is_dir() and other != self._folder:
+                shutil.rmtree(other, ignore_errors=True)
+        for path in self._folder.iterdir():
+            if path.suffix != _SUFFIX:
+                path.unlink()
+
+    def _find(self) -> list[tuple[bytes, int]]:
+        size_bytes = _HEADER.size + self._block_bytes
+        ages: list[tuple[int, str]] = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                stat = entry.stat()
+                if stat.st_size == size_bytes and len(entry.name) == 32 + len(_SUFFIX):
+                    ages.append((stat.st_mtime_ns, entry.name))
+                else:
+                    (self._folder / entry.name).unlink()
+        ages.sort()
+        places = len(self._names)
+        for _, name in ages[: max(len(ages) - places, 0)]:
+            (self._folder / name).unlink()
+        found = []
+        for place, (_, name) in enumerate(ages[max(len(ages) - places, 0) :]):
+            self._names[place] = bytes.fromhex(name.removesuffix(_SUFFIX))
+            found.append((self._names[place], place))
+        return found
+
+    def _path(self, block_hash: bytes) -> Path:
+        return self._folder / (block_hash.hex() + _SUFFIX)
+
+    def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
+        """See ``Shelf``. What was in that place is deleted."""
+        if former := self._names[place]:
+            self._names[place] = b""
+            self._path(former).unlink(missing_ok=True)
+        path = self._path(block_hash)
+        unfinished = path.with_suffix(".new")
+        header = _HEADER.pack(_MAGIC, block_hash, len(data), digest(block_hash, data))
+        try:
+            with unfinished.open("wb", buffering=0) as file:
+                _write_all(file.fileno(), header)
+                _write_all(file.fileno(), data.data)
+            unfinished.rename(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        self._names[place] = block_hash
+
+    def read(self, place: int, block_hash: bytes) -> Bytes:
+        """See ``Shelf``."""
+        try:
+            with self._path(block_hash).open("rb", buffering=0) as file:
+                count = file.readinto(self._buffer.data)
+        except FileNotFoundError:
+            raise DamagedError(f"{self._path(block_hash)} is gone") from None
+        data = self._buffer[_HEADER.size :]
+        wanted = _HEADER.pack(_MAGIC, block_hash, self._block_bytes, digest(block_hash, data))
+        if count != len(self._buffer) or self._buffer[: _HEADER.size].tobytes() != wanted:
+            raise DamagedError(f"{self._path(block_hash)} is damaged")
+        return data
+
+
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

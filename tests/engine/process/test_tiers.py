@@ -1,0 +1,198 @@
+"""What lies on a tier's shelf: whole, or not given out at all; and a step loop that uses both."""
+
+import asyncio
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from engine.core import events as ev
+from engine.core.params import SamplingParams
+from engine.core.sequence import Kind, RequestSpec
+from engine.process import messages, tier_shelves
+from engine.process.client import EngineClient
+from engine.process.tier_shelves import DamagedError, DiskShelf, MemoryShelf, ShelfError
+from engine.settings import EngineSettings, KvTierSettings
+
+HASH = bytes(range(16))
+OTHER = bytes(range(16, 32))
+BLOCK = np.arange(4096, dtype=np.uint8)
+
+
+def disk(folder, key="model", places=4) -> DiskShelf:
+    return DiskShelf(folder, key, places, len(BLOCK))
+
+
+def the_file(folder):
+    (path,) = (folder / "model").glob("*.kv")
+    return path
+
+
+def test_a_block_comes_back_as_it_was(tmp_path):
+    for shelf in (MemoryShelf(4, len(BLOCK)), disk(tmp_path)):
+        shelf.write(2, HASH, BLOCK)
+        assert (shelf.read(2, HASH) == BLOCK).all()
+        with pytest.raises(DamagedError):
+            shelf.read(2, OTHER)
+
+
+@pytest.mark.parametrize("damage", ["flip", "flip header", "cut", "longer", "gone", "other's"])
+def test_damage_on_disk_is_noticed(tmp_path, damage):
+    shelf = disk(tmp_path)
+    shelf.write(0, HASH, BLOCK)
+    path = the_file(tmp_path)
+    raw = bytearray(path.read_bytes())
+    if damage.startswith("flip"):
+        raw[3 if "header" in damage else 1000] ^= 4
+    elif damage == "cut":
+        raw = raw[:2000]
+    elif damage == "longer":
+        raw += b"x"
+    path.write_bytes(raw)
+    wanted = HASH
+    if damage == "gone":
+        path.unlink()
+    elif damage == "other's":
+        wanted = OTHER
+        path.rename(path.with_name(OTHER.hex() + ".kv"))
+    if damage == "longer":  # its bytes are all there
+        assert (shelf.read(0, wanted) == BLOCK).all()
+        return
+    with pytest.raises(DamagedError):
+        shelf.read(0, wanted)
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    shelf = disk(tmp_path)
+    real = os.write
+
+    def full(descriptor, data):
+        if len(data) < 1000:
+            return real(descriptor, data)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tier_shelves.os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        shelf.write(0, HASH, BLOCK)
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_a_place_that_is_taken_again_deletes_its_file(tmp_path):
+    shelf = disk(tmp_path)
+    shelf.write(0, HASH, BLOCK)
+    shelf.write(0, OTHER, BLOCK)
+    assert the_file(tmp_path).stem == OTHER.hex()
+
+
+def test_the_next_life_finds_what_is_whole_and_deletes_the_rest(tmp_path):
+    first = disk(tmp_path)
+    first.write(0, HASH, BLOCK)
+    first.write(1, OTHER, BLOCK)
+    os.close(first._lock)
+    folder = tmp_path / "model"
+    (folder / f"{OTHER.hex()}.kv").write_bytes(b"short")
+    (folder / "half.new").write_bytes(b"x")
+    second = disk(tmp_path)
+    assert second.found == [(HASH, 0)]
+    assert (second.read(0, HASH) == BLOCK).all()
+    assert len(list(folder.iterdir())) == 1
+    os.close(second._lock)
+    assert disk(tmp_path, key="another model").found == []
+    assert not folder.exists()
+
+
+def test_a_smaller_tier_keeps_the_youngest(tmp_path):
+    first = disk(tmp_path)
+    for place in range(4):
+        first.write(place, bytes([place]) * 16, BLOCK)
+        os.utime(tmp_path / "model" / f"{(bytes([place]) * 16).hex()}.kv", (place, place))
+    os.close(first._lock)
+    assert [name[0] for name, _ in disk(tmp_path, places=2).found] == [2, 3]
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    disk(tmp_path)
+    with pytest.raises(ShelfError, match="another process"):
+        disk(tmp_path)
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ShelfError):
+        disk(tmp_path / "file")
+
+
+# ------------------------------------------------------------------- a step loop with tiers
+
+
+class Asked:
+    """An engine process that answers one prompt after the other."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client, self.count = client, 0
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, asyncio.Future] = {}
+        self.load = ev.StepDone()
+        client.listen(self._hear)
+
+    def _hear(self, report) -> None:
+        if isinstance(report, ev.Tokens):
+            answer = self.tokens.setdefault(report.request_id, [])
+            answer += [token.token for token in report.tokens]
+        elif isinstance(report, ev.Ended):
+            self.ends[report.request_id].set_result(report)
+        elif isinstance(report, ev.StepDone):
+            self.load = report
+
+    async def ask(self, number: int) -> tuple[list[int], ev.Ended]:
+        self.count += 1
+        name = f"r{self.count}"
+        self.ends[name] = asyncio.get_running_loop().create_future()
+        prompt = np.array([(number * 31 + i) % 200 for i in range(100)], "<u4").tobytes()
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=b"s" * 16, ticket=self.count)
+        self.client.send(messages.Submit(request_id=name, prompt_token_ids=prompt, spec=spec))
+        end = await asyncio.wait_for(self.ends[name], 60)
+        return self.tokens[name], end
+
+
+async def test_blocks_come_back_from_memory_from_disk_and_after_a_restart(tmp_path):
+    tiers = KvTierSettings(memory_mb=1, disk_mb=1, disk_folder=str(tmp_path / "w"))
+    # 12 blocks in the pool; memory and disk have room for all
+    settings = EngineSettings(
+        model="emulated", kv_blocks=12, kv_tiers=tiers, check_every_step=True, kv_dtype="fp32"
+    )
+    client = await EngineClient.start(settings)
+    asked = Asked(client)
+    first = [(await asked.ask(number))[0] for number in range(4)]
+    again = [await asked.ask(number) for number in range(4)]
+    assert [tokens for tokens, _ in again] == first
+    assert all(end.tier_tokens.get("memory", 0) > 0 for _, end in again[:2])
+    assert {tier.name for tier in asked.load.tiers} == {"memory", "disk"}
+    assert await client.stop() == 0
+
+    # memory too small for one block: all goes to disk, and the next life finds it there
+    only_disk = KvTierSettings(disk_mb=1, disk_folder=str(tmp_path / "w"))
+    settings = EngineSettings(
+        model="emulated", kv_blocks=12, kv_tiers=only_disk, check_every_step=True, kv_dtype="fp32"
+    )
+    for life in range(2):
+        client = await EngineClient.start(settings)
+        asked = Asked(client)
+        answers = [await asked.ask(number) for number in range(4)]
+        assert [tokens for tokens, _ in answers] == first
+        if life:
+            assert any(end.tier_tokens.get("disk", 0) for _, end in answers)
+        assert await client.stop() == 0
+
+
+async def test_a_folder_that_cannot_be_used_costs_the_tier_and_nothing_else(tmp_path):
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    tiers = KvTierSettings(disk_mb=1, disk_folder=str(tmp_path / "file" / "w"))
+    settings = EngineSettings(model="emulated", kv_blocks=12, kv_tiers=tiers)
+    client = await EngineClient.start(settings, on_progress=said.append)
+    assert len((await Asked(client).ask(1))[0]) == 4
+    assert any("no KV tier on disk" in line for line in said)
+    assert await client.stop() == 0
