@@ -106,7 +106,9 @@ class DiskShelf:
         self._names = [b""] * places
         self._buffer = np.empty(_HEADER.size + block_bytes, np.uint8)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            # KV is what prompts say, in another form: for this user alone.
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.chmod(0o700)
             self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._clean(folder)

@@ -37,6 +37,12 @@ def test_a_block_comes_back_as_it_was(tmp_path):
             shelf.read(2, OTHER)
 
 
+def test_nobody_else_can_read_what_is_on_disk(tmp_path):
+    (tmp_path / "model").mkdir(mode=0o777)  # a former life's, of an older version
+    disk(tmp_path).write(0, HASH, BLOCK)
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("damage", ["flip", "flip header", "cut", "longer", "gone", "other's"])
 def test_damage_on_disk_is_noticed(tmp_path, damage):
     shelf = disk(tmp_path)
