@@ -397,7 +397,8 @@ class Registry:
                     pipe.execute_command(*command)
                 async with asyncio.timeout(_CALL_LIMIT_S):
                     answers: Sequence[Any] = await pipe.execute()
-        except (TimeoutError, RedisError, OSError, RedisUrlError) as error:
+        except (TimeoutError, RedisError, OSError, RedisUrlError, RuntimeError) as error:
+            # uvloop says by a RuntimeError, and redis-py passes on, that a connection was closed.
             self.connected = False
             self.errors += 1
             raise RegistryUnavailableError(f"Redis: {error}") from error
