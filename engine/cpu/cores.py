@@ -1,10 +1,10 @@
-"""The cores of a host, shared by its workers: who computes nothing lends what is his.
+"""The cores of a host, shared by its workers: one that computes nothing lends its own.
 
     claims   one number per place: cores of a worker that computes now, else 0   shared memory
     locks    one byte per place, held by the worker while it lives               the kernel's
 
 A worker claims its cores for the time of each step. What nobody claims is shared out among those
-who compute, anew for each job of a native team (``native/cores.h``), so that an owner has its core
+that compute, anew for each job of a native team (``native/cores.h``), so that an owner has its core
 back within a job and waits for nobody. Jobs have the same bits with any number of threads. The
 kernel takes the lock of a process that has died, however it died, and its claim is struck out by
 the next that begins a step.

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace baton {
@@ -85,6 +86,28 @@ inline __m512i add_products(__m512i sums, __m512i without_sign, __m512i with_sig
 #else
   return sums;  // nobody calls
 #endif
+}
+
+// Shares out a product: each(row, count, panel) for runs of at most `most` rows, of equal length. A
+// unit has neighbouring panels, and only so many rows that they stay in the L2 cache.
+template <class F>
+void share_product(int threads, long panels, long rows, long most, const F& each) {
+  constexpr long kUnitsPerThread = 4, kUnitRows = 96;
+  const long run = std::max(1L, panels / (threads * kUnitsPerThread));
+  const long runs = (panels + run - 1) / run;
+  const long chunks = (rows + kUnitRows - 1) / kUnitRows;
+  const long chunk = (rows + chunks - 1) / chunks;
+  share(threads, runs * chunks, [&](long unit) {
+    const long first = unit % runs * run, last = std::min(panels, first + run);
+    const long begin = unit / runs * chunk, end = std::min(rows, begin + chunk);
+    for (long panel = first; panel < last; ++panel)
+      for (long row = begin; row < end;) {
+        const long left = end - row, calls = (left + most - 1) / most;
+        const long take = (left + calls - 1) / calls;
+        each(row, take, panel);
+        row += take;
+      }
+  });
 }
 
 }  // namespace baton

@@ -32,8 +32,6 @@ constexpr int kQuads = 8;    // of a group
 constexpr int kDigits = 2;
 constexpr long kLevelBytes = kPanel * kGroup / 2;
 constexpr long kGroupBytes = kLevelBytes + 4 * kPanel;
-constexpr long kUnitsPerThread = 4;
-constexpr long kMostRows = 96;  // of a unit: they stay in the L2 cache
 constexpr int kTogether = 6;    // rows of a kernel
 
 struct Product {
@@ -167,20 +165,7 @@ extern "C" void baton_int4_product(const uint16_t* x, long x_stride, const uint8
     p.x.quantise(row, 0);
     add_up(p, row, digit_sums + row * p.groups());
   });
-  const long panels = p.panels();
-  const long run = std::max(1L, panels / (threads * kUnitsPerThread));
-  const long runs = (panels + run - 1) / run;
-  const long chunks = (rows + kMostRows - 1) / kMostRows;
-  const long each = (rows + chunks - 1) / chunks;
-  baton::share(threads, runs * chunks, [&](long unit) {
-    const long first = unit % runs * run, last = std::min(panels, first + run);
-    const long begin = unit / runs * each, end = std::min(rows, begin + each);
-    for (long panel = first; panel < last; ++panel)
-      for (long row = begin; row < end;) {
-        const long left = end - row, calls = (left + kTogether - 1) / kTogether;
-        const long take = (left + calls - 1) / calls;  // equal shares, none of them short
-        kKernels[take - 1](p, row, panel);
-        row += take;
-      }
+  baton::share_product(threads, p.panels(), rows, kTogether, [&](long row, long count, long panel) {
+    kKernels[count - 1](p, row, panel);
   });
 }

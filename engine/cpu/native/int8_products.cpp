@@ -30,8 +30,6 @@ namespace {
 constexpr int kPanel = 32;   // outputs
 constexpr int kQuad = 4;     // inputs of one lane
 constexpr int kShift = 128;  // makes a digit unsigned
-constexpr long kUnitsPerThread = 4;
-constexpr long kMostRows = 96;  // of a unit: they stay in the L2 cache
 
 struct Product {
   baton::DigitRows x;
@@ -150,20 +148,8 @@ extern "C" void baton_int8_product(const void* x, long x_stride, int is_bf16,
   p.x.packed = packed.take<uint8_t>(rows * digits * p.x.row_bytes());
   const bool large = rows * inputs > (1 << 15);
   baton::share(large ? threads : 1, rows, [&](long row) { p.x.quantise(row, kShift); });
-  const long panels = p.panels(), most = digits == 2 ? 6 : 12;
-  const long run = std::max(1L, panels / (threads * kUnitsPerThread));
-  const long runs = (panels + run - 1) / run;
-  const long chunks = (rows + kMostRows - 1) / kMostRows;
-  const long each = (rows + chunks - 1) / chunks;
-  baton::share(threads, runs * chunks, [&](long unit) {
-    const long first = unit % runs * run, last = std::min(panels, first + run);
-    const long begin = unit / runs * each, end = std::min(rows, begin + each);
-    for (long panel = first; panel < last; ++panel)
-      for (long row = begin; row < end;) {
-        const long left = end - row, calls = (left + most - 1) / most;
-        const long take = (left + calls - 1) / calls;  // equal shares, none of them short
-        (digits == 2 ? kTwo : kOne)[take - 1](p, row, panel);
-        row += take;
-      }
+  const long most = digits == 2 ? 6 : 12;
+  baton::share_product(threads, p.panels(), rows, most, [&](long row, long count, long panel) {
+    (digits == 2 ? kTwo : kOne)[count - 1](p, row, panel);
   });
 }

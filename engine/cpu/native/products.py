@@ -7,6 +7,8 @@ Each element has one order of its sums over K: its bits do not depend on how man
 
 # ruff: noqa: N803, N806 - suffixes such as x_MK give shapes
 
+import ctypes
+
 import torch
 
 from engine.cpu.native.library import PAIRS, load, sums
@@ -29,9 +31,7 @@ class NativeWeight:
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
-        library = load()
-        if library is None:
-            raise RuntimeError("ask native_fits first")
+        library = _loaded()
         self._outputs, self._inputs = weight_NK.shape
         self._sums = () if sums() == PAIRS else (sums(),)
         kind = "baton" if sums() == PAIRS else "baton_tile"
@@ -46,9 +46,7 @@ class NativeWeight:
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         """``[M, K] -> [M, N]``."""
-        if x_MK.stride(1) != 1:
-            x_MK = x_MK.contiguous()
-        rows = x_MK.shape[0]
+        x_MK, rows = _rows(x_MK)
         y_MN = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
         self._product(
             x_MK.data_ptr(),
@@ -82,9 +80,7 @@ class NativeInt8Weight:
     """
 
     def __init__(self, whole_NK: torch.Tensor, scale_N: torch.Tensor, digits: int) -> None:
-        library = load()
-        if library is None:
-            raise RuntimeError("ask int8_fits first")
+        library = _loaded()
         self._outputs, self._inputs = whole_NK.shape
         self.digits = digits
         self._product = library.baton_int8_product
@@ -101,9 +97,7 @@ class NativeInt8Weight:
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         """``[M, K] -> [M, N]``, in the dtype of ``x_MK``: bf16 or fp32."""
-        if x_MK.stride(1) != 1:
-            x_MK = x_MK.contiguous()
-        rows = x_MK.shape[0]
+        x_MK, rows = _rows(x_MK)
         y_MN = torch.empty(rows, self._outputs, dtype=x_MK.dtype)
         self._product(
             x_MK.data_ptr(),
@@ -135,9 +129,7 @@ class NativeInt4Weight:
     def __init__(
         self, levels_NK: torch.Tensor, scale_NG: torch.Tensor, offset_NG: torch.Tensor
     ) -> None:
-        library = load()
-        if library is None:
-            raise RuntimeError("ask int8_fits first")
+        library = _loaded()
         self._outputs, self._inputs = levels_NK.shape
         self._product = library.baton_int4_product
         size = library.baton_int4_packed_size(self._outputs, self._inputs)
@@ -149,15 +141,25 @@ class NativeInt4Weight:
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         """``[M, K] -> [M, N]``, bf16."""
-        if x_MK.stride(1) != 1:
-            x_MK = x_MK.contiguous()
-        rows = x_MK.shape[0]
+        x_MK, rows = _rows(x_MK)
         y_MN = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
         self._product(
             *(x_MK.data_ptr(), x_MK.stride(0), self.place, y_MN.data_ptr(), self._outputs),
             *(rows, self._outputs, self._inputs, job_threads()),
         )
         return y_MN
+
+
+def _loaded() -> ctypes.CDLL:
+    library = load()
+    if library is None:
+        raise RuntimeError("ask native_fits or int8_fits first")
+    return library
+
+
+def _rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Rows whose inputs lie side by side, as the kernels read them, and how many."""
+    return (x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()), x_MK.shape[0]
 
 
 def _aligned(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
