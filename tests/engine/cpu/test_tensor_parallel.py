@@ -310,8 +310,9 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     ranks = RankProcesses(settings)
     try:
         with pytest.raises(RankError, match=r"rank 1 .*: ModelError: .*other"):
-            lead(resolve_model(model).config, ranks)
+            shard = lead(resolve_model(model).config, ranks)
             ranks.wait_until(Loaded)
+            del shard  # not before: rank 1 may still be joining its group
     finally:
         ranks.close()
 
