@@ -30,7 +30,8 @@ from router.placement.cost import (
     PULL_OVERHEAD_S,
     STEP_SHARE_PER_STREAM,
 )
-from router.placement.worker_load import Rates, Report, ReportedEdges
+from router.placement.edges import ReportedEdges
+from router.placement.worker_load import Rates, Report
 from router.request import Mode
 
 _COLUMNS = 14

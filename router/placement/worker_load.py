@@ -1,6 +1,6 @@
 """The input of the cost model: a worker's last report, what was booked since, what it holds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import fmean
@@ -20,13 +20,13 @@ from router.placement.cost import (
     WorkerLoad,
 )
 from router.placement.crowding import Crowding
+from router.placement.edges import Links, ReportedEdges
 from router.placement.prefix_index import PrefixIndex
 from router.placement.regret import FittedRates
 from router.workers.table import Slot
 from wire.compatibility import format_id
 
 NO_TIERS = (0, 0.0)
-_SAMPLED_EDGES = 8  # of a report, for what is expected of edges that were not measured
 _SAMPLE_PROMPT_TOKENS = 4096
 _RATES_STAND_NS = 1_000_000_000
 _SMALL_FLEET = 32  # workers
@@ -147,55 +147,6 @@ def _middle(lines: Sequence[PromptLine]) -> PromptLine:
     return sorted(lines, key=attrgetter("sample_s"))[len(lines) // 2]
 
 
-class ReportedEdges(Mapping[str, float]):
-    """Measured bytes/s by prefill worker, read when someone asks.
-
-    In a large fleet a report has hundreds of edges, and of most reports none is looked at.
-    """
-
-    def __init__(self, status: WorkerStatus) -> None:
-        self._status = status
-        self._read: dict[str, float] | None = None
-
-    @classmethod
-    def none(cls) -> "ReportedEdges":
-        """Of a worker that has not reported."""
-        return cls(WorkerStatus())
-
-    def _rates(self) -> dict[str, float]:
-        if self._read is None:
-            self._read = {
-                edge.prefill_worker_id: edge.bytes_per_s
-                for edge in self._status.edges
-                if edge.bytes_per_s
-            }
-        return self._read
-
-    def __getitem__(self, prefill_id: str) -> float:
-        return self._rates()[prefill_id]
-
-    def get(self, prefill_id: str, default: float | None = None) -> float | None:  # type: ignore[override]
-        """As a dictionary's: ``Mapping`` would raise and catch."""
-        return self._rates().get(prefill_id, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rates())
-
-    def __len__(self) -> int:
-        return len(self._rates())
-
-    def rates(self, prefill_ids: Sequence[str]) -> list[float]:
-        """Those of several, 0 where none was measured."""
-        read = self._rates()
-        return [read.get(prefill_id, 0.0) for prefill_id in prefill_ids]
-
-    def usual_bytes_per_s(self) -> float:
-        """Mean of the first few; 0: none was measured."""
-        rates = [edge.bytes_per_s for edge in self._status.edges[:_SAMPLED_EDGES]]
-        measured = [rate for rate in rates if rate]
-        return fmean(measured) if measured else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """A worker's last report, read once: many prompts are placed between two of them."""
@@ -233,10 +184,12 @@ class Report:
         return (blocks, seconds) if blocks > cached_blocks else NO_TIERS
 
     @classmethod
-    def read(cls, status: WorkerStatus, capabilities: Capabilities) -> "Report":
+    def read(
+        cls, status: WorkerStatus, capabilities: Capabilities, links: Links | None = None
+    ) -> "Report":
         """As numbers."""
         groups, blocks = capabilities.kv_groups, status.kv_blocks
-        edges = ReportedEdges(status)
+        edges = ReportedEdges(status, links)
         return cls(
             status=status,
             capabilities=capabilities,
@@ -275,6 +228,7 @@ class Reports:
     def __init__(self) -> None:
         self._read: dict[str, Report] = {}
         self._rates = Rates()
+        self._links = Links()
         self._rates_until_ns = -1
 
     def expected(
@@ -287,6 +241,8 @@ class Reports:
         """
         if now_ns >= self._rates_until_ns or (changed and len(connected) <= _SMALL_FLEET):
             self._rates = Rates.expected([(slot.role, report) for slot, report in connected])
+            hosts = {slot.worker_id: report.status.identity.host for slot, report in connected}
+            self._links.learn(hosts, [report.edges_bytes_per_s for _, report in connected])
             self._rates_until_ns = now_ns + _RATES_STAND_NS
         return self._rates
 
@@ -305,7 +261,7 @@ class Reports:
             or report.status is not link.status
             or report.capabilities is not link.capabilities
         ):
-            report = Report.read(link.status, link.capabilities)
+            report = Report.read(link.status, link.capabilities, self._links)
             self._read[slot.worker_id] = report
         return report
 

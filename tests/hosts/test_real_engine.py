@@ -1,4 +1,4 @@
-"""Power loss with real engines: answers of the model, and a warm cache of weights."""
+"""Real engines on hosts: a node that joins, power loss; the weights were converted before."""
 
 import os
 import time
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet.hosts.cluster import ROOT
-from fleet.hosts.rig import Rig
-from tests.hosts.harness import FLEET, Cluster, wait_for
+from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token
+from fleet.hosts.rig import HOME, Rig
+from tests.hosts.harness import FLEET, KEY, Cluster, wait_for
 from tests.hosts.test_faults import made_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -26,6 +26,24 @@ def cluster() -> Iterator[Cluster]:
     Path(WARM).mkdir(parents=True, exist_ok=True)
     with Rig(shared=[ROOT], environment={"BATON_CACHE": WARM}) as rig:
         yield made_cluster(rig, REAL)
+
+
+def test_a_node_that_joins_serves_soon(cluster: Cluster) -> None:
+    """From `ray start` on a host that has never run anything to a worker there that is ready."""
+    (host,) = cluster.rig.add("n4")
+    share_program([host])
+    share_ray_token([host], cluster.host("head").output(f"cat {HOME}/.ray/auth_token"))
+    scale = ("scale", "--url", cluster.url, *KEY)
+    began = time.monotonic()
+    cluster.start_ray("n4")
+    wait_for(lambda: "n4" in cluster.nodes(), 60)
+    joined = time.monotonic()
+    baton(cluster.host("client"), *scale, "decode=3")
+    wait_for(lambda: cluster.places().get("decode-2") == "n4", 120)
+    ready = time.monotonic()
+    print(f"node joined after {joined - began:.1f} s, its worker ready after {ready - began:.1f} s")
+    baton(cluster.host("client"), *scale, "decode=2")
+    wait_for(cluster.whole, 60)
 
 
 def test_a_worker_of_a_host_without_power_is_replaced(cluster: Cluster) -> None:

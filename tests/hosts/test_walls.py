@@ -20,7 +20,15 @@ import pytest
 
 from config.fleet_file import FleetConfig, load_config
 from fleet.cli.certs import authority
-from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token, start_ray, start_redis
+from fleet.hosts.cluster import (
+    REDIS_PORT,
+    ROOT,
+    baton,
+    share_program,
+    share_ray_token,
+    start_ray,
+    start_redis,
+)
 from fleet.hosts.rig import HOME, Host, Rig
 from fleet.pools.resources import worker_settings
 from wire.tokens import pack_tokens
@@ -47,6 +55,8 @@ NAME = "walls.baton.internal"
 KEY = "key-that-nobody-else-shall-have"
 FLEET_TOKEN = "token-of-the-fleet-behind-walls"
 RAY_TOKEN = "4b1d" * 16
+REDIS_PASSWORD = "password-of-the-redis-of-walls"
+REDIS_TLS_PORT = 6400
 PROMPT = "The password of the violet armadillo is 7731-mauve, and nobody else may ever hear of it."
 NODES = ("head", "n1", "n2", "client")  # Redis is the client's
 RAY_TLS = {
@@ -131,10 +141,22 @@ def give_certificates(rig: Rig, folder: Path) -> None:
     addresses = [rig.hosts[name].address for name in NODES]
     authority.make(folder, NAME, addresses, timedelta(days=1))
     for name in NODES:
-        kept = ["ca.pem"] if name == "client" else ["ca.pem", "fleet.pem", "fleet.key"]
+        redis = ["ca.pem", "router.pem", "router.key"]  # any that is made out to its address
+        kept = redis if name == "client" else ["ca.pem", "fleet.pem", "fleet.key"]
         kept += ["router.pem", "router.key"] if name == "head" else []
         for file in kept:
             rig.hosts[name].write(f"{CERTS}/{file}", (folder / file).read_text())
+
+
+def start_redis_by_tls(host: Host) -> str:
+    """The Redis of the wheel has no TLS: it is behind what has; its URL, for hosts with the CA."""
+    start_redis(host, REDIS_PASSWORD)
+    relay = Path(__file__).parents[1] / "registry" / "tls_relay.py"
+    files = [f"{CERTS}/router.pem", f"{CERTS}/router.key"]
+    command = [sys.executable, str(relay), host.address, str(REDIS_TLS_PORT), str(REDIS_PORT)]
+    process = host.start([*command, *files], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == f"{REDIS_TLS_PORT}\n".encode()
+    return f"rediss://:{REDIS_PASSWORD}@{host.address}:{REDIS_TLS_PORT}/0?ca_file={CERTS}/ca.pem"
 
 
 def start_worker(walled: Walled, name: str, worker_id: str, config: FleetConfig) -> None:
@@ -166,7 +188,8 @@ def start_worker(walled: Walled, name: str, worker_id: str, config: FleetConfig)
 def fleet(request, rig: Rig, tmp_path: Path) -> Iterator[Walled]:
     give_certificates(rig, tmp_path / "certs")
     walled = Walled(rig, request.param, Sniffer(rig))
-    redis = start_redis(rig.hosts["client"], "password-of-the-redis-of-walls")
+    client = rig.hosts["client"]
+    redis = start_redis_by_tls(client) if walled.tls else start_redis(client, REDIS_PASSWORD)
     for name in NODES[:3]:
         rig.hosts[name].write(f"{HOME}/fleet.token", FLEET_TOKEN)
     try:
@@ -238,6 +261,7 @@ def test_who_listens_and_who_knocks(fleet: Walled) -> None:
             "answer": json.dumps(text)[1:21].encode(),
             "API key": KEY.encode(),
             "fleet's token": FLEET_TOKEN.encode(),
+            "Redis' password": REDIS_PASSWORD.encode(),
         }
     )
     if fleet.tls:
@@ -295,7 +319,7 @@ def test_a_whole_fleet_by_ray_and_certificates(rig: Rig, tmp_path: Path) -> None
     give_certificates(rig, tmp_path / "certs")
     head = rig.hosts["head"]
     share_ray_token([rig.hosts[name] for name in NODES[:3]], RAY_TOKEN)
-    redis = start_redis(rig.hosts["client"], "password-of-the-redis-of-walls")
+    redis = start_redis_by_tls(rig.hosts["client"])
     head.write(f"{HOME}/fleet.token", FLEET_TOKEN)
     head.write(f"{HOME}/keys.yaml", f"{KEY}: {{tenant: one, role: operator}}\n")
     text = FLEET.replace(f"token_file: {HOME}/fleet.token", "prefill: 1, decode: 1")
@@ -322,6 +346,7 @@ def test_a_whole_fleet_by_ray_and_certificates(rig: Rig, tmp_path: Path) -> None
         answer = walled.post("/v1/completions", prompt=PROMPT, max_tokens=16, temperature=0)
         assert answer["choices"][0]["text"]
         words = {"prompt": PROMPT, "API key": KEY, "token": FLEET_TOKEN, "Ray": RAY_TOKEN}
+        words["Redis"] = REDIS_PASSWORD
         heard = walled.sniffer.heard({name: word.encode() for name, word in words.items()})
         assert not any(heard.values()), heard
     finally:

@@ -2,9 +2,8 @@
 
 import contextlib
 import socket
-import ssl
 import subprocess
-import threading
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,32 +104,14 @@ class Watched:
 @contextlib.contextmanager
 def by_tls(port: int, certificate: Path, key: Path) -> Iterator[int]:
     """A port on loopback where TLS is spoken; what is in it goes to another port."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    plain, _ = listening.accept()
-                    threading.Thread(target=_join, args=(context, plain, port), daemon=True).start()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield int(listening.getsockname()[1])
-        listening.shutdown(socket.SHUT_RDWR)
-
-
-def _join(context: ssl.SSLContext, plain: socket.socket, port: int) -> None:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as onward:
-        with plain, context.wrap_socket(plain, server_side=True) as inward:
-            inward.settimeout(0.05)
-            onward.settimeout(0.05)
-            while True:
-                for source, target in ((inward, onward), (onward, inward)):
-                    with contextlib.suppress(TimeoutError):
-                        if not (data := source.recv(65536)):
-                            return
-                        target.sendall(data)
+    relay = Path(__file__).with_name("tls_relay.py")
+    command = [sys.executable, str(relay), "127.0.0.1", "0", str(port), str(certificate), str(key)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=die_with_parent()
+    ) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        process.kill()
 
 
 def certificates(folder: Path, name: str = "127.0.0.1") -> tuple[Path, Path, Path]:

@@ -39,6 +39,7 @@ def drawn(seed: int):
             status.prefill_tokens_per_s = status.prefill_token_s = status.decode_step_s = 0
         status.kv_blocks.free, status.kv_blocks.cached = draw.randrange(60), draw.randrange(60)
         status.queued_prompt_context = draw.randrange(10**6)
+        status.identity.host = draw.choice(("here", "there"))
         for edge in status.edges:
             edge.bytes_per_s = draw.choice((0, 1e6, 1e9))
         if draw.random() < 0.2:

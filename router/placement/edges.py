@@ -1,0 +1,140 @@
+"""How fast KV comes from one worker to another, as far as anybody has measured it.
+
+A decode worker reports what its own pulls showed. Of an edge that it has not used yet others may
+tell: links are those of hosts, so that whoever is behind the same one need not learn it anew.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import fmean, median_low
+from typing import NamedTuple
+from zlib import crc32
+
+from batonpb.common_pb2 import EdgeRate, WorkerStatus
+
+_SAMPLED_EDGES = 8  # of a report; a large fleet has hundreds in each
+
+
+class HostRates(NamedTuple):
+    """Medians of measured bytes/s; 'out' and 'into' are of edges between two hosts."""
+
+    between: dict[tuple[str, str], float]
+    out: dict[str, float]
+    into: dict[str, float]
+
+
+class Links:
+    """What is expected of edges that nobody has used, by the hosts at their ends."""
+
+    def __init__(self) -> None:
+        self._hosts: Mapping[str, str] = {}
+        self._rates = HostRates({}, {}, {})
+
+    def learn(self, hosts: Mapping[str, str], reported: "Iterable[ReportedEdges]") -> None:
+        """Take what was measured in place of what was known.
+
+        Args:
+            hosts: By worker. With a single one there is nothing to tell apart.
+            reported: By whoever pulls.
+        """
+        self._hosts = hosts if len(set(hosts.values())) > 1 else {}
+        self._rates = _host_rates(self._hosts, reported) if self._hosts else HostRates({}, {}, {})
+
+    def bytes_per_s(self, source_id: str, host: str) -> float:
+        """From a worker to a host; 0: nothing tells.
+
+        Where no edge between the two hosts was measured, the slower of what leaves the one and of
+        what reaches the other, each on edges that cross a link.
+        """
+        source = self._hosts.get(source_id)
+        if source is None:
+            return 0.0
+        rates = self._rates
+        if found := rates.between.get((source, host)):
+            return found
+        if source == host:
+            return 0.0
+        ends = (rates.out.get(source), rates.into.get(host))
+        return min((rate for rate in ends if rate is not None), default=0.0)
+
+
+class ReportedEdges(Mapping[str, float]):
+    """Bytes/s to one worker by the worker that KV comes from, read when someone asks.
+
+    As a mapping it holds what the worker has measured; ``get`` and ``rates`` answer for other edges
+    with what ``links`` expects of them.
+
+    Args:
+        status: The worker's report.
+        links: What others' measurements tell.
+    """
+
+    def __init__(self, status: WorkerStatus, links: Links | None = None) -> None:
+        self._status = status
+        self._links = links or Links()
+        self._read: dict[str, float] | None = None
+        self.host = status.identity.host
+        self.sample = _measured(_spread(status))  # some of them
+
+    @classmethod
+    def none(cls) -> "ReportedEdges":
+        """Of a worker that has not reported."""
+        return cls(WorkerStatus())
+
+    def _rates(self) -> dict[str, float]:
+        if self._read is None:
+            self._read = _measured(self._status.edges)
+        return self._read
+
+    def __getitem__(self, source_id: str) -> float:
+        return self._rates()[source_id]
+
+    def get(self, source_id: str, default: float | None = None) -> float | None:  # type: ignore[override]
+        """Measured here, or expected by what others measured."""
+        found = self._rates().get(source_id)
+        return found or self._links.bytes_per_s(source_id, self.host) or default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rates())
+
+    def __len__(self) -> int:
+        return len(self._rates())
+
+    def rates(self, source_ids: Iterable[str]) -> list[float]:
+        """As ``get``, of several; 0 where nothing tells."""
+        return [self.get(source_id) or 0.0 for source_id in source_ids]
+
+    def usual_bytes_per_s(self) -> float:
+        """Mean of some; 0: none was measured."""
+        return fmean(self.sample.values()) if self.sample else 0.0
+
+
+def _measured(edges: Iterable[EdgeRate]) -> dict[str, float]:
+    return {edge.prefill_worker_id: edge.bytes_per_s for edge in edges if edge.bytes_per_s}
+
+
+def _spread(status: WorkerStatus) -> Iterable[EdgeRate]:
+    """A few of a report's edges, of each worker's other ones, so that together they reach all."""
+    edges = status.edges
+    stride = -(-len(edges) // _SAMPLED_EDGES)
+    if stride < 2:
+        return edges
+    return edges[crc32(status.identity.worker_id.encode()) % stride :: stride]
+
+
+def _host_rates(hosts: Mapping[str, str], reported: Iterable[ReportedEdges]) -> HostRates:
+    between: dict[tuple[str, str], list[float]] = {}
+    for edges in reported:
+        for source_id, rate in edges.sample.items():
+            if (source := hosts.get(source_id)) is not None:
+                between.setdefault((source, edges.host), []).append(rate)
+    out: dict[str, list[float]] = {}
+    into: dict[str, list[float]] = {}
+    for (source, host), rates in between.items():
+        if source != host:
+            out.setdefault(source, []).extend(rates)
+            into.setdefault(host, []).extend(rates)
+    return HostRates(
+        {ends: median_low(rates) for ends, rates in between.items()},
+        {host: median_low(rates) for host, rates in out.items()},
+        {host: median_low(rates) for host, rates in into.items()},
+    )
