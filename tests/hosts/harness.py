@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from config.fleet_file import FleetConfig
 from fleet.hosts.cluster import start_ray
 from fleet.hosts.rig import HOME, Host, Rig
+from fleet.pools.resources import worker_settings
 
 FLEET = """
 fleet: rig
@@ -156,6 +159,33 @@ class Load:
         self._process.wait(10)
         print(f"load: {found}")
         return found
+
+
+def start_worker(host: Host, worker_id: str, config: FleetConfig) -> None:
+    """As Ray's actor would, without Ray; its settings go by standard input.
+
+    The fleet's token is in ``fleet.token`` there.
+    """
+    settings = worker_settings(
+        config,
+        worker_id=worker_id,
+        role=worker_id.partition("-")[0],
+        epoch=1,
+        redis_url=config.redis,
+        fleet_token="",
+        fleet_token_file=f"{HOME}/fleet.token",
+        host=host.address,
+        log_dir=HOME,
+    )
+    process = host.start(
+        f"exec {sys.executable} -m fleet.worker 2> {HOME}/{worker_id}.log",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    process.stdin.write(msgspec.json.encode(settings))
+    process.stdin.close()
+    assert process.stdout.readline(), host.output(f"cat {HOME}/{worker_id}.log")
+    process.stdout.close()
 
 
 def shifted_clock(host: Host, scratch: Path, shift_s: int) -> dict[str, str]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from config.fleet_file import FleetConfig, load_config
+from config.fleet_file import load_config
 from fleet.cli.certs import authority
 from fleet.hosts.cluster import (
     REDIS_PORT,
@@ -30,7 +29,7 @@ from fleet.hosts.cluster import (
     start_redis,
 )
 from fleet.hosts.rig import HOME, Host, Rig
-from fleet.pools.resources import worker_settings
+from tests.hosts.harness import start_worker
 from wire.tokens import pack_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -159,31 +158,6 @@ def start_redis_by_tls(host: Host) -> str:
     return f"rediss://:{REDIS_PASSWORD}@{host.address}:{REDIS_TLS_PORT}/0?ca_file={CERTS}/ca.pem"
 
 
-def start_worker(walled: Walled, name: str, worker_id: str, config: FleetConfig) -> None:
-    """As Ray's actor would, without Ray; its settings go by standard input."""
-    host = walled.host(name)
-    settings = worker_settings(
-        config,
-        worker_id=worker_id,
-        role=worker_id.partition("-")[0],
-        epoch=1,
-        redis_url=config.redis,
-        fleet_token="",
-        fleet_token_file=f"{HOME}/fleet.token",
-        host=host.address,
-        log_dir=HOME,
-    )
-    process = host.start(
-        f"exec {sys.executable} -m fleet.worker 2> {HOME}/worker.log",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    process.stdin.write(msgspec.json.encode(settings))
-    process.stdin.close()
-    assert process.stdout.readline(), host.output(f"cat {HOME}/worker.log")
-    process.stdout.close()
-
-
 @pytest.fixture(params=[True, False], ids=["tls", "insecure"])
 def fleet(request, rig: Rig, tmp_path: Path) -> Iterator[Walled]:
     give_certificates(rig, tmp_path / "certs")
@@ -198,8 +172,8 @@ def fleet(request, rig: Rig, tmp_path: Path) -> Iterator[Walled]:
             text = text.replace(place, line if walled.tls else "insecure: true")
         (tmp_path / "fleet.yaml").write_text(text)
         config = load_config(tmp_path / "fleet.yaml")
-        start_worker(walled, "n1", "prefill-0", config)
-        start_worker(walled, "n2", "decode-0", config)
+        start_worker(rig.hosts["n1"], "prefill-0", config)
+        start_worker(rig.hosts["n2"], "decode-0", config)
         head = rig.hosts["head"]
         head.write(f"{HOME}/fleet.yaml", text)
         head.write(f"{HOME}/keys.yaml", f"{KEY}: {{tenant: one, role: operator}}\n")
