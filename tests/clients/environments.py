@@ -68,7 +68,6 @@ CLIENTS = (
         title="anthropic (Python)",
         file="anthropic_python.py",
         packages=("anthropic==2.12.0",),
-        small=True,
     ),
     Client(
         title="pydantic-ai",
