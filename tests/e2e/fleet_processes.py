@@ -120,7 +120,7 @@ class Fleet:
         self.wait_ready(url)
         return url
 
-    def wait_ready(self, url: str, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, url: str, timeout_s: float = 180.0) -> None:
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             with contextlib.suppress(httpx.TransportError):
