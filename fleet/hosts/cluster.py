@@ -25,6 +25,7 @@ HEAD_SETTINGS = {
 NODE_SETTINGS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # else workers stand back behind all that is not Ray's
     "RAY_AUTH_MODE": "token",
 }
 
@@ -96,8 +97,7 @@ def start_ray(
     base = ["ray", "start", "--disable-usage-stats", f"--node-ip-address={host.address}"]
     base += ["--node-manager-port=6380", "--object-manager-port=6381"]
     base += ["--min-worker-port=11000", "--max-worker-port=11999", "--object-store-memory=80000000"]
-    # The hosts share the machine's cores, and a worker those with the agents of all nodes.
-    patient = {"RAY_raylet_start_wait_time_s": "110", "RAY_worker_niceness": "0"}
+    patient = {"RAY_raylet_start_wait_time_s": "110"}  # the hosts share the machine's cores
     settings = {**NODE_SETTINGS, **patient, **(environment or {})}
     if host is head:
         settings |= HEAD_SETTINGS

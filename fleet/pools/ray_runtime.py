@@ -38,6 +38,7 @@ def start_local(folder: Path, config: FleetConfig) -> None:
     """
     # In the environment, so that daemons and workers inherit it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # workers serve; Ray's batch jobs stand back
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray writes ~/.ray/auth_token
     os.environ.pop("RAY_USE_TLS", None)  # that is for clusters: this one stays on loopback

@@ -107,6 +107,8 @@ async def test_the_pools_come_up_with_their_environment(fleet: Fleet) -> None:
     found = await records(fleet)
     assert sorted(found) == ["decode-0", "prefill-0"]
     assert {(record.host, record.threads) for record in found.values()} == {("passive", 1)}
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, record.pid) for record in found.values()} == {ours}
     assert len(ray.util.placement_group_table()) == 2
 
 
