@@ -237,9 +237,9 @@ class Host:
             os.kill(self._first_pid, signal.SIGKILL)
         for process in (*self._started, self._holder):  # the kernel ends what was in it
             process.wait(_START_LIMIT_S)
-        for stream in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
-            if stream is not None:
-                stream.close()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
         self._holder = None
 
 
