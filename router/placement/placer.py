@@ -211,7 +211,8 @@ class Placer:
         chosen, compared = found
         self._book_load(request, chosen, now_ns)
         if not request.probe:
-            for incarnation in {chosen.computes.incarnation, chosen.decode.incarnation}:
+            holders = (chosen.computes.incarnation, chosen.decode.incarnation)
+            for incarnation in dict.fromkeys(holders):  # a set has another order in each process
                 self._prefix_index.expect(incarnation, hashes, now_ns)
         prefix_blocks = 0  # to pull; what the holder is only expected to have soon cannot be
         if holder is not None and chosen.pulled_blocks:

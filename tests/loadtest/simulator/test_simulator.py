@@ -1,5 +1,8 @@
 """The simulator: virtual time, the same result for the same seed, and every request one end."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +81,30 @@ def test_the_same_seed_gives_the_same_bytes(workers):
 
     assert written(1) == written(1)
     assert written(1) != written(2)
+
+
+_IN_A_PROCESS = """
+import sys
+from tests.loadtest.simulator.test_simulator import *
+trace = read_trace(SAMPLE, 200)
+simulation = run(Setup(prefill_workers=8, decode_workers=8), trace)
+sys.stdout.buffer.write(as_json(simulation, figures(simulation, trace, Slo()), Slo()))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_gives_the_same_bytes():
+    """Sets have another order in each process; nothing may hang on it."""
+
+    def written(hash_seed: str) -> bytes:
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", _IN_A_PROCESS]
+        folder = Path(__file__).parents[3]
+        return subprocess.run(
+            command, env=environment, cwd=folder, check=True, capture_output=True
+        ).stdout
+
+    assert len({written(seed) for seed in ("0", "1", "2")}) == 1
 
 
 requests = st.lists(
