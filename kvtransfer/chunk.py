@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from engine.core.geometry import KvGeometry
 from kvtransfer.kv_slice import KvSlice
+from kvtransfer.native.moves import digests_bytes, native_pool
 
 _LAYERS = struct.Struct("<III")
 _LEAF = struct.Struct("<III")
@@ -59,6 +60,34 @@ class PoolView:
         )
         self._data = flat.reshape(*geometry.shape[:-1], size // flat.itemsize)
         self.geometry = geometry
+        self.native = native_pool(self._data, geometry)
+
+    def copy_out(
+        self, table: Sequence[int], kv_slice: KvSlice, bound: bytes, into: memoryview
+    ) -> bytes:
+        """Copy ``kv_slice`` in wire order into a buffer of its size; its ``digests``."""
+        if self.native is not None:
+            pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+            return self.native.gather(pages, kv_slice, _seed(kv_slice, bound), into)
+        into[:] = self.read(table, kv_slice)
+        return digests(into, kv_slice, self.geometry, bound)
+
+    def place(
+        self,
+        table: Sequence[int],
+        kv_slice: KvSlice,
+        bound: bytes,
+        payload: memoryview | bytes,
+        said: bytes,
+    ) -> bool:
+        """Scatter wire bytes into the pages of ``table`` if they are what the digests say."""
+        if self.native is not None:
+            pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+            return self.native.scatter(pages, kv_slice, _seed(kv_slice, bound), payload, said)
+        if digests(payload, kv_slice, self.geometry, bound) != said:
+            return False
+        self.write(table, kv_slice, payload)
+        return True
 
     def read(self, table: Sequence[int], kv_slice: KvSlice) -> bytes:
         """Bytes of ``kv_slice`` in wire order; ``table`` maps the prompt's blocks to pages."""
@@ -111,8 +140,7 @@ def digests(
     split, so that any two tensor-parallel widths agree on the digest of a (block, head).
     """
     view = memoryview(payload)
-    layers = _LAYERS.pack(kv_slice.kv_group, kv_slice.layer_begin, kv_slice.layer_count)
-    seed = xxhash.xxh3_64_intdigest(bound + layers)
+    seed = _seed(kv_slice, bound)
     per_token = kv_slice.layer_count * 2 * geometry.head_bytes
     leaves, begin = [], 0
     for block in range(kv_slice.block_count):
@@ -124,6 +152,24 @@ def digests(
             leaves.append(xxhash.xxh3_64_intdigest(view[begin : begin + size], key))
             begin += size
     return struct.pack(f"<{len(leaves)}Q", *leaves)
+
+
+def _seed(kv_slice: KvSlice, bound: bytes) -> int:
+    layers = _LAYERS.pack(kv_slice.kv_group, kv_slice.layer_begin, kv_slice.layer_count)
+    return int(xxhash.xxh3_64_intdigest(bound + layers))
+
+
+def make_room(header: pb.ChunkHeader, kv_slice: KvSlice, geometry: KvGeometry) -> int:
+    """Bytes of a frame in front of its payload; its digests may be filled in afterwards."""
+    header.payload_bytes = kv_slice.payload_bytes(geometry)
+    header.digests = bytes(digests_bytes(kv_slice))
+    return int(_LENGTH.size + header.ByteSize())
+
+
+def put_header(header: pb.ChunkHeader, frame: memoryview, room_bytes: int) -> None:
+    """Write the header of a frame whose payload is there, into the room that was made."""
+    head = header.SerializeToString()
+    frame[:room_bytes] = _LENGTH.pack(room_bytes - _LENGTH.size) + head
 
 
 def encode(header: pb.ChunkHeader, payload: bytes) -> bytes:
@@ -167,11 +213,20 @@ def verify(
     Raises:
         ChunkError: Length or digest differ.
     """
-    if len(payload) != expected.payload_bytes(geometry):
-        raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
+    check_size(payload, expected, geometry)
     check_claim(header, expected, bound)
     if digests(payload, expected, geometry, bound) != header.digests:
         raise ChunkError(f"digest mismatch at {expected}", "digest")
+
+
+def check_size(payload: memoryview | bytes, expected: KvSlice, geometry: KvGeometry) -> None:
+    """Whether a payload has the size of what was asked for.
+
+    Raises:
+        ChunkError: It has not.
+    """
+    if len(payload) != expected.payload_bytes(geometry):
+        raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
 
 
 def check_claim(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None:
@@ -198,8 +253,10 @@ class ByteFrame:
         header, payload = decode(self.frame)
         if header.HasField("error"):
             raise GoneError(header.error.message)
-        verify(header, payload, kv_slice, pool.geometry, bound)
-        pool.write(blocks, kv_slice, payload)
+        check_size(payload, kv_slice, pool.geometry)
+        check_claim(header, kv_slice, bound)
+        if not pool.place(blocks, kv_slice, bound, payload, header.digests):
+            raise ChunkError(f"digest mismatch at {kv_slice}", "digest")
 
 
 def manifest_digest(kv_slices: Sequence[KvSlice]) -> int:

@@ -23,7 +23,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,6 +44,7 @@ from kvtransfer import lent_pages, receiver
 from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
 from kvtransfer.kv_slice import KvSlice, cut
+from kvtransfer.native import library
 from kvtransfer.pool_source import HeldKv, PoolSource
 from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
@@ -86,9 +87,19 @@ class _NoDigest:
         return 0
 
 
-def without_digests() -> None:
-    """From now on lent pages are believed as they are, in this process."""
+@contextlib.contextmanager
+def without_digests() -> Iterator[None]:
+    """Meanwhile frames are believed as they are, in this process."""
+    digest, native = lent_pages.hasher, library.load()
     lent_pages.hasher = lambda *_: _NoDigest()  # type: ignore[assignment]
+    if native is not None:
+        library.use_digests(native, used=False)
+    try:
+        yield
+    finally:
+        lent_pages.hasher = digest
+        if native is not None:
+            library.use_digests(native, used=True)
 
 
 # -------------------------------------------------------------------- the sender's process
@@ -96,8 +107,11 @@ def without_digests() -> None:
 
 async def send(tokens: int, scattered: bool, digests: bool) -> None:
     """Hold a prompt's KV and serve it until standard input closes."""
-    if not digests:
-        without_digests()
+    with contextlib.nullcontext() if digests else without_digests():
+        await _serve(tokens, scattered)
+
+
+async def _serve(tokens: int, scattered: bool) -> None:
     shape = geometry(tokens)
     pool_fd, memory = memory_file(shape.pool_bytes)
     machine = HandoffSender(shape, tokens, 0, FAR_NS, 0)
@@ -354,7 +368,6 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
 
         for way in transports.values():
             await meet(way, peer, rectangles(shape, tokens)[0])
-        digest = lent_pages.hasher
         for number in range(rounds + 1):
             into = bench if number else warm_up
             await into.take("memcpy", memcpy)
@@ -362,11 +375,10 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
             await into.take("bare gloo", gloo_stream)
             for name, way in transports.items():
                 await into.take(name, partial(hand_off, way, name, peer, pool, tokens))
-            without_digests()
             name, way = next(iter(transports.items()))
             copied = f"{name}, no digests"
-            await into.take(copied, partial(hand_off, way, name, bare, pool, tokens))
-            lent_pages.hasher = digest
+            with without_digests():
+                await into.take(copied, partial(hand_off, way, name, bare, pool, tokens))
     for way in transports.values():
         await way.close()
     await channels.close()
