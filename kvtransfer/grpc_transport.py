@@ -11,7 +11,6 @@ import numpy as np
 from batonpb import prefill_pb2 as pb
 
 from kvtransfer.chunk import ByteFrame
-from kvtransfer.kv_slice import FRAME_BYTES
 from kvtransfer.transport import (
     Frame,
     FrameSource,
@@ -41,7 +40,7 @@ class GrpcTransport:
         token: For every call.
     """
 
-    frame_bytes = FRAME_BYTES
+    frame_bytes = 4 << 20  # in smaller ones what each costs beside its bytes counts for more
 
     def __init__(self, channels: Channels, token: FleetToken) -> None:
         self._channels = channels

@@ -128,6 +128,8 @@ def cut(
     if layers >= kv_slice.layer_count and blocks >= kv_slice.block_count:
         yield kv_slice
         return
+    pieces = -(-kv_slice.block_count // blocks)
+    blocks = -(-kv_slice.block_count // pieces)  # of one size: a small one is a frame like others
     for layer in range(0, kv_slice.layer_count, layers):
         band = replace(
             kv_slice,
