@@ -98,6 +98,8 @@ bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench.router
 	$(BIN)/python -m loadtest.bench.handoff
 	$(BIN)/python -m loadtest.bench.lent_pages
+	$(BIN)/python -m loadtest.bench.kv.overlap
+	$(BIN)/python -m loadtest.bench.kv.peers
 
 bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
 	PYTHONPATH=. $(PYTHON) -m loadtest.bench.gpu --out bench-gpu.json

@@ -50,9 +50,17 @@ def binding(request_id: str, attempt: int, generation: int, source_incarnation: 
 
 
 class PoolView:
-    """A worker's KV pool as bytes ``[layer, k|v, block, token, head, dim bytes]``."""
+    """A KV pool as bytes ``[layer, k|v, block, token, head, dim bytes]``.
 
-    def __init__(self, pool: memoryview | bytearray, geometry: KvGeometry) -> None:
+    Args:
+        pool: Its memory.
+        geometry: Of this memory: of a rank's own pool, with its heads only.
+        first_head: Number in the model of the pool's first head.
+    """
+
+    def __init__(
+        self, pool: memoryview | bytearray, geometry: KvGeometry, first_head: int = 0
+    ) -> None:
         size = geometry.head_bytes
         # 8-byte elements move faster than 4-byte ones; a vector with its scale is a multiple of 4.
         flat: Words = (
@@ -60,7 +68,8 @@ class PoolView:
         )
         self._data = flat.reshape(*geometry.shape[:-1], size // flat.itemsize)
         self.geometry = geometry
-        self.native = native_pool(self._data, geometry)
+        self.native = native_pool(self._data, geometry, first_head)
+        self._first_head = first_head
 
     def copy_out(
         self, table: Sequence[int], kv_slice: KvSlice, bound: bytes, into: memoryview
@@ -108,7 +117,7 @@ class PoolView:
         full, tail = divmod(kv_slice.valid_tokens, tokens)
         inner = (kv_slice.head_count, kv_slice.layer_count, 2)
         split = full * int(np.prod(inner)) * tokens * dim
-        heads = slice(kv_slice.head_begin, kv_slice.head_begin + kv_slice.head_count)
+        heads = self._heads(kv_slice)
         layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)
         whole = data[:split].reshape(full, *inner, tokens, dim)
         for index in range(full):
@@ -119,12 +128,15 @@ class PoolView:
 
     def row(self, layer: int, kv: int, kv_slice: KvSlice) -> Words:
         """One layer's keys (``kv`` 0) or values of all pages: ``[block, token, head, words]``."""
-        head = kv_slice.head_begin
-        return self._data[layer, kv, :, :, head : head + kv_slice.head_count]
+        return self._data[layer, kv, :, :, self._heads(kv_slice)]
+
+    def _heads(self, kv_slice: KvSlice) -> slice:
+        begin = kv_slice.head_begin - self._first_head
+        return slice(begin, begin + kv_slice.head_count)
 
     def _region(self, pages: Sequence[int], kv_slice: KvSlice) -> Words:
         layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)
-        heads = slice(kv_slice.head_begin, kv_slice.head_begin + kv_slice.head_count)
+        heads = self._heads(kv_slice)
         first, count = pages[0], len(pages)
         if list(pages) == list(range(first, first + count)):  # a run needs no gather
             return self._data[layers, :, first : first + count, :, heads]

@@ -94,7 +94,7 @@ class _Message:
     async def room(self, size_bytes: int) -> memoryview:
         """See ``transport.Room``."""
         self._message = _NEW_BYTES(None, size_bytes)
-        return memoryview(np.asarray(_Writable(self._message)))
+        return np.asarray(_Writable(self._message)).data
 
     def take(self) -> bytes:
         """What was written."""

@@ -7,14 +7,15 @@
 
 namespace kv {
 
-// As engine/core/geometry.py lays it out: [layer, k|v, block, token, head, bytes of a vector].
+// As engine/core/geometry.py lays it out: [layer, k|v, block, token, head, bytes of a vector]. The
+// pool may have some of the model's heads only, from first_head on; slices name them as the model does.
 struct Pool {
   uint8_t* bytes;
-  int64_t blocks, block_tokens, heads, head_bytes;
+  int64_t blocks, block_tokens, heads, head_bytes, first_head;
 
   uint8_t* at(int64_t layer, int64_t kv, int64_t page, int64_t head) const {
     const int64_t row = (layer * 2 + kv) * blocks + page;
-    return bytes + row * block_bytes() + head * head_bytes;
+    return bytes + row * block_bytes() + (head - first_head) * head_bytes;
   }
   int64_t token_bytes() const { return heads * head_bytes; }
   int64_t block_bytes() const { return block_tokens * token_bytes(); }

@@ -9,6 +9,7 @@ xxhash that does not show them leaves all of this to Python, as the lack of a co
 import ctypes
 import functools
 import os
+from importlib import import_module
 from pathlib import Path
 
 import xxhash
@@ -71,16 +72,16 @@ def use_digests(library: ctypes.CDLL, used: bool) -> None:
 def _hash_functions() -> ctypes.Array[ctypes.c_void_p] | None:
     """Addresses of xxhash's functions, if they give what the package gives."""
     try:
-        exported = ctypes.CDLL(xxhash._xxhash.__file__)  # noqa: SLF001 - the package's library
-    except (AttributeError, OSError):
+        exported = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
+    except (ImportError, OSError):
         return None
     addresses = []
     for names in _HASH_FUNCTIONS:
         found = next((name for name in names if hasattr(exported, name)), None)
         if found is None:
             return None
-        addresses.append(ctypes.cast(exported[found], _POINTER))
-    whole = ctypes.CFUNCTYPE(_U64, ctypes.c_char_p, ctypes.c_size_t, _U64)(addresses[0].value)
+        addresses.append(ctypes.cast(exported[found], _POINTER).value or 0)
+    whole = ctypes.CFUNCTYPE(_U64, ctypes.c_char_p, ctypes.c_size_t, _U64)(addresses[0])
     sample = bytes(range(256)) * 4
     if whole(sample, len(sample), 7) != xxhash.xxh3_64_intdigest(sample, 7):
         return None

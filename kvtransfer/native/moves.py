@@ -26,13 +26,16 @@ class _Pool(ctypes.Structure):
         ("block_tokens", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("head_bytes", ctypes.c_int64),
+        ("first_head", ctypes.c_int64),
     )
 
 
-def native_pool(data: npt.NDArray[Any], geometry: KvGeometry) -> "NativePool | None":
+def native_pool(
+    data: npt.NDArray[Any], geometry: KvGeometry, first_head: int
+) -> "NativePool | None":
     """The pool for C++; None where there is no library."""
     loaded = library.load()
-    return None if loaded is None else NativePool(loaded, data, geometry)
+    return None if loaded is None else NativePool(loaded, data, geometry, first_head)
 
 
 class NativePool:
@@ -42,18 +45,27 @@ class NativePool:
         loaded: The library.
         data: All of the pool.
         geometry: Of it.
+        first_head: Number in the model of its first head.
     """
 
-    def __init__(self, loaded: ctypes.CDLL, data: npt.NDArray[Any], geometry: KvGeometry) -> None:
+    def __init__(
+        self,
+        loaded: ctypes.CDLL,
+        data: npt.NDArray[Any],
+        geometry: KvGeometry,
+        first_head: int,
+    ) -> None:
         self._library = loaded
         self._data = data  # its memory must outlive us
         self._geometry = geometry
+        self._first_head = first_head
         self._pool = _Pool(
             _address(data),
             geometry.num_blocks,
             geometry.block_tokens,
             geometry.num_kv_heads,
             geometry.head_bytes,
+            first_head,
         )
 
     def gather(self, pages: Sequence[int], kv_slice: KvSlice, seed: int, into: memoryview) -> bytes:
@@ -113,7 +125,7 @@ class NativePool:
         """
         numbers = np.asarray(pages, dtype=np.int64)
         if (
-            not kv_slice.fits(self._geometry)
+            not kv_slice.fits(self._geometry, self._first_head)
             or len(numbers) != kv_slice.block_count
             or numbers.min() < 0
             or numbers.max() >= self._geometry.num_blocks
