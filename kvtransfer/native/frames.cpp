@@ -60,6 +60,14 @@ void scatter_block(const Pool& pool, const Slice& slice, int64_t page, int64_t v
   }
 }
 
+void wipe_block(const Pool& pool, const Slice& slice, int64_t page, int64_t valid) {
+  for (int64_t row = 0; row < int64_t(slice.layer_count) * 2; ++row) {
+    uint8_t* to = pool.at(slice.layer_begin + row / 2, row % 2, page, slice.head_begin);
+    for (int64_t token = 0; token < valid; ++token, to += pool.token_bytes())
+      std::memset(to, 0, slice.head_count * pool.head_bytes);
+  }
+}
+
 }  // namespace
 }  // namespace kv
 
@@ -82,28 +90,26 @@ void baton_kv_gather(const kv::Pool* pool, const uint32_t* pages, const kv::Slic
   }
 }
 
-// Verifies all of a frame's payload, and only then places it. Returns 0 if it was not what the
-// digests say; then nothing is placed.
+// Verifies each block of a payload and then, while it is in the cache, places it. Returns 0 if one
+// was not what its digests say; it is not placed, and those before it are wiped.
 int baton_kv_scatter(const kv::Pool* pool, const uint32_t* pages, const kv::Slice* slice,
                      uint64_t seed, const uint8_t* payload, const uint64_t* digests) {
   const int64_t per_token = int64_t(slice->layer_count) * 2 * pool->head_bytes;
-  const uint8_t* in = payload;
   for (int64_t block = 0; block < slice->block_count; ++block) {
     const int64_t valid = slice->valid_in(block, pool->block_tokens);
     const int64_t leaf = per_token * valid;
-    for (int64_t head = 0; head < slice->head_count; ++head, in += leaf) {
+    for (int64_t head = 0; head < slice->head_count; ++head) {
       uint64_t said;
       std::memcpy(&said, digests++, sizeof said);
-      if (kv::leaf_digest(*slice, block, head, valid, seed, in, leaf) != said) return 0;
+      const uint8_t* bytes = payload + head * leaf;
+      if (kv::leaf_digest(*slice, block, head, valid, seed, bytes, leaf) == said) continue;
+      while (block-- > 0) kv::wipe_block(*pool, *slice, pages[block], pool->block_tokens);
+      return 0;
     }
-  }
-  in = payload;
-  for (int64_t block = 0; block < slice->block_count; ++block) {
-    const int64_t valid = slice->valid_in(block, pool->block_tokens);
     kv::with_vector_bytes(pool->head_bytes, [&](auto fixed) {
-      kv::scatter_block<fixed.value>(*pool, *slice, pages[block], valid, in);
+      kv::scatter_block<fixed.value>(*pool, *slice, pages[block], valid, payload);
     });
-    in += per_token * valid * slice->head_count;
+    payload += leaf * slice->head_count;
   }
   return 1;
 }

@@ -86,7 +86,7 @@ class NativePool:
         payload: memoryview | bytes,
         digests: bytes,
     ) -> bool:
-        """Verify a payload, and place it if all of it is what the digests say."""
+        """Place a payload if all of it is what the digests say; if not, nothing of it stays."""
         if len(payload) != kv_slice.payload_bytes(self._geometry):
             raise ValueError(f"{len(payload)} bytes for {kv_slice}")
         if len(digests) != digests_bytes(kv_slice):
