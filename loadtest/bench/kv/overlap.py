@@ -1,7 +1,7 @@
 """How much of a hand-off's transfer hides behind prefill's compute, by each transport.
 
     python -m loadtest.bench.kv.overlap [--tokens 1024] [--rounds 3] [--tokens-per-s 1000 4000]
-                                        [--svg docs/images/overlap.svg]
+                                        [--svg FILE]
 
 The hand-off is that of ``loadtest.bench.handoff``: two processes, shapes of an 8B model, the puller
 and the machine of a decode worker. Prefill's compute is a clock: a group of layers is published
