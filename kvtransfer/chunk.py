@@ -190,7 +190,7 @@ def encode(header: pb.ChunkHeader, payload: bytes) -> bytes:
     return b"".join((_LENGTH.pack(len(head)), head, payload))
 
 
-def decode(frame: bytes) -> tuple[pb.ChunkHeader, memoryview]:
+def decode(frame: bytes | memoryview) -> tuple[pb.ChunkHeader, memoryview]:
     """Header and payload (a view into ``frame``).
 
     Raises:
@@ -204,7 +204,7 @@ def decode(frame: bytes) -> tuple[pb.ChunkHeader, memoryview]:
     payload = memoryview(frame)[_LENGTH.size + length :]
     header = pb.ChunkHeader()
     try:
-        header.ParseFromString(frame[_LENGTH.size : _LENGTH.size + length])
+        header.ParseFromString(bytes(frame[_LENGTH.size : _LENGTH.size + length]))
     except DecodeError as error:
         raise ChunkError(f"unreadable chunk header: {error}", "torn") from error
     if not header.HasField("error") and header.payload_bytes != len(payload):
@@ -258,7 +258,7 @@ def check_claim(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None
 class ByteFrame:
     """A frame as ``encode`` made it; see ``transport.Frame``."""
 
-    frame: bytes
+    frame: bytes | memoryview
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
         """Verify, then scatter."""

@@ -13,7 +13,7 @@ import grpc.aio
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
-from kvtransfer.pair.helper import SENDER, Helper
+from kvtransfer.pair.helper import SENDER, SLOT_BYTES, Helper
 from kvtransfer.transport import FrameSource, ServingSide, TransportError
 from telemetry.tasks import BackgroundTasks
 
@@ -124,6 +124,8 @@ class _Slots:
 
     async def room(self, size_bytes: int) -> memoryview:
         """See ``transport.Room``."""
+        if size_bytes > SLOT_BYTES:
+            raise ValueError(f"a frame of {size_bytes} bytes")
         if self._slot is None:
             self._slot = await self._helper.credit()
         return self._helper.slot(self._slot, size_bytes)
