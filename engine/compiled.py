@@ -24,6 +24,16 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache" / "baton") / "native"
 
 
+def cpu_flags() -> set[str]:
+    """What this CPU can do, in the kernel's words; what ``-march=native`` makes hangs on it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return set(flags.partition(":")[2].split())
+
+
 def compiled(
     name: str, folder: Path, sources: Sequence[str], flags: Sequence[str], made_for: str = ""
 ) -> Path | None:

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from engine.core.geometry import KvGeometry
 from kvtransfer.kv_slice import KvSlice
+from kvtransfer.native.moves import digests_bytes, native_pool
 
 _LAYERS = struct.Struct("<III")
 _LEAF = struct.Struct("<III")
@@ -49,9 +50,17 @@ def binding(request_id: str, attempt: int, generation: int, source_incarnation: 
 
 
 class PoolView:
-    """A worker's KV pool as bytes ``[layer, k|v, block, token, head, dim bytes]``."""
+    """A KV pool as bytes ``[layer, k|v, block, token, head, dim bytes]``.
 
-    def __init__(self, pool: memoryview | bytearray, geometry: KvGeometry) -> None:
+    Args:
+        pool: Its memory.
+        geometry: Of this memory: of a rank's own pool, with its heads only.
+        first_head: Number in the model of the pool's first head.
+    """
+
+    def __init__(
+        self, pool: memoryview | bytearray, geometry: KvGeometry, first_head: int = 0
+    ) -> None:
         size = geometry.head_bytes
         # 8-byte elements move faster than 4-byte ones; a vector with its scale is a multiple of 4.
         flat: Words = (
@@ -59,6 +68,35 @@ class PoolView:
         )
         self._data = flat.reshape(*geometry.shape[:-1], size // flat.itemsize)
         self.geometry = geometry
+        self.native = native_pool(self._data, geometry, first_head)
+        self._first_head = first_head
+
+    def copy_out(
+        self, table: Sequence[int], kv_slice: KvSlice, bound: bytes, into: memoryview
+    ) -> bytes:
+        """Copy ``kv_slice`` in wire order into a buffer of its size; its ``digests``."""
+        if self.native is not None:
+            pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+            return self.native.gather(pages, kv_slice, _seed(kv_slice, bound), into)
+        into[:] = self.read(table, kv_slice)
+        return digests(into, kv_slice, self.geometry, bound)
+
+    def place(
+        self,
+        table: Sequence[int],
+        kv_slice: KvSlice,
+        bound: bytes,
+        payload: memoryview | bytes,
+        said: bytes,
+    ) -> bool:
+        """Scatter wire bytes into the pages of ``table`` if they are what the digests say."""
+        if self.native is not None:
+            pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+            return self.native.scatter(pages, kv_slice, _seed(kv_slice, bound), payload, said)
+        if digests(payload, kv_slice, self.geometry, bound) != said:
+            return False
+        self.write(table, kv_slice, payload)
+        return True
 
     def read(self, table: Sequence[int], kv_slice: KvSlice) -> bytes:
         """Bytes of ``kv_slice`` in wire order; ``table`` maps the prompt's blocks to pages."""
@@ -79,7 +117,7 @@ class PoolView:
         full, tail = divmod(kv_slice.valid_tokens, tokens)
         inner = (kv_slice.head_count, kv_slice.layer_count, 2)
         split = full * int(np.prod(inner)) * tokens * dim
-        heads = slice(kv_slice.head_begin, kv_slice.head_begin + kv_slice.head_count)
+        heads = self._heads(kv_slice)
         layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)
         whole = data[:split].reshape(full, *inner, tokens, dim)
         for index in range(full):
@@ -90,12 +128,15 @@ class PoolView:
 
     def row(self, layer: int, kv: int, kv_slice: KvSlice) -> Words:
         """One layer's keys (``kv`` 0) or values of all pages: ``[block, token, head, words]``."""
-        head = kv_slice.head_begin
-        return self._data[layer, kv, :, :, head : head + kv_slice.head_count]
+        return self._data[layer, kv, :, :, self._heads(kv_slice)]
+
+    def _heads(self, kv_slice: KvSlice) -> slice:
+        begin = kv_slice.head_begin - self._first_head
+        return slice(begin, begin + kv_slice.head_count)
 
     def _region(self, pages: Sequence[int], kv_slice: KvSlice) -> Words:
         layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)
-        heads = slice(kv_slice.head_begin, kv_slice.head_begin + kv_slice.head_count)
+        heads = self._heads(kv_slice)
         first, count = pages[0], len(pages)
         if list(pages) == list(range(first, first + count)):  # a run needs no gather
             return self._data[layers, :, first : first + count, :, heads]
@@ -111,8 +152,7 @@ def digests(
     split, so that any two tensor-parallel widths agree on the digest of a (block, head).
     """
     view = memoryview(payload)
-    layers = _LAYERS.pack(kv_slice.kv_group, kv_slice.layer_begin, kv_slice.layer_count)
-    seed = xxhash.xxh3_64_intdigest(bound + layers)
+    seed = _seed(kv_slice, bound)
     per_token = kv_slice.layer_count * 2 * geometry.head_bytes
     leaves, begin = [], 0
     for block in range(kv_slice.block_count):
@@ -126,13 +166,31 @@ def digests(
     return struct.pack(f"<{len(leaves)}Q", *leaves)
 
 
+def _seed(kv_slice: KvSlice, bound: bytes) -> int:
+    layers = _LAYERS.pack(kv_slice.kv_group, kv_slice.layer_begin, kv_slice.layer_count)
+    return int(xxhash.xxh3_64_intdigest(bound + layers))
+
+
+def make_room(header: pb.ChunkHeader, kv_slice: KvSlice, geometry: KvGeometry) -> int:
+    """Bytes of a frame in front of its payload; its digests may be filled in afterwards."""
+    header.payload_bytes = kv_slice.payload_bytes(geometry)
+    header.digests = bytes(digests_bytes(kv_slice))
+    return int(_LENGTH.size + header.ByteSize())
+
+
+def put_header(header: pb.ChunkHeader, frame: memoryview, room_bytes: int) -> None:
+    """Write the header of a frame whose payload is there, into the room that was made."""
+    head = header.SerializeToString()
+    frame[:room_bytes] = _LENGTH.pack(room_bytes - _LENGTH.size) + head
+
+
 def encode(header: pb.ChunkHeader, payload: bytes) -> bytes:
     """One frame: header length, header, raw payload."""
     head = header.SerializeToString()
     return b"".join((_LENGTH.pack(len(head)), head, payload))
 
 
-def decode(frame: bytes) -> tuple[pb.ChunkHeader, memoryview]:
+def decode(frame: bytes | memoryview) -> tuple[pb.ChunkHeader, memoryview]:
     """Header and payload (a view into ``frame``).
 
     Raises:
@@ -146,7 +204,7 @@ def decode(frame: bytes) -> tuple[pb.ChunkHeader, memoryview]:
     payload = memoryview(frame)[_LENGTH.size + length :]
     header = pb.ChunkHeader()
     try:
-        header.ParseFromString(frame[_LENGTH.size : _LENGTH.size + length])
+        header.ParseFromString(bytes(frame[_LENGTH.size : _LENGTH.size + length]))
     except DecodeError as error:
         raise ChunkError(f"unreadable chunk header: {error}", "torn") from error
     if not header.HasField("error") and header.payload_bytes != len(payload):
@@ -167,11 +225,20 @@ def verify(
     Raises:
         ChunkError: Length or digest differ.
     """
-    if len(payload) != expected.payload_bytes(geometry):
-        raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
+    check_size(payload, expected, geometry)
     check_claim(header, expected, bound)
     if digests(payload, expected, geometry, bound) != header.digests:
         raise ChunkError(f"digest mismatch at {expected}", "digest")
+
+
+def check_size(payload: memoryview | bytes, expected: KvSlice, geometry: KvGeometry) -> None:
+    """Whether a payload has the size of what was asked for.
+
+    Raises:
+        ChunkError: It has not.
+    """
+    if len(payload) != expected.payload_bytes(geometry):
+        raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
 
 
 def check_claim(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None:
@@ -191,15 +258,17 @@ def check_claim(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None
 class ByteFrame:
     """A frame as ``encode`` made it; see ``transport.Frame``."""
 
-    frame: bytes
+    frame: bytes | memoryview
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
         """Verify, then scatter."""
         header, payload = decode(self.frame)
         if header.HasField("error"):
             raise GoneError(header.error.message)
-        verify(header, payload, kv_slice, pool.geometry, bound)
-        pool.write(blocks, kv_slice, payload)
+        check_size(payload, kv_slice, pool.geometry)
+        check_claim(header, kv_slice, bound)
+        if not pool.place(blocks, kv_slice, bound, payload, header.digests):
+            raise ChunkError(f"digest mismatch at {kv_slice}", "digest")
 
 
 def manifest_digest(kv_slices: Sequence[KvSlice]) -> int:

@@ -1,15 +1,16 @@
 """The gRPC byte transport: raw frames on ``/baton.v1.KvTransfer/Pull``."""
 
 import asyncio
+import ctypes
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 from batonpb import prefill_pb2 as pb
 
 from kvtransfer.chunk import ByteFrame
-from kvtransfer.kv_slice import FRAME_BYTES
 from kvtransfer.transport import (
     Frame,
     FrameSource,
@@ -21,6 +22,12 @@ from kvtransfer.transport import (
 from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 
+_NEW_BYTES = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+_ADDRESS = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(
+    ("PyBytes_AsString", ctypes.pythonapi)
+)
 SERVICE = "baton.v1.KvTransfer"
 PULL = f"/{SERVICE}/Pull"
 
@@ -33,7 +40,7 @@ class GrpcTransport:
         token: For every call.
     """
 
-    frame_bytes = FRAME_BYTES
+    frame_bytes = 4 << 20  # in smaller ones what each costs beside its bytes counts for more
 
     def __init__(self, channels: Channels, token: FleetToken) -> None:
         self._channels = channels
@@ -74,6 +81,41 @@ class _GrpcFrames:
         self._call.cancel()
 
 
+class _Message:
+    """Room for one message at a time: gRPC takes nothing but ``bytes``.
+
+    They are made without a value and written once, before anyone else has seen them: Python's API
+    allows that. Whoever still writes into the room holds them.
+    """
+
+    def __init__(self) -> None:
+        self._message = b""
+
+    async def room(self, size_bytes: int) -> memoryview:
+        """See ``transport.Room``."""
+        self._message = _NEW_BYTES(None, size_bytes)
+        return np.asarray(_Writable(self._message)).data
+
+    def take(self) -> bytes:
+        """What was written."""
+        message, self._message = self._message, b""
+        return message
+
+
+class _Writable:
+    """Memory of a bytes object, as numpy asks for it."""
+
+    def __init__(self, message: bytes) -> None:
+        self._message = message
+        address = _ADDRESS(message)
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (len(message),),
+            "typestr": "|u1",
+        }
+
+
 class GrpcServer:
     """Serves ``PULL``: the source's bytes go out as they are.
 
@@ -90,8 +132,9 @@ class GrpcServer:
         """Add the method to the server."""
 
         async def pull(request: pb.PullRequest, _: Any) -> AsyncIterator[bytes]:
-            async for frame in source.frames(request):
-                yield frame
+            message = _Message()
+            async for _size_bytes in source.frames(request, message.room):
+                yield message.take()
 
         rpc: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
             pull, request_deserializer=pb.PullRequest.FromString

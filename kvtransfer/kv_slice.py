@@ -48,8 +48,13 @@ class KvSlice:
         per_token = self.layer_count * 2 * self.head_count * geometry.head_bytes
         return per_token * self.valid_tokens
 
-    def fits(self, geometry: KvGeometry) -> bool:
-        """Whether the slice lies inside the model and its token count matches its blocks."""
+    def fits(self, geometry: KvGeometry, first_head: int = 0) -> bool:
+        """Whether the slice lies inside the model and its token count matches its blocks.
+
+        Args:
+            geometry: Of the model, or of a part of its heads.
+            first_head: The first of these.
+        """
         tokens = geometry.block_tokens
         return (
             self.kv_group == 0
@@ -57,7 +62,8 @@ class KvSlice:
             and self.head_count > 0
             and self.block_count > 0
             and self.layer_begin + self.layer_count <= geometry.num_layers
-            and self.head_begin + self.head_count <= geometry.num_kv_heads
+            and self.head_begin >= first_head
+            and self.head_begin + self.head_count <= first_head + geometry.num_kv_heads
             and (self.block_count - 1) * tokens < self.valid_tokens <= self.block_count * tokens
         )
 
@@ -128,6 +134,8 @@ def cut(
     if layers >= kv_slice.layer_count and blocks >= kv_slice.block_count:
         yield kv_slice
         return
+    pieces = -(-kv_slice.block_count // blocks)
+    blocks = -(-kv_slice.block_count // pieces)  # of one size: a small one is a frame like others
     for layer in range(0, kv_slice.layer_count, layers):
         band = replace(
             kv_slice,

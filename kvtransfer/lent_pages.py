@@ -19,6 +19,7 @@ from batonpb import prefill_pb2 as pb
 
 from kvtransfer.chunk import ChunkError, GoneError, PoolView, Words, check_claim
 from kvtransfer.kv_slice import KvSlice
+from kvtransfer.native.moves import DIGEST_BYTES
 
 TILE_BYTES = 256 << 10  # copied, then hashed while it is in the cache; above 64 KiB without the GIL
 
@@ -40,6 +41,8 @@ def page_digest(pool: PoolView, pages: Sequence[int], kv_slice: KvSlice, bound: 
         kv_slice: Its place.
         bound: ``chunk.binding`` of the hand-off.
     """
+    if pool.native is not None:
+        return struct.pack("<Q", pool.native.digest(pages, kv_slice, _seed(kv_slice, bound)))
     digest = hasher(kv_slice, bound)
     for (tile,) in _tiles(kv_slice, (pool, pages)):
         digest.update(np.ascontiguousarray(tile).data)
@@ -70,19 +73,42 @@ class LentFrame:
         if max(pages) >= self.source.geometry.num_blocks:
             raise ChunkError(f"page {max(pages)} is outside the pool", "torn")
         ours = blocks[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+        if not self._copy(pool, pages, ours, kv_slice, bound):
+            raise ChunkError(f"digest mismatch at {kv_slice}", "digest")
+
+    def _copy(
+        self,
+        pool: PoolView,
+        pages: Sequence[int],
+        ours: Sequence[int],
+        kv_slice: KvSlice,
+        bound: bytes,
+    ) -> bool:
+        """Whether what we have now is what the digest says; if not, nothing of it stays."""
+        source, said = self.source, self.header.digests
+        if pool.native is not None and source.native is not None:
+            if len(said) != DIGEST_BYTES:
+                return False
+            seed, digest_said = _seed(kv_slice, bound), int.from_bytes(said, "little")
+            return pool.native.copy(source.native, pages, ours, kv_slice, seed, digest_said)
         digest = hasher(kv_slice, bound)
-        for target, lent in _tiles(kv_slice, (pool, ours), (self.source, pages)):
+        for target, lent in _tiles(kv_slice, (pool, ours), (source, pages)):
             target[...] = lent
             digest.update(np.ascontiguousarray(target).data)
-        if struct.pack("<Q", digest.intdigest()) != header.digests:
-            for (target,) in _tiles(kv_slice, (pool, ours)):
-                target[...] = 0  # a NaN behind a mask would still be one
-            raise ChunkError(f"digest mismatch at {kv_slice}", "digest")
+        if struct.pack("<Q", digest.intdigest()) == said:
+            return True
+        for (target,) in _tiles(kv_slice, (pool, ours)):
+            target[...] = 0  # a NaN behind a mask would still be one
+        return False
 
 
 def hasher(kv_slice: KvSlice, bound: bytes) -> xxhash.xxh3_64:
     """The digest of a slice, before any byte of it."""
-    return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(b"pages" + bound + kv_slice.packed()))
+    return xxhash.xxh3_64(seed=_seed(kv_slice, bound))
+
+
+def _seed(kv_slice: KvSlice, bound: bytes) -> int:
+    return int(xxhash.xxh3_64_intdigest(b"pages" + bound + kv_slice.packed()))
 
 
 def _tiles(kv_slice: KvSlice, *places: tuple[PoolView, Sequence[int]]) -> Iterator[list[Words]]:

@@ -17,6 +17,7 @@ from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.lent_pages import page_digest
 from kvtransfer.sender import Action, HandoffSender, SenderState
+from kvtransfer.transport import Room
 from wire.codecs import error_to_wire
 
 Key = tuple[str, int, int]
@@ -74,15 +75,15 @@ class PoolSource:
         self._refusal = refusal
         self._tamperer = tamperer
 
-    async def frames(self, request: pb.PullRequest) -> AsyncIterator[bytes]:
+    async def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
         """Frames of the slices asked for, in that order, while the hand-off is open."""
         refusal = self._refusal(request)
         for message in request.kv_slices:
             kv_slice = KvSlice.from_wire(message)
             if refusal:
-                yield chunk.encode(self._refused(request, kv_slice, refusal), b"")
+                yield await _say(self._refused(request, kv_slice, refusal), b"", room)
             else:
-                yield await self._frame(request, kv_slice)
+                yield await self._frame(request, kv_slice, room)
 
     def may_attach(self, request: pb.PullRequest) -> bool:
         """Whether a reader may map the pool to pull what it asks for."""
@@ -110,21 +111,27 @@ class PoolSource:
         held.machine.lend(len(lent))
         return PageLoan(chunks, lambda: held.perform(held.machine.loan_ended(len(lent))))
 
-    async def _frame(self, request: pb.PullRequest, kv_slice: KvSlice) -> bytes:
+    async def _frame(self, request: pb.PullRequest, kv_slice: KvSlice, room: Room) -> int:
         held = self._held(request)
         if held is None or not held.machine.may_read(kv_slice):
-            return chunk.encode(self._gone(request, kv_slice), b"")
-        bound, blocks = self._bound(request), held.machine.blocks
-        read = await _while_open(held, lambda: self._copy(blocks, kv_slice, bound))
-        if read is None:  # revoked while we read: the bytes may belong to someone else
-            return chunk.encode(self._gone(request, kv_slice), b"")
-        payload, digests = read
+            return await _say(self._gone(request, kv_slice), b"", room)
         header = self._header(request, kv_slice)
-        header.payload_bytes, header.digests = len(payload), digests
+        room_bytes = chunk.make_room(header, kv_slice, self._pool.geometry)
+        size_bytes = room_bytes + header.payload_bytes
+        frame = await room(size_bytes)
+        payload, bound = frame[room_bytes:], self._bound(request)
+        if not held.machine.may_read(kv_slice):  # room may have been long in coming
+            return await _say(self._gone(request, kv_slice), b"", room)
+        blocks = held.machine.blocks
+        digests = await _while_open(held, lambda: self._copy(blocks, kv_slice, bound, payload))
+        if digests is None:  # revoked while we read: the bytes may belong to someone else
+            return await _say(self._gone(request, kv_slice), b"", room)
+        header.digests = digests
         self._note_sent(len(payload))
         if self._tamperer is not None:
-            header, payload = self._tamperer.apply(header, payload)
-        return chunk.encode(header, payload)
+            return await _say(*self._tamperer.apply(header, bytes(payload)), room)
+        chunk.put_header(header, frame, room_bytes)
+        return size_bytes
 
     def _held(self, request: pb.PullRequest) -> HeldKv | None:
         if request.source_incarnation != self._incarnation:
@@ -135,10 +142,11 @@ class PoolSource:
         key = (request.request_id, request.attempt, request.generation)
         return chunk.binding(*key, self._incarnation)
 
-    def _copy(self, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> tuple[bytes, bytes]:
-        """Payload and digests; runs in a thread."""
-        payload = self._pool.read(blocks, kv_slice)
-        return payload, chunk.digests(payload, kv_slice, self._pool.geometry, bound)
+    def _copy(
+        self, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes, payload: memoryview
+    ) -> bytes:
+        """Write the payload, and give its digests; runs in a thread."""
+        return self._pool.copy_out(blocks, kv_slice, bound, payload)
 
     def _digests(
         self, blocks: Sequence[int], kv_slices: Sequence[KvSlice], bound: bytes
@@ -179,6 +187,13 @@ class PoolSource:
 
 def _pages(blocks: Sequence[int], kv_slice: KvSlice) -> Sequence[int]:
     return blocks[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
+
+
+async def _say(header: pb.ChunkHeader, payload: bytes, room: Room) -> int:
+    """A frame that is made elsewhere, into room of its own."""
+    frame = chunk.encode(header, payload)
+    (await room(len(frame)))[:] = frame
+    return len(frame)
 
 
 async def _while_open(held: HeldKv, read: Callable[[], T]) -> T | None:

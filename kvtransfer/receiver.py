@@ -114,6 +114,7 @@ class HandoffReceiver:
             they are asked for by halves of it, so that a pull is worth its round trip.
         frame_bytes: Rectangles are asked for in pieces of this size, from now on.
         stall_ns: Without progress for this long the peer is given up.
+        first_head: The first head that this edge carries; ``geometry`` says how many.
     """
 
     geometry: KvGeometry
@@ -121,6 +122,7 @@ class HandoffReceiver:
     window_frames: int = 16
     frame_bytes: int = FRAME_BYTES
     stall_ns: int = 10_000_000_000
+    first_head: int = 0
     state: ReceiverState = ReceiverState.RESERVING
     generation: int = 0
     skip_blocks: int = 0
@@ -146,7 +148,7 @@ class HandoffReceiver:
     _paused: bool = False  # since a pull broke: the control stream says whether the peer lives
 
     def __post_init__(self) -> None:
-        self._published = Coverage(self.geometry, self.prompt_tokens)
+        self._published = Coverage(self.geometry, self.prompt_tokens, self.first_head)
 
     def reserved(self, generation: int, skip_blocks: int, now_ns: int) -> list[Action]:
         """The engine counted capacity for us."""
@@ -366,7 +368,7 @@ class HandoffReceiver:
     # ---------------------------------------------------------------- inside
 
     def _restart(self, now_ns: int) -> None:
-        self._published = Coverage(self.geometry, self.prompt_tokens)
+        self._published = Coverage(self.geometry, self.prompt_tokens, self.first_head)
         self._todo, self._asked = deque(), set()
         self._broken_pulls, self._paused = 0, False
         self._committed, self._reopens, self._tries = False, 0, {}

@@ -83,6 +83,7 @@ class HandoffSender:
         skip_blocks: Leading blocks that decode has.
         lease_ns: How long it lives without a renewal.
         now_ns: The time.
+        first_head: The first head that this edge carries; ``geometry`` says how many.
     """
 
     geometry: KvGeometry
@@ -98,10 +99,11 @@ class HandoffSender:
     lent: int = 0
     renewed_ns: int = 0
     revoked_ns: int = 0  # when it was first seen to be
+    first_head: int = 0
 
     def __post_init__(self) -> None:
         self.renewed_ns = self.now_ns
-        self.published_kv = Coverage(self.geometry, self.prompt_tokens)
+        self.published_kv = Coverage(self.geometry, self.prompt_tokens, self.first_head)
 
     def admitted(self, blocks: tuple[int, ...]) -> None:
         """The engine gave the prompt its pages."""
@@ -115,7 +117,7 @@ class HandoffSender:
         kv_slice = KvSlice(
             event.layer_begin,
             self.geometry.num_layers if whole else event.layer_count,
-            0,
+            self.first_head,
             self.geometry.num_kv_heads,
             event.block_begin,
             event.block_count,

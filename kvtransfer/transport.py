@@ -5,7 +5,7 @@ nothing else does. A transport may lose, tear or reorder: ``Frame.store`` believ
 that fits the slice that was asked for. How to add one: ``kvtransfer/transports.py``.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,11 +109,19 @@ class Loan(Protocol):
         """Nobody reads them any more; to be called once."""
 
 
+Room = Callable[[int], Awaitable[memoryview]]
+"""Gives memory of that size for one frame, so that its bytes are copied but once. Asked again
+before the frame was taken, it is for another frame in its place."""
+
+
 class FrameSource(Protocol):
     """The sending side: what a worker's pool holds for a hand-off."""
 
-    def frames(self, request: pb.PullRequest) -> AsyncIterator[bytes]:
-        """Copies of the slices asked for, in that order, as frames of ``kvtransfer.chunk``."""
+    def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
+        """Copies of the slices asked for, in that order, as frames of ``kvtransfer.chunk``.
+
+        Each is in the room that was asked for last; what is yielded is its size.
+        """
 
     async def lend(self, request: pb.PullRequest) -> Loan:
         """The slices asked for, as pages to be read where they are."""

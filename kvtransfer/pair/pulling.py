@@ -6,7 +6,8 @@ end in time ends the group: the helper process is killed, and whoever waits pull
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
 
@@ -14,9 +15,9 @@ import grpc
 import grpc.aio
 from batonpb import prefill_pb2 as pb
 
-from kvtransfer.chunk import ByteFrame
-from kvtransfer.kv_slice import FRAME_BYTES
-from kvtransfer.pair.helper import RECEIVER, SLOT_BYTES, START_S, Helper
+from kvtransfer.chunk import ByteFrame, PoolView
+from kvtransfer.kv_slice import KvSlice
+from kvtransfer.pair.helper import RECEIVER, SLOT_BYTES, SLOTS, START_S, Helper
 from kvtransfer.pair.sending import CONTROL, NAME
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
 from telemetry.tasks import BackgroundTasks
@@ -35,7 +36,7 @@ class PairTransport:
         token: For every call.
     """
 
-    frame_bytes = FRAME_BYTES
+    frame_bytes = SLOT_BYTES
 
     def __init__(self, channels: Channels, token: FleetToken) -> None:
         self._channels = channels
@@ -82,13 +83,14 @@ class _ReceivingEdge:
         self._serials = count(1)
         self._posted: asyncio.Queue[_Posted] = asyncio.Queue()
         self._broken: asyncio.Future[TransportError] = asyncio.get_running_loop().create_future()
-        self._pulls: dict[int, asyncio.Queue[bytes | TransportError | None]] = {}
+        self._pulls: dict[int, asyncio.Queue[_Came]] = {}
         self._over: TransportError | None = None
+        self._in_slots = 0  # frames that were received and not stored yet
 
-    def ask(self, request: pb.PullRequest) -> tuple[int, "asyncio.Queue[Any]"]:
+    def ask(self, request: pb.PullRequest) -> tuple[int, "asyncio.Queue[_Came]"]:
         """Ask for frames; the pull's number, and where they will be put, None behind the last."""
         serial = next(self._serials)
-        frames: asyncio.Queue[bytes | TransportError | None] = asyncio.Queue()
+        frames: asyncio.Queue[_Came] = asyncio.Queue()
         if self._over is not None:
             frames.put_nowait(self._over)
         else:
@@ -98,7 +100,11 @@ class _ReceivingEdge:
 
     def forget(self, serial: int) -> None:
         """Nobody waits for this pull's frames; those that were posted are received all the same."""
-        self._pulls.pop(serial, None)
+        frames = self._pulls.pop(serial, None)
+        while frames is not None and not frames.empty():
+            came = frames.get_nowait()
+            if isinstance(came, _SlotFrame):
+                came.let_go()
 
     async def run(self, call: Any) -> None:
         """From the first word to the end of the group, whatever ends it."""
@@ -172,20 +178,77 @@ class _ReceivingEdge:
         """What was received, to the pull that it belongs to, in that order."""
         while True:
             reply, slot, received = await self._posted.get()
-            frame: bytes | TransportError | None = None
+            frame: _Came = None
             if received is not None:
                 try:
                     async with asyncio.timeout(RECEIVE_S):
                         await received
                 except TimeoutError as error:
                     raise TransportError(f"nothing came for {RECEIVE_S:.0f} s") from error
-                frame = bytes(helper.slot(slot, reply.posted_bytes))
-                helper.give_back(slot)
+                frame = self._in_slot(helper, slot, reply.posted_bytes)
             elif reply.HasField("failed"):
                 frame = TransportGoneError(reply.failed.message)
             frames = self._pulls.get(reply.serial)
             if frames is not None:
                 frames.put_nowait(frame)
+            elif isinstance(frame, _SlotFrame):
+                frame.let_go()
+
+    def _in_slot(self, helper: Helper, slot: int, size_bytes: int) -> "_SlotFrame":
+        """A frame where it was received; half of the slots stay for those to come."""
+
+        def give_back() -> None:
+            self._in_slots -= 1
+            helper.give_back(slot)
+
+        self._in_slots += 1
+        frame = _SlotFrame(helper.slot(slot, size_bytes), give_back)
+        if self._in_slots > SLOTS // 2:
+            frame.keep()
+        return frame
+
+
+class _SlotFrame:
+    """A frame in the memory into which the helper process received it.
+
+    It is stored from there, and the slot is free again. One that is not stored when the next is
+    wanted is copied, so that whoever keeps frames holds up nobody.
+
+    Args:
+        frame: That memory.
+        give_back: The slot may be used again.
+    """
+
+    def __init__(self, frame: memoryview, give_back: Callable[[], None]) -> None:
+        self._frame: bytes | memoryview = frame
+        self._loop = asyncio.get_running_loop()
+        self._give_back: Callable[[], None] | None = give_back
+        self._reading = threading.Lock()
+
+    def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
+        """See ``transport.Frame``; in a thread."""
+        with self._reading:
+            try:
+                ByteFrame(self._frame).store(pool, blocks, kv_slice, bound)
+            finally:
+                self._loop.call_soon_threadsafe(self.let_go)
+
+    def keep(self) -> None:
+        """Have it outlive the slot. One that is being stored lets go by itself."""
+        if self._give_back is not None and self._reading.acquire(blocking=False):
+            self._frame = bytes(self._frame)
+            self._reading.release()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """The slot may be used again."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+_Came = _SlotFrame | TransportError | None
+"""What a pull waits for; None behind the last frame."""
 
 
 class _PostedFrames:
@@ -193,17 +256,23 @@ class _PostedFrames:
         self._edge = edge
         self._request = request
         self._serial = 0
-        self._frames: asyncio.Queue[Any] | None = None
+        self._frames: asyncio.Queue[_Came] | None = None
+        self._last: _SlotFrame | None = None
 
     async def read(self) -> Sequence[Frame]:
         if self._frames is None:
             await asyncio.shield(self._edge.stands)
             self._serial, self._frames = self._edge.ask(self._request)
+        if self._last is not None:
+            self._last.keep()
         frame = await self._frames.get()
         if isinstance(frame, TransportError):
             self._frames.put_nowait(frame)
             raise frame
-        return [] if frame is None else [ByteFrame(frame)]
+        self._last = frame
+        return [] if frame is None else [frame]
 
     def close(self) -> None:
         self._edge.forget(self._serial)
+        if self._last is not None:
+            self._last.keep()

@@ -13,7 +13,7 @@ import grpc.aio
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
-from kvtransfer.pair.helper import SENDER, Helper
+from kvtransfer.pair.helper import SENDER, SLOT_BYTES, Helper
 from kvtransfer.transport import FrameSource, ServingSide, TransportError
 from telemetry.tasks import BackgroundTasks
 
@@ -100,18 +100,47 @@ class _SendingEdge:
 
     async def _post(self, request: pb.PairRequest, helper: Helper, tasks: BackgroundTasks) -> None:
         """Order sends and say so; nothing comes between the two."""
-        serial = request.serial
+        serial, slots = request.serial, _Slots(helper)
         try:
-            async for frame in self._source.frames(request.pull):
-                slot = await helper.credit()
-                helper.slot(slot, len(frame))[:] = frame
-                tasks.spawn(_free(helper, slot, helper.order(slot, len(frame))), "sent")
-                self.replies.put_nowait(pb.PairReply(serial=serial, posted_bytes=len(frame)))
+            async for size_bytes in self._source.frames(request.pull, slots.room):
+                slot = slots.take()
+                tasks.spawn(_free(helper, slot, helper.order(slot, size_bytes)), "sent")
+                self.replies.put_nowait(pb.PairReply(serial=serial, posted_bytes=size_bytes))
         except Exception as error:  # noqa: BLE001 - of the source: other pulls go on
             said = common_pb2.Error(code="internal_error", message=type(error).__name__)
             self.replies.put_nowait(pb.PairReply(serial=serial, failed=said))
         else:
             self.replies.put_nowait(pb.PairReply(serial=serial, ended=pb.Release()))
+        finally:
+            slots.give_back()
+
+
+class _Slots:
+    """Room for one frame at a time, in the memory that the helper process sends from."""
+
+    def __init__(self, helper: Helper) -> None:
+        self._helper = helper
+        self._slot: int | None = None
+
+    async def room(self, size_bytes: int) -> memoryview:
+        """See ``transport.Room``."""
+        if size_bytes > SLOT_BYTES:
+            raise ValueError(f"a frame of {size_bytes} bytes")
+        if self._slot is None:
+            self._slot = await self._helper.credit()
+        return self._helper.slot(self._slot, size_bytes)
+
+    def take(self) -> int:
+        """The slot in which the frame is."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            raise RuntimeError("a frame without room")
+        return slot
+
+    def give_back(self) -> None:
+        """What was asked for and holds no frame."""
+        if self._slot is not None:
+            self._helper.give_back(self.take())
 
 
 async def _free(helper: Helper, slot: int, sent: "asyncio.Future[None]") -> None:

@@ -23,7 +23,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,10 +44,11 @@ from kvtransfer import lent_pages, receiver
 from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
 from kvtransfer.kv_slice import KvSlice, cut
+from kvtransfer.native import library
 from kvtransfer.pool_source import HeldKv, PoolSource
 from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
-from kvtransfer.transport import FrameStream, Peer, ServingSide, Transport
+from kvtransfer.transport import FrameStream, Peer, ServingSide, Transport, TransportError
 from kvtransfer.transports import TRANSPORTS, connect_all, servers
 from wire.compatibility import kv_group
 from wire.fleet_token import FleetToken
@@ -59,6 +60,7 @@ MESSAGE_BYTES = 1 << 20
 TOKEN = "bench"
 BARE = "/baton.bench.Bare/Stream"
 FAR_NS = 1 << 62
+_MEETINGS = 3
 
 
 def geometry(tokens: int) -> KvGeometry:
@@ -86,9 +88,19 @@ class _NoDigest:
         return 0
 
 
-def without_digests() -> None:
-    """From now on lent pages are believed as they are, in this process."""
+@contextlib.contextmanager
+def without_digests() -> Iterator[None]:
+    """Meanwhile frames are believed as they are, in this process."""
+    digest, native = lent_pages.hasher, library.load()
     lent_pages.hasher = lambda *_: _NoDigest()  # type: ignore[assignment]
+    if native is not None:
+        library.use_digests(native, used=False)
+    try:
+        yield
+    finally:
+        lent_pages.hasher = digest
+        if native is not None:
+            library.use_digests(native, used=True)
 
 
 # -------------------------------------------------------------------- the sender's process
@@ -96,8 +108,11 @@ def without_digests() -> None:
 
 async def send(tokens: int, scattered: bool, digests: bool) -> None:
     """Hold a prompt's KV and serve it until standard input closes."""
-    if not digests:
-        without_digests()
+    with contextlib.nullcontext() if digests else without_digests():
+        await _serve(tokens, scattered)
+
+
+async def _serve(tokens: int, scattered: bool) -> None:
     shape = geometry(tokens)
     pool_fd, memory = memory_file(shape.pool_bytes)
     machine = HandoffSender(shape, tokens, 0, FAR_NS, 0)
@@ -172,7 +187,7 @@ def _bare_handler() -> Any:
 # -------------------------------------------------------------------- the reader
 
 
-class _OnePeer:
+class OnePeer:
     """Stands where a worker's ``Peers`` does: one prefill worker, and one transport to it."""
 
     def __init__(self, transport: Transport, way: str, peer: Peer) -> None:
@@ -182,12 +197,15 @@ class _OnePeer:
         self._edge = Edge()
 
     def ways(self, target: PrefillTarget, now_ns: int) -> list[str]:
+        """The one."""
         return [self._way]
 
     def edge(self, worker_id: str) -> Edge:
+        """To the one worker."""
         return self._edge
 
     def pull(self, target: PrefillTarget, request: pb.PullRequest, way: str) -> FrameStream:
+        """From it."""
         return self._transport.pull(self._peer, request)
 
 
@@ -196,8 +214,8 @@ async def hand_off(transport: Transport, way: str, peer: Peer, pool: PoolView, t
     machine = HandoffReceiver(pool.geometry, tokens, frame_bytes=transport.frame_bytes)
     parts = SimpleNamespace(
         pool=pool,
-        peers=_OnePeer(transport, way, peer),
-        metrics=SimpleNamespace(inc=_ignore),
+        peers=OnePeer(transport, way, peer),
+        metrics=SimpleNamespace(inc=ignore),
         identity=SimpleNamespace(incarnation=b""),
     )
     wanted = rectangles(pool.geometry, tokens)
@@ -223,8 +241,16 @@ async def hand_off(transport: Transport, way: str, peer: Peer, pool: PoolView, t
         raise RuntimeError(f"{machine.payload_bytes} of {total_bytes} bytes came")
 
 
-async def meet(transport: Transport, peer: Peer, kv_slice: KvSlice) -> None:
-    """Have the connection opened: that of a pair takes seconds, once."""
+async def stands(transport: Transport, peer: Peer, kv_slice: KvSlice) -> bool:
+    """Have the connection opened: that of a pair takes seconds, more where others compute."""
+    for _ in range(_MEETINGS):
+        with contextlib.suppress(TransportError):
+            await _meet(transport, peer, kv_slice)
+            return True
+    return False
+
+
+async def _meet(transport: Transport, peer: Peer, kv_slice: KvSlice) -> None:
     incarnation = peer.target.incarnation
     request = pb.PullRequest(
         request_id="r",
@@ -239,7 +265,7 @@ async def meet(transport: Transport, peer: Peer, kv_slice: KvSlice) -> None:
     pull.close()
 
 
-def _ignore(*_: object, **__: object) -> None:
+def ignore(*_: object, **__: object) -> None:
     """Nobody reads the bench's metrics."""
 
 
@@ -352,9 +378,11 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
         async def gloo_stream() -> None:
             await gloo.move(payload_bytes // MESSAGE_BYTES)
 
-        for way in transports.values():
-            await meet(way, peer, rectangles(shape, tokens)[0])
-        digest = lent_pages.hasher
+        for name, way in list(transports.items()):
+            if not await stands(way, peer, rectangles(shape, tokens)[0]):
+                sys.stdout.write(f"  {name}: not run, it did not come to stand\n")
+                del transports[name]
+                await way.close()
         for number in range(rounds + 1):
             into = bench if number else warm_up
             await into.take("memcpy", memcpy)
@@ -362,11 +390,10 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
             await into.take("bare gloo", gloo_stream)
             for name, way in transports.items():
                 await into.take(name, partial(hand_off, way, name, peer, pool, tokens))
-            without_digests()
             name, way = next(iter(transports.items()))
             copied = f"{name}, no digests"
-            await into.take(copied, partial(hand_off, way, name, bare, pool, tokens))
-            lent_pages.hasher = digest
+            with without_digests():
+                await into.take(copied, partial(hand_off, way, name, bare, pool, tokens))
     for way in transports.values():
         await way.close()
     await channels.close()

@@ -26,7 +26,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.compiled import compiled
+from engine.compiled import compiled, cpu_flags
 
 SOURCES = (
     *("team.h", "team.cpp", "cores.h", "cores.cpp"),
@@ -90,7 +90,7 @@ def description() -> str:
     if load() is None:
         return "no native kernels, torch does the work"
     if sums() == PAIRS:
-        return f"sums of vdp, by {'VDPBF16PS' if 'avx512_bf16' in _cpu_flags() else 'FMA'}"
+        return f"sums of vdp, by {'VDPBF16PS' if 'avx512_bf16' in cpu_flags() else 'FMA'}"
     by = {"amx": "AMX", "emulate": "FMA", "software": "tiles in software"}
     return f"sums of tile, by {next(by[name] for name in by if TILES[name] == sums())}"
 
@@ -112,15 +112,15 @@ def _wanted() -> str:
 
 
 def _is_vdp_faster() -> bool:
-    flags = _cpu_flags()
+    flags = cpu_flags()
     return "avx512_bf16" in flags and not flags >= _AMX_FLAGS
 
 
 @functools.cache
 def _path() -> Path | None:
-    if not _cpu_flags() >= _CPU_FLAGS:
+    if not cpu_flags() >= _CPU_FLAGS:
         return None
-    cpu = " ".join(sorted(_cpu_flags()))
+    cpu = " ".join(sorted(cpu_flags()))
     try:
         return compiled("kernels", Path(__file__).parent, SOURCES, _FLAGS, made_for=cpu)
     except OSError:
@@ -134,7 +134,7 @@ def why_no_amx() -> str:
     one.
     """
     path = _path()
-    if path is None or not _cpu_flags() >= _AMX_FLAGS:
+    if path is None or not cpu_flags() >= _AMX_FLAGS:
         return "this CPU has no AMX"
     if not ctypes.CDLL(str(path)).baton_tiles_permitted():
         return "the kernel does not let processes use AMX"
@@ -157,15 +157,6 @@ import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
 sys.exit(0 if library.baton_tiles_permitted() and library.baton_tiles_agree(1) == 0 else 1)
 """
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return set(flags.partition(":")[2].split())
 
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float

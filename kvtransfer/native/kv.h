@@ -1,0 +1,50 @@
+// A pool of KV, a slice of it, and the digest of both kinds of frames.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace kv {
+
+// As engine/core/geometry.py lays it out: [layer, k|v, block, token, head, bytes of a vector]. The
+// pool may have some of the model's heads only, from first_head on; slices name them as the model does.
+struct Pool {
+  uint8_t* bytes;
+  int64_t blocks, block_tokens, heads, head_bytes, first_head;
+
+  uint8_t* at(int64_t layer, int64_t kv, int64_t page, int64_t head) const {
+    const int64_t row = (layer * 2 + kv) * blocks + page;
+    return bytes + row * block_bytes() + (head - first_head) * head_bytes;
+  }
+  int64_t token_bytes() const { return heads * head_bytes; }
+  int64_t block_bytes() const { return block_tokens * token_bytes(); }
+};
+
+// The bytes of KvSlice.packed() in kvtransfer/kv_slice.py.
+struct Slice {
+  uint32_t kv_group, layer_begin, layer_count, head_begin, head_count, block_begin, block_count,
+      valid_tokens;
+
+  int64_t valid_in(int64_t block, int64_t block_tokens) const {
+    const int64_t left = valid_tokens - block * block_tokens;
+    return left < block_tokens ? left : block_tokens;
+  }
+};
+
+// xxh3-64, of the library that the Python package has in it. Without it all digests are 0.
+struct Hash {
+  uint64_t (*whole)(const void*, size_t, uint64_t seed);
+  void* (*create)();
+  int (*reset)(void*, uint64_t seed);
+  int (*update)(void*, const void*, size_t);
+  uint64_t (*digest)(const void*);
+  int (*free)(void*);
+};
+extern Hash hash;
+
+inline void prefetch(const uint8_t* bytes, int64_t size) {
+  for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(bytes + at);
+}
+
+}  // namespace kv

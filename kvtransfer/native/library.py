@@ -1,0 +1,92 @@
+"""Compiles what is here once per machine, and loads it; ``BATON_NATIVE=0`` does without.
+
+    python -m kvtransfer.native.library      compile now (``make`` does it at install)
+
+The digest is that of the xxhash package: its own library is asked for the functions behind it. An
+xxhash that does not show them leaves all of this to Python, as the lack of a compiler does.
+"""
+
+import ctypes
+import functools
+import os
+from importlib import import_module
+from pathlib import Path
+
+import xxhash
+
+from engine.compiled import compiled, cpu_flags
+
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w")
+_SOURCES = ("kv.h", "frames.cpp", "lent.cpp")
+_POINTER, _INT, _U64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
+_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "baton_kv_hash": (None, (_POINTER,)),
+    "baton_kv_gather": (None, (_POINTER, _POINTER, _POINTER, _U64, _POINTER, _POINTER)),
+    "baton_kv_scatter": (_INT, (_POINTER, _POINTER, _POINTER, _U64, _POINTER, _POINTER)),
+    "baton_kv_digest": (_U64, (_POINTER, _POINTER, _POINTER, _U64)),
+    "baton_kv_copy": (_INT, (*(_POINTER,) * 5, _U64, _U64)),
+}
+"""Result and arguments of what the library exports."""
+
+_HASH_FUNCTIONS = (
+    ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed"),
+    ("XXH3_createState",),
+    ("XXH3_64bits_reset_withSeed",),
+    ("XXH3_64bits_update_dispatch", "XXH3_64bits_update"),
+    ("XXH3_64bits_digest",),
+    ("XXH3_freeState",),
+)
+"""In the order of ``Hash`` in ``kv.h``; of each, the one that knows this CPU is taken if there."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, with its digest; None where it cannot be had."""
+    if os.environ.get("BATON_NATIVE") == "0":
+        return None
+    functions = _hash_functions()
+    if functions is None:
+        return None
+    try:
+        cpu = " ".join(sorted(cpu_flags()))
+        path = compiled("kv", Path(__file__).parent, _SOURCES, _FLAGS, made_for=cpu)
+        if path is None:
+            return None
+        library = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    library.baton_kv_hash(functions)
+    return library
+
+
+def use_digests(library: ctypes.CDLL, used: bool) -> None:
+    """Have digests computed, or be 0: for a bench, to see what the copy alone would cost."""
+    functions = _hash_functions() if used else None
+    library.baton_kv_hash(functions or (_POINTER * len(_HASH_FUNCTIONS))())
+
+
+def _hash_functions() -> ctypes.Array[ctypes.c_void_p] | None:
+    """Addresses of xxhash's functions, if they give what the package gives."""
+    try:
+        exported = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
+    except (ImportError, OSError):
+        return None
+    addresses = []
+    for names in _HASH_FUNCTIONS:
+        found = next((name for name in names if hasattr(exported, name)), None)
+        if found is None:
+            return None
+        addresses.append(ctypes.cast(exported[found], _POINTER).value or 0)
+    whole = ctypes.CFUNCTYPE(_U64, ctypes.c_char_p, ctypes.c_size_t, _U64)(addresses[0])
+    sample = bytes(range(256)) * 4
+    if whole(sample, len(sample), 7) != xxhash.xxh3_64_intdigest(sample, 7):
+        return None
+    return (_POINTER * len(addresses))(*addresses)
+
+
+if __name__ == "__main__":
+    load()

@@ -1,0 +1,1 @@
+"""The hand-off beside prefill's compute, and beside other transfer engines."""
