@@ -1,0 +1,82 @@
+"""What open streams hold of a router's memory.
+
+    python -m loadtest.bench.router.streams --clients 800
+
+Emulated workers with slow steps, a real Redis, and a router of its own; clients that all read an
+answer at the same time. Told is the most that the process of the router held meanwhile, less what it
+held after some requests and before these.
+"""
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loadtest.bench.router.processes import (
+    MODEL_NAME,
+    redis,
+    router,
+    rss_bytes,
+    running,
+    workers,
+)
+
+_TREE = Path(__file__).resolve().parents[3]
+_STEP_S = 0.2
+_ANSWER_TOKENS = 90
+_WORKERS = 4
+_EVERY_S = 0.25
+
+
+def measure(tree: Path, clients: int) -> tuple[int, int]:
+    """Bytes of the router before, and at most while so many streams were open."""
+    with (
+        redis() as url,
+        workers(url, _WORKERS, _STEP_S),
+        router(tree, url, _WORKERS) as (pid, port),
+    ):
+        time.sleep(2)
+        with _clients(port, 16, 8) as first:
+            first.wait()
+        before, most = rss_bytes(pid), 0
+        with _clients(port, clients, _ANSWER_TOKENS) as process:
+            while process.poll() is None:
+                most = max(most, rss_bytes(pid))
+                time.sleep(_EVERY_S)
+        return before, most
+
+
+def _clients(
+    port: int, clients: int, tokens: int
+) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
+    answer_s = tokens * _STEP_S
+    options = {
+        "port": port,
+        "model": MODEL_NAME,
+        "clients": clients,
+        "answer-tokens": tokens,
+        "warm-s": 0.5,
+        "seconds": answer_s,
+    }
+    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "loadtest.bench.router.load", *named]
+    return running(command, stdout=subprocess.DEVNULL)
+
+
+def main(
+    clients: Annotated[int, typer.Option(help="Streams that are open at the same time.")] = 800,
+    tree: Annotated[Path, typer.Option(help="The checkout of the router.")] = _TREE,
+) -> None:
+    """Measure once, and print what was seen."""
+    before, most = measure(tree.resolve(), clients)
+    each = (most - before) / clients / 1000
+    typer.echo(f"{clients} streams of up to {_ANSWER_TOKENS} tokens: {each:.1f} KB each")
+    typer.echo(f"the router: {before / 1e6:.0f} MB before, {most / 1e6:.0f} MB at most")
+
+
+if __name__ == "__main__":
+    typer.run(main)
