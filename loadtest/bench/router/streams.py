@@ -3,8 +3,8 @@
     python -m loadtest.bench.router.streams --clients 800
 
 Emulated workers with slow steps, a real Redis, and a router of its own; clients that all read an
-answer at the same time. Told is the most that the process of the router held meanwhile, less what it
-held after some requests and before these.
+answer at the same time. Told is the most that the process of the router held meanwhile, less what
+it held after some requests and before these.
 """
 
 import contextlib
@@ -14,10 +14,13 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from loadtest.bench.router.load import Result
 from loadtest.bench.router.processes import (
     MODEL_NAME,
+    BenchError,
     redis,
     router,
     rss_bytes,
@@ -47,6 +50,10 @@ def measure(tree: Path, clients: int) -> tuple[int, int]:
             while process.poll() is None:
                 most = max(most, rss_bytes(pid))
                 time.sleep(_EVERY_S)
+            told = process.stdout.read().decode().splitlines() if process.stdout else []
+        seen = msgspec.json.decode(told[-1], type=Result) if told else None
+        if seen is None or seen.failed or seen.events < clients * _ANSWER_TOKENS // 2:
+            raise BenchError(f"not all streams were open: {' '.join(told)}")
         return before, most
 
 
@@ -64,7 +71,7 @@ def _clients(
     }
     named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "loadtest.bench.router.load", *named]
-    return running(command, stdout=subprocess.DEVNULL)
+    return running(command, stdout=subprocess.PIPE)
 
 
 def main(
