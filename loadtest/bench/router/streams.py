@@ -3,8 +3,9 @@
     python -m loadtest.bench.router.streams --clients 800
 
 Emulated workers with slow steps, a real Redis, and a router of its own; clients that all read an
-answer at the same time. Told is the most that the process of the router held meanwhile, less what
-it held after some requests and before these.
+answer at the same time: first half as many, then one and a half times as many. Told is how much
+more the process of the router held at most, for each client more: what it has over from its start
+counts in neither.
 """
 
 import contextlib
@@ -29,32 +30,34 @@ from loadtest.bench.router.processes import (
 )
 
 _TREE = Path(__file__).resolve().parents[3]
-_STEP_S = 0.2
+_STEP_S = 0.25
 _ANSWER_TOKENS = 90
 _WORKERS = 4
 _EVERY_S = 0.25
 
 
 def measure(tree: Path, clients: int) -> tuple[int, int]:
-    """Bytes of the router before, and at most while so many streams were open."""
+    """Most bytes of the router while half as many streams were open, and half as many more."""
     with (
         redis() as url,
         workers(url, _WORKERS, _STEP_S),
         router(tree, url, _WORKERS) as (pid, port),
     ):
         time.sleep(2)
-        with _clients(port, 16, 8) as first:
-            first.wait()
-        before, most = rss_bytes(pid), 0
-        with _clients(port, clients, _ANSWER_TOKENS) as process:
-            while process.poll() is None:
-                most = max(most, rss_bytes(pid))
-                time.sleep(_EVERY_S)
-            told = process.stdout.read().decode().splitlines() if process.stdout else []
-        seen = msgspec.json.decode(told[-1], type=Result) if told else None
-        if seen is None or seen.failed or seen.events < clients * _ANSWER_TOKENS // 2:
-            raise BenchError(f"not all streams were open: {' '.join(told)}")
-        return before, most
+        return _most_bytes(pid, port, clients // 2), _most_bytes(pid, port, clients + clients // 2)
+
+
+def _most_bytes(pid: int, port: int, clients: int) -> int:
+    most = 0
+    with _clients(port, clients, _ANSWER_TOKENS) as process:
+        while process.poll() is None:
+            most = max(most, rss_bytes(pid))
+            time.sleep(_EVERY_S)
+        told = process.stdout.read().decode().splitlines() if process.stdout else []
+    seen = msgspec.json.decode(told[-1], type=Result) if told else None
+    if seen is None or seen.failed or seen.events < clients * _ANSWER_TOKENS // 2:
+        raise BenchError(f"not all streams were open: {' '.join(told)}")
+    return most
 
 
 def _clients(
@@ -79,10 +82,10 @@ def main(
     tree: Annotated[Path, typer.Option(help="The checkout of the router.")] = _TREE,
 ) -> None:
     """Measure once, and print what was seen."""
-    before, most = measure(tree.resolve(), clients)
-    each = (most - before) / clients / 1000
-    typer.echo(f"{clients} streams of up to {_ANSWER_TOKENS} tokens: {each:.1f} KB each")
-    typer.echo(f"the router: {before / 1e6:.0f} MB before, {most / 1e6:.0f} MB at most")
+    few, many = measure(tree.resolve(), clients)
+    each = (many - few) / clients / 1000
+    typer.echo(f"{clients} more streams of up to {_ANSWER_TOKENS} tokens: {each:.1f} KB each")
+    typer.echo(f"the router: {few / 1e6:.0f} MB with the others, {many / 1e6:.0f} MB with these")
 
 
 if __name__ == "__main__":
