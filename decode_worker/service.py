@@ -213,8 +213,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._parts.engine.watch(now_ns)
             self._tombstones.tick(now_ns)
             status = self.status()
+            load_age_ns, status.load_age_ns = status.load_age_ns, 0
+            content = status.SerializeToString()
+            status.load_age_ns = load_age_ns
             for session in list(self._sessions.values()):
-                session.status(status)
+                session.report(status, content, now_ns)
             for request_id, request in list(self._requests.items()):
                 self._watch(request_id, request, now_ns)
             for router_id, session in list(self._sessions.items()):

@@ -16,6 +16,7 @@ from wire.tokens import pack_tokens
 
 MAX_PENDING_BYTES = 8 << 20  # of new tokens
 MAX_FRAME_BYTES = 1 << 20  # a frame is cut before it grows larger; gRPC refuses 16 MiB
+BEAT_S = 0.9  # while nothing is new; looked at every 250 ms. Silence of 2 s is a death
 _RUN_TOKENS = 256  # of one choice in one run: with log-probabilities some 100 KiB
 
 
@@ -36,6 +37,8 @@ class RouterSession:
         self._stream = 0
         self._ended_stream = 0
         self._unread_bytes = 0  # of new tokens, since a frame was last taken
+        self._reported = b""  # the last report, but for its age
+        self._taken_ns = 0  # when the router was last sent anything
 
     def connected(self) -> int:
         """Begin a stream and return its number.
@@ -45,6 +48,7 @@ class RouterSession:
         self.renewed_ns = self.connected_ns = time.monotonic_ns()
         self._frame, self._frame_bytes, self._unread_bytes = pb.WorkerFrame(), 0, 0
         self._full.clear()
+        self._reported = b""
         self._stream += 1
         return self._stream
 
@@ -73,7 +77,7 @@ class RouterSession:
             else:
                 frame, self._frame, self._frame_bytes = self._frame, pb.WorkerFrame(), 0
             frame.step = step.value
-            self._unread_bytes = 0
+            self._unread_bytes, self._taken_ns = 0, time.monotonic_ns()
             yield frame
             if self._unread_bytes > MAX_PENDING_BYTES:
                 return  # the router does not read: it will reconnect and resume
@@ -162,6 +166,7 @@ class RouterSession:
         """Say that a request has ended here."""
         self._make_room(end.ByteSize())
         self._frame.ends.append(end)
+        self._reported = b""  # the next report shows a load without it, equal to the last or not
 
     def ask(self, needed: pb.PrefillNeeded) -> None:
         """Ask for another prefill worker."""
@@ -175,6 +180,20 @@ class RouterSession:
         if keep is not None and keep.numerics_id and not status.HasField("capabilities"):
             self._frame.status.capabilities.CopyFrom(keep)
         self._dirty.set()
+
+    def report(self, status: common_pb2.WorkerStatus, content: bytes, now_ns: int) -> None:
+        """Add the worker's load if it is news, or a frame without anything if that is due.
+
+        Args:
+            status: The load.
+            content: The same without its age, serialized.
+            now_ns: Monotonic clock.
+        """
+        if content != self._reported:
+            self._reported = content
+            self.status(status)
+        elif now_ns - self._taken_ns >= BEAT_S * 1e9:
+            self._dirty.set()
 
     def transfers(self, totals: common_pb2.TransferTotals) -> None:
         """A hand-off was counted: whoever has its answer shall find it in the sums."""

@@ -1,15 +1,13 @@
-"""KV events: what a worker publishes of its blocks, and how a reader notices what it missed.
+"""KV events: what a worker publishes of its blocks. How they are read: `event_feed.py`.
 
-The two state machines (`HashLedger`, `FeedMachine`) do no I/O. The shells (`KvEventPublisher`,
-`EventFeed`) talk to Redis, and no error of Redis leaves them.
+The state machine (`HashLedger`) does no I/O. Its shell (`KvEventPublisher`) talks to Redis, and no
+error of Redis leaves it.
 """
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
 from registry.redis_store import (
     BATCH_HASHES,
@@ -17,18 +15,8 @@ from registry.redis_store import (
     Registry,
     RegistryUnavailableError,
 )
-from registry.stream_entries import StreamEntry, StreamMark
-from registry.types import (
-    EventBatch,
-    FeedItem,
-    Forget,
-    Heartbeat,
-    Snapshot,
-    hashes_checksum,
-)
+from registry.types import EventBatch, Snapshot, hashes_checksum
 from telemetry.tasks import BackgroundTasks
-
-_LOG = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
 MAX_LOG_BATCHES = 512
@@ -36,10 +24,6 @@ MIN_LOG_HASHES = 16_384
 MAX_PENDING_HASHES = 65_536  # beyond it a snapshot is cheaper than the batches
 _COALESCE_S = 0.02
 _RETRY_S = 0.5
-_POLL_S = 0.1
-_STREAM_READ = 256
-FORGET_AFTER_S = 10.0  # of absence from Redis
-REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
 
 
 class HashLedger:
@@ -251,198 +235,3 @@ class KvEventPublisher:
                 await self._registry.publish(batch, self._ledger.checksum)
         if (fold := self._ledger.take_fold()) is not None:
             await self._registry.fold(fold)
-
-
-@dataclass(slots=True)
-class _Track:
-    """How far a reader has followed one incarnation."""
-
-    sequence: int
-    checksum: int
-    missing_since_s: float | None = None
-
-
-@dataclass(slots=True)
-class FeedMachine:
-    """Follows every incarnation's events and says of which a snapshot must be read.
-
-    ``wants`` is filled when something is new or was missed: a hole in the sequence, a lost tail
-    (a heartbeat with a higher sequence after the stream was read to its end), another checksum, or
-    another life of Redis. What it returns can be applied as it comes, without further checks.
-    """
-
-    wants: set[bytes] = field(default_factory=set)
-    gaps: int = 0
-    _tracks: dict[bytes, _Track] = field(default_factory=dict)
-    _unknown_since_s: dict[bytes, float] = field(default_factory=dict)  # in wants, without track
-    _refilled_s: float = 0.0  # until then absence says nothing
-
-    def resync(self, now_s: float = 0.0) -> None:
-        """Redis has another life: keep what is known, and read every snapshot again."""
-        self.wants |= set(self._tracks)
-        self._refilled_s = now_s + REFILL_S if self._tracks else 0.0
-
-    def on_entry(self, entry: StreamEntry) -> list[FeedItem]:
-        """One entry of the stream, in order."""
-        track = self._tracks.get(entry.incarnation)
-        if isinstance(entry, StreamMark):
-            if entry.kind == "forget":
-                return self._forget(entry.incarnation)
-            if track is None or entry.sequence > track.sequence:
-                self.wants.add(entry.incarnation)
-            return []
-        if entry.incarnation in self.wants:
-            return []  # the snapshot will be read after this entry, and hold it
-        if track is None:
-            self.wants.add(entry.incarnation)
-            return []
-        if entry.sequence <= track.sequence:
-            return []
-        if entry.sequence > track.sequence + 1:
-            self._missed(entry.incarnation)
-            return []
-        track.sequence = entry.sequence
-        if entry.cleared:
-            track.checksum = 0
-        track.checksum = hashes_checksum((*entry.removed, *entry.stored), track.checksum)
-        return [entry]
-
-    def on_snapshot(self, snapshot: Snapshot, checksum: int) -> list[FeedItem]:
-        """A snapshot that was asked for. One that is damaged or outdated is read again."""
-        track = self._tracks.get(snapshot.incarnation)
-        outdated = track is not None and snapshot.sequence < track.sequence
-        if outdated or snapshot.checksum != checksum:
-            return []
-        self.wants.discard(snapshot.incarnation)
-        self._tracks[snapshot.incarnation] = _Track(snapshot.sequence, checksum)
-        return [snapshot]
-
-    def on_live(self, live: Mapping[bytes, tuple[int, int]], now_s: float) -> list[FeedItem]:
-        """All heartbeats, read before the stream was last read to its end."""
-        items: list[FeedItem] = []
-        for incarnation, (sequence, checksum) in live.items():
-            track = self._tracks.get(incarnation)
-            if track is None:
-                self.wants.add(incarnation)
-                continue
-            track.missing_since_s = None
-            if incarnation in self.wants or track.sequence > sequence:
-                continue
-            if (track.sequence, track.checksum) != (sequence, checksum):
-                self._missed(incarnation)
-            else:
-                items.append(
-                    Heartbeat(incarnation=incarnation, sequence=sequence, checksum=checksum)
-                )
-        for incarnation in [known for known in self._tracks if known not in live]:
-            track = self._tracks[incarnation]
-            if track.missing_since_s is None:
-                track.missing_since_s = now_s
-            elif now_s >= max(track.missing_since_s + FORGET_AFTER_S, self._refilled_s):
-                items += self._forget(incarnation)
-        self._drop_unknown(live, now_s)
-        return items
-
-    def _drop_unknown(self, live: Mapping[bytes, tuple[int, int]], now_s: float) -> None:
-        """Stop asking for snapshots of incarnations that do not appear in Redis."""
-        unknown = self.wants - live.keys() - self._tracks.keys()
-        self._unknown_since_s = {
-            incarnation: self._unknown_since_s.get(incarnation, now_s) for incarnation in unknown
-        }
-        for incarnation, since_s in self._unknown_since_s.items():
-            if now_s - since_s >= FORGET_AFTER_S:
-                self.wants.discard(incarnation)
-
-    def _missed(self, incarnation: bytes) -> None:
-        self.gaps += 1
-        self.wants.add(incarnation)
-
-    def _forget(self, incarnation: bytes) -> list[FeedItem]:
-        self.wants.discard(incarnation)
-        if self._tracks.pop(incarnation, None) is None:
-            return []
-        return [Forget(incarnation=incarnation)]
-
-
-class EventFeed:
-    """All workers' KV events for one reader: ``async for item in feed``.
-
-    Never ends and never raises because of Redis; while Redis is away nothing comes.
-    """
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self._machine = FeedMachine()
-        self._position = b"0-0"
-        self._birth: bytes | None = None
-        self._present: set[bytes] = set()  # in Redis: of the others there is nothing to read
-        self.connected = False
-
-    @property
-    def gaps(self) -> int:
-        """How often something was missed and read again."""
-        return self._machine.gaps
-
-    def want(self, incarnation: bytes) -> None:
-        """Ask for the incarnation's snapshot: the reader has lost what it was told."""
-        self._machine.wants.add(incarnation)
-
-    async def __aiter__(self) -> AsyncIterator[FeedItem]:
-        next_beat_s = 0.0
-        while True:
-            try:
-                now_s = time.monotonic()
-                beat = now_s >= next_beat_s
-                async for item in self._round(beat, now_s):
-                    yield item
-                if beat:
-                    next_beat_s = now_s + REFRESH_S
-                self.connected = True
-                await asyncio.sleep(_POLL_S)
-            except RegistryUnavailableError:
-                self.connected = False
-                next_beat_s = 0.0
-                await asyncio.sleep(_RETRY_S)
-
-    async def _round(self, beat: bool, now_s: float) -> AsyncIterator[FeedItem]:
-        live: Mapping[bytes, tuple[int, int]] | None = None
-        if beat:
-            await self._notice_another_life(now_s)
-            live = await self._registry.live()
-        while True:
-            after, entries = await self._registry.read_stream(self._position, _STREAM_READ)
-            if after == self._position:
-                break
-            self._position = after
-            for entry in entries:
-                self._present.add(entry.incarnation)
-                for item in self._machine.on_entry(entry):
-                    yield item
-        if live is not None:
-            self._present = set(live)
-            for item in self._machine.on_live(live, now_s):
-                yield item
-        for incarnation in sorted(self._machine.wants & self._present):
-            for item in await self._read_snapshot(incarnation):
-                yield item
-
-    async def _notice_another_life(self, now_s: float) -> None:
-        birth = await self._registry.birth()
-        top = await self._registry.stream_top()
-        came_back_old = _stream_order(top) < _stream_order(self._position)
-        if birth != self._birth or came_back_old:
-            self._position = top
-            self._machine.resync(now_s)
-            self._birth = birth
-
-    async def _read_snapshot(self, incarnation: bytes) -> list[FeedItem]:
-        answer = await self._registry.snapshot(incarnation)
-        if answer is None:
-            return []  # the worker will publish it, or its incarnation will be dropped
-        snapshot, checksum = answer
-        return self._machine.on_snapshot(snapshot, checksum)
-
-
-def _stream_order(entry_id: bytes) -> tuple[int, int]:
-    milliseconds, _, counter = entry_id.partition(b"-")
-    return int(milliseconds), int(counter or 0)

@@ -5,10 +5,11 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     slot:<worker id>      what the controller says about a slot            60 s
     worker:<worker id>    what the worker says about itself                10 s
     slots                 the ids of both kinds                            pruned when read
+    changes               counts what changed of them, beside time         1 day
     kv:live               sorted set: incarnation -> last refresh (ms)     pruned when written
     kv:<incarnation>:blocks  list: hashes of the blocks that it held       60 s
     kv:<incarnation>:log  list: batches that came since                    60 s
-    kv:<incarnation>:meta hash: sequence, checksum                         60 s
+    kv:<incarnation>:mark sequence and checksum                            60 s
     kv:events             stream of batches                                MAXLEN ~
     orders, answer:<id>   what operators ask, see orders.py                10 s, 60 s
     wanted                what they asked of the pools' sizes and nodes    see wanted.py
@@ -27,14 +28,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from redis.exceptions import RedisError
 
 from registry.connection import RedisUrlError, open_redis
-from registry.stream_entries import StreamEntry, parse_entry, with_log
+from registry.stream_entries import with_log
 from registry.types import (
     HASH_BYTES,
     TIERS,
@@ -50,10 +51,19 @@ KV_TTL_S = 60.0
 ADAPTERS_TTL_S = TICKETS_TTL_S = 24 * 3600
 STREAM_BATCHES = 4096
 CHUNK_HASHES = 65_536  # of a worker's set are one value in Redis: 1 MiB
+CHUNK_BYTES = CHUNK_HASHES * HASH_BYTES
 BATCH_HASHES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
+CHANGES_TTL_S = 24 * 3600
 _CALL_LIMIT_S = 3.0
+_SLICE = 128  # workers whose keys are read at once: below a millisecond
+_REFRESH = """
+for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
+redis.call('ZADD', KEYS[4], ARGV[2], ARGV[3])
+return {redis.call('GET', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
+"""
 
 Command = tuple[Any, ...]
+_Item = TypeVar("_Item")
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,6 +86,7 @@ class Registry:
     def __init__(self, url: str, fleet: str) -> None:
         self._redis = open_redis(url)
         self._skipped: dict[str, str] = {}
+        self._read: dict[str, dict[str, tuple[bytes, WorkerRecord]]] = {"slot": {}, "worker": {}}
         self.on_skipped: Callable[[str], None] = lambda _: None
         self._prefix = f"baton:{{{fleet}}}:"  # the braces keep a fleet on one cluster node
         self.fleet = fleet
@@ -108,42 +119,44 @@ class Registry:
         )
         return bytes(mark)
 
-    async def present_birth(self) -> bytes | None:
-        """The same, or None if it has none yet."""
-        (mark,) = await self.send(("GET", self.key("birth")))
-        return None if mark is None else bytes(mark)
+    async def state(self) -> tuple[bytes | None, bytes | None]:
+        """That mark, if there is one, and what counts the changes of workers' records."""
+        mark, changes = await self.send(("GET", self.key("birth")), ("GET", self.key("changes")))
+        return (None if mark is None else bytes(mark)), changes
 
     # --- workers and slots -----------------------------------------------------------------------
 
     async def register(self, record: WorkerRecord) -> None:
-        """Write what a worker says about itself; expires in 10 s unless refreshed."""
-        await self._write("worker", record, WORKER_TTL_S)
+        """Write what a worker says about itself, which is new; expires in 10 s unless refreshed."""
+        await self.send(*self._put("worker", record, WORKER_TTL_S), *self._changed())
 
     async def heartbeat(self, record: WorkerRecord) -> None:
         """Refresh the whole record, so that an emptied Redis heals by itself."""
-        await self.register(record)
+        await self.send(*self._put("worker", record, WORKER_TTL_S))
 
     async def deregister(self, record: WorkerRecord) -> None:
         """Take a worker out: its record, and at once all that it held in the index."""
-        await self.send(("DEL", self.key("worker", record.worker_id)))
+        await self.send(("DEL", self.key("worker", record.worker_id)), *self._changed())
         await self.forget(record.incarnation)
         for tier in TIERS if record.incarnation else ():
             await self.forget(tier_incarnation(record.incarnation, tier))
 
     async def write_slot(self, record: WorkerRecord, ttl_s: float = SLOT_TTL_S) -> None:
         """Write what the controller says about a slot (starting, draining, dead)."""
-        await self._write("slot", record, ttl_s)
+        await self.write_slots((record,), ttl_s)
 
     async def write_slots(self, records: Sequence[WorkerRecord], ttl_s: float = SLOT_TTL_S) -> None:
         """``write_slot`` for many, in one round trip."""
         if records:
-            await self.send(*(c for record in records for c in self._put("slot", record, ttl_s)))
+            puts = (put for record in records for put in self._put("slot", record, ttl_s))
+            await self.send(*puts, *self._changed())
 
     async def remove_slot(self, worker_id: str) -> None:
         """Forget a slot that no longer exists."""
         await self.send(
             ("DEL", self.key("slot", worker_id), self.key("worker", worker_id)),
             ("SREM", self.key("slots"), worker_id),
+            *self._changed(),
         )
 
     async def records(self) -> tuple[dict[str, WorkerRecord], dict[str, WorkerRecord]]:
@@ -154,44 +167,46 @@ class Registry:
         """
         (ids,) = await self.send(("SMEMBERS", self.key("slots")))
         worker_ids = sorted(worker_id.decode() for worker_id in ids)
-        if not worker_ids:
-            return {}, {}
-        slot_keys = [self.key("slot", worker_id) for worker_id in worker_ids]
-        worker_keys = [self.key("worker", worker_id) for worker_id in worker_ids]
-        raw_slots, raw_workers = await self.send(("MGET", *slot_keys), ("MGET", *worker_keys))
-        slots = self._readable(worker_ids, raw_slots)
-        workers = self._readable(worker_ids, raw_workers)
-        raw = zip(worker_ids, raw_slots, raw_workers, strict=True)
-        gone = [name for name, slot, worker in raw if slot is None and worker is None]
+        raw: dict[str, dict[str, bytes]] = {"slot": {}, "worker": {}}
+        for names in slices(worker_ids):
+            answers = await self.send(
+                *(("MGET", *(self.key(kind, name) for name in names)) for kind in raw)
+            )
+            for found, values in zip(raw.values(), answers, strict=True):
+                found |= {n: v for n, v in zip(names, values, strict=True) if v is not None}
+        gone = [name for name in worker_ids if name not in raw["slot"] | raw["worker"]]
         if gone:
             await self.send(("SREM", self.key("slots"), *gone))
-        return slots, workers
-
-    async def _write(self, kind: str, record: WorkerRecord, ttl_s: float) -> None:
-        await self.send(*self._put(kind, record, ttl_s))
+        return self._readable("slot", raw["slot"]), self._readable("worker", raw["worker"])
 
     def _put(self, kind: str, record: WorkerRecord, ttl_s: float) -> list[Command]:
-        stamped = msgspec.structs.replace(record, heartbeat_ms=_now_ms())
-        value = msgspec.msgpack.encode(stamped)
+        value = msgspec.msgpack.encode(record)
         return [
             ("SET", self.key(kind, record.worker_id), value, "PX", int(ttl_s * 1000)),
             ("SADD", self.key("slots"), record.worker_id),
         ]
 
-    def _readable(
-        self, names: Sequence[str], raw: Sequence[bytes | None]
-    ) -> dict[str, WorkerRecord]:
-        records = {}
-        for name, value in zip(names, raw, strict=True):
-            if value is None:
+    def _changed(self) -> list[Command]:
+        """Tells readers of the list that they have to read it again."""
+        key = self.key("changes")
+        return [("INCR", key), ("PEXPIRE", key, CHANGES_TTL_S * 1000)]
+
+    def _readable(self, kind: str, raw: Mapping[str, bytes]) -> dict[str, WorkerRecord]:
+        """What can be read; what is as it was need not be read again."""
+        before, read = self._read[kind], {}
+        for name, value in raw.items():
+            last = before.get(name)
+            if last is not None and last[0] == value:
+                read[name] = last
                 continue
             try:
-                records[name] = msgspec.msgpack.decode(value, type=WorkerRecord)
+                read[name] = value, msgspec.msgpack.decode(value, type=WorkerRecord)
             except msgspec.DecodeError as error:  # wrong types and unknown values among them
                 self.skip(name, str(error))
             else:
                 self._skipped.pop(name, None)
-        return records
+        self._read[kind] = read
+        return {name: record for name, (_, record) in read.items()}
 
     def skip(self, name: str, reason: str) -> None:
         """Log a record that cannot be read when it is new, or is wrong in a new way."""
@@ -263,15 +278,18 @@ class Registry:
     async def _replace(self, snapshot: Snapshot, *commands: Command) -> None:
         """The set in a few values, not one for each block: it is written and read as a whole."""
         blocks_key, log_key, _ = self._kv_keys(snapshot.incarnation)
-        scratch, packed = blocks_key + b":new", snapshot.packed
-        await self.send(("UNLINK", scratch))
-        for begin in range(0, len(packed), CHUNK_HASHES * HASH_BYTES):
-            await self.send(
-                ("RPUSH", scratch, packed[begin : begin + CHUNK_HASHES * HASH_BYTES]),
-                ("PEXPIRE", scratch, int(KV_TTL_S * 1000)),
-            )
-        swap: Command = ("RENAME", scratch, blocks_key) if packed else ("UNLINK", blocks_key)
-        await self.send(swap, ("UNLINK", log_key), *commands, atomic=True)
+        scratch, packed, chunk_bytes = blocks_key + b":new", snapshot.packed, CHUNK_BYTES
+        ttl_ms = int(KV_TTL_S * 1000)
+        swap: list[Command] = [("UNLINK", blocks_key, log_key, scratch)]
+        if 0 < len(packed) <= chunk_bytes:  # one value goes with the swap
+            swap += [("RPUSH", blocks_key, packed), ("PEXPIRE", blocks_key, ttl_ms)]
+        elif packed:
+            await self.send(("UNLINK", scratch))
+            for begin in range(0, len(packed), chunk_bytes):
+                value = packed[begin : begin + chunk_bytes]
+                await self.send(("RPUSH", scratch, value), ("PEXPIRE", scratch, ttl_ms))
+            swap = [("RENAME", scratch, blocks_key), ("UNLINK", log_key)]
+        await self.send(*swap, *commands, atomic=True)
 
     async def refresh(self, incarnation: bytes) -> tuple[int, int, int, int] | None:
         """Keep an incarnation's keys alive.
@@ -280,19 +298,13 @@ class Registry:
             (sequence, checksum, values of its set, batches in its log) as Redis has them, or None
             if it has nothing.
         """
-        blocks_key, log_key, meta_key = self._kv_keys(incarnation)
-        meta, values, batches, *_ = await self.send(
-            ("HMGET", meta_key, "n", "x"),
-            ("LLEN", blocks_key),
-            ("LLEN", log_key),
-            ("PEXPIRE", meta_key, int(KV_TTL_S * 1000)),
-            *self._live_on(incarnation),
-            ("ZADD", self.key("kv:live"), _now_ms(), incarnation),
-            atomic=True,
+        blocks_key, log_key, mark_key = self._kv_keys(incarnation)
+        keys = (mark_key, blocks_key, log_key, self.key("kv:live"))
+        # A script: eight commands would take a worker three times as long.
+        ((mark, values, batches),) = await self.send(
+            ("EVAL", _REFRESH, len(keys), *keys, int(KV_TTL_S * 1000), _now_ms(), incarnation)
         )
-        if meta[0] is None:
-            return None
-        return int(meta[0]), int(meta[1]), int(values), int(batches)
+        return None if mark is None else (*_marked(mark), int(values), int(batches))
 
     def _live_on(self, incarnation: bytes) -> list[Command]:
         blocks_key, log_key, _ = self._kv_keys(incarnation)
@@ -302,9 +314,9 @@ class Registry:
         """Drop all that a dead incarnation held, in O(1), and tell the readers."""
         if not incarnation:
             return
-        blocks_key, log_key, meta_key = self._kv_keys(incarnation)
+        blocks_key, log_key, mark_key = self._kv_keys(incarnation)
         await self.send(
-            ("UNLINK", blocks_key, blocks_key + b":new", log_key, meta_key),
+            ("UNLINK", blocks_key, blocks_key + b":new", log_key, mark_key),
             ("ZREM", self.key("kv:live"), incarnation),
             self._append(incarnation, 0, "k", "f"),
             atomic=True,
@@ -312,56 +324,50 @@ class Registry:
 
     # --- KV events: the reading side -------------------------------------------------------------
 
-    async def live(self) -> dict[bytes, tuple[int, int]]:
-        """(sequence, checksum) of every incarnation in the index.
+    async def live(self) -> AsyncIterator[dict[bytes, tuple[int, int]]]:
+        """(sequence, checksum) of every incarnation in the index, some at a time.
 
         What has expired is taken off the list here, by Redis' own clock: a host whose clock is
         wrong takes off nobody.
         """
         (members,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1))
-        if not members:
-            return {}
-        commands = [("HMGET", self._kv_keys(member)[-1], "n", "x") for member in members]
-        metas = await self.send(*commands)
-        expired = [m for m, (sequence, _) in zip(members, metas, strict=True) if sequence is None]
-        if expired:
-            await self.send(("ZREM", self.key("kv:live"), *expired))
-        return {
-            bytes(member): (int(sequence), int(checksum))
-            for member, (sequence, checksum) in zip(members, metas, strict=True)
-            if sequence is not None
-        }
+        for part in slices(members):
+            (marks,) = await self.send(("MGET", *(self._kv_keys(one)[-1] for one in part)))
+            expired = [one for one, mark in zip(part, marks, strict=True) if mark is None]
+            if expired:
+                await self.send(("ZREM", self.key("kv:live"), *expired))
+            found = zip(part, marks, strict=True)
+            yield {bytes(one): _marked(mark) for one, mark in found if mark is not None}
 
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
         """One incarnation's set with the checksum it should have, or None if Redis lacks it."""
-        blocks_key, log_key, meta_key = self._kv_keys(incarnation)
-        meta, values, log = await self.send(
-            ("HMGET", meta_key, "n", "x"),
+        blocks_key, log_key, mark_key = self._kv_keys(incarnation)
+        mark, values, log = await self.send(
+            ("GET", mark_key),
             ("LRANGE", blocks_key, 0, -1),
             ("LRANGE", log_key, 0, -1),
             atomic=True,
         )
-        if meta[0] is None:
+        if mark is None:
             return None
+        sequence, checksum = _marked(mark)
         packed = with_log(b"".join(values), log)
-        snapshot = Snapshot(incarnation=incarnation, sequence=int(meta[0]), packed=packed)
-        return snapshot, int(meta[1])
+        return Snapshot(incarnation=incarnation, sequence=sequence, packed=packed), checksum
 
     async def stream_top(self) -> bytes:
         """The id of the newest entry; ``0-0`` if there is none."""
         (entries,) = await self.send(("XREVRANGE", self.key("kv:events"), "+", "-", "COUNT", 1))
         return bytes(entries[0][0]) if entries else b"0-0"
 
-    async def read_stream(self, after: bytes, count: int) -> tuple[bytes, list[StreamEntry]]:
-        """Up to ``count`` entries after an id, and the id to go on from."""
+    async def read_stream(self, after: bytes, count: int) -> tuple[bytes, list[dict[bytes, bytes]]]:
+        """Up to ``count`` entries after an id, unparsed, and the id to go on from."""
         (answer,) = await self.send(
             ("XREAD", "COUNT", count, "STREAMS", self.key("kv:events"), after)
         )
         if not answer:
             return after, []
         entries = answer[0][1]
-        parsed = [parse_entry(fields) for _, fields in entries]
-        return bytes(entries[-1][0]), [entry for entry in parsed if entry is not None]
+        return bytes(entries[-1][0]), [fields for _, fields in entries]
 
     # --- plumbing --------------------------------------------------------------------------------
 
@@ -371,13 +377,12 @@ class Registry:
 
     def _kv_keys(self, incarnation: bytes) -> tuple[bytes, bytes, bytes]:
         stem = self.key("kv", incarnation.hex())
-        return stem + b":blocks", stem + b":log", stem + b":meta"
+        return stem + b":blocks", stem + b":log", stem + b":mark"
 
     def _stamp(self, incarnation: bytes, sequence: int, checksum: int) -> list[Command]:
-        meta = self._kv_keys(incarnation)[-1]
+        mark_key = self._kv_keys(incarnation)[-1]
         return [
-            ("HSET", meta, "n", sequence, "x", checksum),
-            ("PEXPIRE", meta, int(KV_TTL_S * 1000)),
+            ("SET", mark_key, f"{sequence} {checksum}", "PX", int(KV_TTL_S * 1000)),
             ("ZADD", self.key("kv:live"), _now_ms(), incarnation),
         ]
 
@@ -404,6 +409,16 @@ class Registry:
             raise RegistryUnavailableError(f"Redis: {error}") from error
         self.connected = True
         return answers
+
+
+def slices(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """So few at a time that none holds the loop."""
+    return (items[at : at + _SLICE] for at in range(0, len(items), _SLICE))
+
+
+def _marked(mark: bytes) -> tuple[int, int]:
+    sequence, _, checksum = mark.partition(b" ")
+    return int(sequence), int(checksum)
 
 
 def _now_ms() -> int:

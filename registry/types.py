@@ -24,8 +24,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     ``incarnation`` is 16 random bytes, made by the worker when it starts; it is empty while a slot
     has no process (``starting`` before the first life, ``dead`` between two lives). ``epoch``
-    counts the lives of the slot from 1. ``heartbeat_ms`` is the wall-clock time of the last
-    refresh, on the clock of the process that wrote the record: for display, not for liveness.
+    counts the lives of the slot from 1.
     """
 
     worker_id: str
@@ -40,7 +39,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0  # of all its ranks together
     ranks: tuple[int, ...] = ()  # processes of a tensor-parallel replica, the leader's first
     reason: str = ""  # why it is dead or draining
-    heartbeat_ms: int = 0
 
     @property
     def incarnation_hex(self) -> str:
@@ -80,8 +78,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checksum(self) -> int:
         """See `hashes_checksum`."""
-        firsts = np.frombuffer(self.packed, "<u8")[:: HASH_BYTES // 8]
-        return int(np.bitwise_xor.reduce(firsts)) if len(firsts) else 0
+        return packed_checksum(self.packed)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +119,10 @@ def hashes_checksum(hashes: Iterable[bytes], start: int = 0) -> int:
     Adding and taking away are the same operation, so a set's checksum follows its changes: pass
     the old checksum as ``start`` and the hashes that entered or left.
     """
-    checksum = start
-    for block_hash in hashes:
-        checksum ^= int.from_bytes(block_hash[:8], "little")
-    return checksum
+    return start ^ packed_checksum(b"".join(hashes))
+
+
+def packed_checksum(packed: bytes) -> int:
+    """The same of hashes that stand one behind the other."""
+    firsts = np.frombuffer(packed, "<u8")[:: HASH_BYTES // 8]
+    return int(np.bitwise_xor.reduce(firsts)) if len(firsts) else 0

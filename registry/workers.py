@@ -20,6 +20,7 @@ _LAST_HEARTBEAT_S = 1.0
 
 HEARTBEAT_S = 1.0
 POLL_S = 0.25
+WHOLE_S = 2.0  # the list is read so often though nobody said that it changed
 FORGET_AFTER_S = 10.0  # of absence while Redis answers; a death is reported as state `dead`
 REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
 
@@ -73,11 +74,16 @@ class Presence:
             await self._registry.deregister(self.record)
 
     async def _run(self) -> None:
+        written: WorkerRecord | None = None
         while not self._stopping:
             self._changed.clear()
+            record = self.record
             try:
-                await self._registry.heartbeat(self.record)
-                self.connected = True
+                if record is written:
+                    await self._registry.heartbeat(record)
+                else:
+                    await self._registry.register(record)
+                self.connected, written = True, record
             except RegistryUnavailableError as error:
                 if self.connected:
                     _LOG.warning("registry away, serving goes on: %s", error)
@@ -136,6 +142,8 @@ class RegistryWatcher:
         self._file = last_known
         self._missing_since_s: dict[str, float] = {}
         self._birth: bytes | None = None  # mark of the life of Redis that was last seen
+        self._changes: bytes | None = None
+        self._whole_s = 0.0  # when the list is read again in any case
         self._refilled_s = 0.0  # if that one was emptied, it has until then
         self._untold: deque[WorkerChange] = deque()
         self.workers: dict[str, WorkerRecord] = {}
@@ -156,7 +164,11 @@ class RegistryWatcher:
     async def poll(self) -> list[WorkerChange]:
         """What changed since the last call. Never raises because of Redis."""
         try:
-            birth = await self._registry.present_birth()
+            birth, changes = await self._registry.state()
+            now_s = time.monotonic()
+            told = (birth, changes) != (self._birth, self._changes)
+            if self.connected and not (told or self._missing_since_s or now_s >= self._whole_s):
+                return []
             listed = merged(*await self._registry.records())
         except RegistryUnavailableError as error:
             if self.connected:
@@ -164,7 +176,8 @@ class RegistryWatcher:
             self.connected = False
             self._missing_since_s.clear()
             return [] if self.workers else self._apply(self._load())
-        self.connected, now_s = True, time.monotonic()
+        self.connected = True
+        self._changes, self._whole_s = changes, now_s + WHOLE_S
         if self._birth is not None and birth != self._birth:
             self._refilled_s = now_s + REFILL_S
         self._birth = birth
@@ -192,7 +205,7 @@ class RegistryWatcher:
         changes = [
             WorkerChange(worker_id, before.get(worker_id), now.get(worker_id))
             for worker_id in sorted(before.keys() | now.keys())
-            if _lasting(before.get(worker_id)) != _lasting(now.get(worker_id))
+            if before.get(worker_id) != now.get(worker_id)
         ]
         if changes:
             keep(self._file, self.workers)
@@ -205,8 +218,3 @@ class RegistryWatcher:
             return msgspec.json.decode(self._file.read_bytes(), type=dict[str, WorkerRecord])
         except (OSError, msgspec.DecodeError):
             return {}
-
-
-def _lasting(record: WorkerRecord | None) -> WorkerRecord | None:
-    """A record without the time of its last refresh, which is no change."""
-    return None if record is None else msgspec.structs.replace(record, heartbeat_ms=0)

@@ -23,7 +23,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from config.fleet_file import ConfigError, load_config
-from registry.kv_events import EventFeed
+from registry.event_feed import EventFeed
 from registry.orders import Orders
 from registry.redis_store import Registry
 from registry.router_demands import RouterDemands

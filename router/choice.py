@@ -4,6 +4,7 @@ Runs of tokens go in (``push``), what is new comes out (``take``). Nearly all an
 text and nothing else, of which nearly every run is one token. For those there is a shorter way.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -92,7 +93,7 @@ class ChoiceRecord:
         self._tells_ids = shown.token_ids
         self._stop_token_ids = request.sampling.stop_token_ids
         self.reasoning_tokens = 0
-        self.token_ids: list[int] = []
+        self._ids = array("I")  # a list would take nine times the memory of every open stream
         self.next_index = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -109,6 +110,11 @@ class ChoiceRecord:
             or request.sampling.logprobs is not None
         )
 
+    @property
+    def token_ids(self) -> list[int]:
+        """All that have come; made anew each time."""
+        return self._ids.tolist()
+
     def push_plain(self, run: TokenRun) -> bool:
         """Take a run of one token of a plain answer that goes on; False: `push` must take it.
 
@@ -118,7 +124,7 @@ class ChoiceRecord:
         if len(packed) != TOKEN_BYTES or run.index != self.next_index or run.finish_reason:
             return False
         token_id = int.from_bytes(packed, "little")
-        self.token_ids.append(token_id)
+        self._ids.append(token_id)
         self.next_index += 1
         self.completion_tokens += 1
         self._pending.text += self._detokenizer.push(token_id)
@@ -155,7 +161,7 @@ class ChoiceRecord:
 
     def _push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         offset = self._detokenizer.text_length
-        self.token_ids.append(token_id)
+        self._ids.append(token_id)
         self.next_index += 1
         self.completion_tokens += 1
         text = self._detokenizer.push(token_id)
@@ -257,6 +263,6 @@ class ChoiceRecord:
 
     def release_payload(self) -> None:
         """Drop what only a running request needs."""
-        self.token_ids, self._pending = [], Delta(self.index)
+        self._ids, self._pending = array("I"), Delta(self.index)
         self._content, self._arguments = [], {}
         self._checked_schema, self._checked_tools = "", {}

@@ -1,6 +1,6 @@
 """What a placement and the prefix index cost as the fleet grows, on one core.
 
-    python -m loadtest.bench.placement [--json FILE]
+    python -m loadtest.bench.placement [--json FILE] [--plot FILE.svg]
 
 Nothing is asked of a network: the workers are reports, the blocks are random hashes. CPU time is
 counted. Beside each figure that has a goal stands how many times better it is.
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from config.fleet_file import DEFAULT_MODEL
 from engine.core.params import SamplingParams
+from loadtest.bench.router.scale_plot import Panel, draw
 from loadtest.simulator.table import NeverCalled
 from registry.types import EventBatch, Role, WorkerRecord
 from router.placement.block_table import PlainBlockTable
@@ -209,11 +210,13 @@ def _resident_bytes() -> int:
 def main(
     json: Annotated[Path | None, typer.Option(help="Write figures here.")] = None,
     blocks: Annotated[int, typer.Option(help="Of the largest index.")] = 10_000_000,
+    plot: Annotated[Path | None, typer.Option(help="Draw time and memory by size here.")] = None,
 ) -> None:
     """Measure placements and the prefix index by size."""
-    figures = []
+    figures, times_us, memory_mib = [], [], []
     for size in (5, 50, 200, 500):
         value_us = placement_us(size, size)
+        times_us.append((2 * size, value_us))
         bound_us = PLACEMENT_BOUND_US.get(size)
         figures.append(
             Figure(
@@ -223,8 +226,10 @@ def main(
                 of_bound=bound_us / value_us if bound_us is not None else None,
             )
         )
-    figures += index_figures(1000, blocks)
-    figures += index_figures(100, blocks // 10)
+    for workers, held in ((10, blocks // 100), (100, blocks // 10), (1000, blocks)):
+        of_size = index_figures(workers, held)
+        memory_mib.append((held, of_size[0].value))
+        figures += of_size
     figures += index_figures(100, blocks // 10, plain=True)
     table = Table("figure", "value", "", "times the goal")
     for one in figures:
@@ -233,6 +238,13 @@ def main(
     Console().print(table)
     if json is not None:
         json.write_bytes(msgspec.json.encode(figures))
+    if plot is not None:
+        goals_us = [(2 * size, bound_us) for size, bound_us in PLACEMENT_BOUND_US.items()]
+        panels = [
+            Panel("a placement, µs of CPU time", "workers", times_us, goals_us),
+            Panel("the index, MiB", "blocks", memory_mib, [(10_000_000, 1024.0)]),
+        ]
+        plot.write_text(draw(panels, "measured by loadtest.bench.placement"), encoding="utf-8")
 
 
 if __name__ == "__main__":

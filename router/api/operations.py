@@ -71,7 +71,7 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/fleet")
     async def fleet(request: Request) -> dict[str, Any]:
-        """The workers as they last reported, ``age_s`` ago: half a second at most."""
+        """The workers as they last reported, ``age_s`` ago: somewhat more than a second at most."""
         check_operator(request.headers, router.settings)
         return router.gateway.workers.describe()
 

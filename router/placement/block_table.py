@@ -6,8 +6,11 @@ nanoseconds a look, and a plain one for machines without a compiler.
 """
 
 import ctypes
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from router.placement.native.library import load
 
@@ -184,6 +187,9 @@ class NativeBlockTable:
         self.handle = ctypes.c_void_p(library.baton_blocks_new(self.room))
         if not self.handle:
             raise MemoryError("the block table")
+        self.packed_handle = (self.handle.value or 0).to_bytes(8, sys.byteorder)
+        self._workers, self._lengths = np.zeros(0, np.uint16), np.zeros(0, np.uint32)
+        self._found_at = 0, 0
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -237,18 +243,21 @@ class NativeBlockTable:
         live.bits += bytes(most // 8 - len(live.bits))
         for table in tables:
             table.widen(most)
-        workers, lengths = (ctypes.c_uint16 * most)(), (ctypes.c_uint32 * most)()
+        if most > len(self._workers):
+            self._workers, self._lengths = np.zeros(most, np.uint16), np.zeros(most, np.uint32)
+            self._found_at = self._workers.ctypes.data, self._lengths.ctypes.data
+        # No array of ctypes: each length is a type of its own, and takes longer to make than this.
         found = self._library.baton_blocks_match(
-            (ctypes.c_void_p * len(tables))(*(table.handle for table in tables)),
+            b"".join([table.packed_handle for table in tables]),
             len(tables),
             hashes,
             len(hashes) // HASH_BYTES,
-            (ctypes.c_char * len(live.bits)).from_buffer(live.bits),
+            bytes(live.bits),
             len(live.bits) // 8,
-            workers,
-            lengths,
+            *self._found_at,
         )
-        return list(zip(workers[:found], lengths[:found], strict=True))
+        workers, lengths = self._workers[:found].tolist(), self._lengths[:found].tolist()
+        return list(zip(workers, lengths, strict=True))
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
         """See ``BlockTable``."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import overload
 
 from router.placement.cost import Candidate, WorkerLoad, price
+from router.placement.placed import Placed
 from router.placement.pricing import Asked
-from router.placement.shortlist import Placed
 from router.placement.worker_load import Known, Rates
 
 

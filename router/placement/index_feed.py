@@ -1,6 +1,7 @@
 """Feeds the prefix index from the stream of KV events."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -9,9 +10,11 @@ from router.placement.prefix_index import Applied, PrefixIndex
 from telemetry.metrics import Metrics
 from telemetry.tasks import BackgroundTasks
 
+_HOLD_S = 0.001  # one more item may come on top: some milliseconds at most
+
 
 class EventSource(Protocol):
-    """KV events of all workers; ``registry.kv_events.EventFeed`` is one. Heals gaps by itself."""
+    """KV events of all workers; ``registry.event_feed.EventFeed`` is one. Heals gaps by itself."""
 
     def want(self, incarnation: bytes) -> None:
         """Send a snapshot of the incarnation, though nothing was missed on the way."""
@@ -50,7 +53,7 @@ class IndexFeeder:
         await self._tasks.close()
 
     async def _run(self, events: EventSource) -> None:
-        applied = 0
+        pause = _Pause()
         async for item in events:
             # The source heals gaps in what it read. Here the index has dropped the blocks of a
             # worker that it took for dead, and the worker is alive.
@@ -62,16 +65,31 @@ class IndexFeeder:
             if result is Applied.SNAPSHOT_NEEDED:
                 events.want(item.incarnation)
                 self._metrics.inc("baton_mirror_sequence_gaps")
-            applied += 1
-            if applied % 64 == 0:
+            if pause.is_due():
                 await asyncio.sleep(0)  # a backlog must not hold up tokens
 
     async def _take_in(self, snapshot: Snapshot) -> Applied:
         """A slice at a time: tokens pass in between."""
-        steps = self._prefix_index.take_in(snapshot)
+        steps, pause = self._prefix_index.take_in(snapshot), _Pause()
         while True:
             try:
                 next(steps)
             except StopIteration as done:
                 return Applied(done.value)
-            await asyncio.sleep(0)
+            if pause.is_due():
+                await asyncio.sleep(0)
+
+
+class _Pause:
+    """When the loop has been held for long enough: that depends on the items."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether to let it go now; asked between two items."""
+        now_s = time.monotonic()
+        if now_s - self._since_s < _HOLD_S:
+            return False
+        self._since_s = now_s
+        return True

@@ -253,8 +253,8 @@ class Placer:
             raise _unmet(request)
         waits = {role: self._crowding.wait_per_s(role) for role in ("prefill", "decode")}
         compared = Described(placed, asked, rates, waits)
-        limit_s = placed[0].cost_s + self._settings.tie_s
-        ties = [index for index, one in enumerate(placed) if one.cost_s < limit_s]
+        limit_s = placed.costs_s[0] + self._settings.tie_s
+        ties = [index for index, cost_s in enumerate(placed.costs_s) if cost_s < limit_s]
         return compared[self._random.choice(ties)], compared
 
     def _cheapest_of_few(

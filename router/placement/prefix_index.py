@@ -30,6 +30,7 @@ _EXPECTED_STEP_NS = 1_000_000_000
 _MAX_EXPECTED_BLOCKS = 262_144  # in each of the tables
 _SLICE_HASHES = 4096  # of a snapshot, between two looks at the clock: some milliseconds
 _SWEEP_BLOCKS = 4096  # of the table, about, with each item
+_SWEEP_BLOCKS_OF_BEAT = 256  # less with those that come from every worker each second
 
 
 class Applied(Enum):
@@ -125,6 +126,7 @@ class PrefixIndex:
         self._numbers = _Numbers()
         self._live = LiveWorkers()
         self._part = 0  # that is swept next
+        self._sweep_due = 0  # blocks to look at
         self.gaps = 0
         self.snapshots = 0
 
@@ -137,7 +139,7 @@ class PrefixIndex:
             ``SNAPSHOT_NEEDED`` asks the caller to fetch one for ``item.incarnation``. It is said
             again for every further item until the snapshot has come, so a lost answer heals.
         """
-        self._sweep()
+        self._sweep(_SWEEP_BLOCKS_OF_BEAT if isinstance(item, Heartbeat) else _SWEEP_BLOCKS)
         match item:
             case Forget():
                 self.forget(item.incarnation)
@@ -151,6 +153,7 @@ class PrefixIndex:
 
     def take_in(self, snapshot: Snapshot) -> Generator[None, None, Applied]:
         """Take a snapshot a slice at a time; until the last one the index answers as before."""
+        self._sweep(_SWEEP_BLOCKS)
         entry = self._entry(snapshot.incarnation)
         if not entry.waiting and snapshot.sequence < entry.sequence:
             return Applied.OLD
@@ -208,13 +211,21 @@ class PrefixIndex:
         self._incarnations.pop(entry.number, None)
         self._numbers.retire(entry.number)
 
-    def _sweep(self) -> None:
-        """Take numbers that count no longer out of a few parts of the tables."""
+    def _sweep(self, blocks: int) -> None:
+        """Take numbers that count no longer out of a few parts of the tables.
+
+        Args:
+            blocks: To look at; what is less than a part is looked at with a later item.
+        """
         gone = self._numbers.retired
         if not gone:
             return
-        parts = _SWEEP_BLOCKS * PARTS // (self._table.blocks + 1)
-        parts = min(max(parts, 1), PARTS - self._part)
+        self._sweep_due += blocks
+        parts = self._sweep_due * PARTS // (self._table.blocks + 1)
+        if parts == 0:
+            return
+        self._sweep_due = 0
+        parts = min(parts, PARTS - self._part)
         for table in (self._table, *self._expected.tables):
             table.sweep(self._part, parts, gone)
         self._part = (self._part + parts) % PARTS

@@ -54,14 +54,6 @@ class Asked(NamedTuple):
     held_blocks: int = 0
 
 
-class Priced(NamedTuple):
-    """A placement, by the numbers of its workers; equal where one does both."""
-
-    computes: int
-    holds: int
-    cost_s: float
-
-
 class Pricing:
     """The rows of some workers.
 
@@ -139,8 +131,8 @@ class Pricing:
         tiers: Mapping[int, tuple[int, float]] = NO_TIERS_AT_ALL,
         avoid: int = -1,
         first: int = 0,
-    ) -> list[Priced]:
-        """The cheapest placements, in their order.
+    ) -> tuple[list[list[int]], list[float]]:
+        """The cheapest placements, in their order: who computes and who holds, and what it costs.
 
         Args:
             asked: The prompt.
@@ -165,7 +157,7 @@ class Pricing:
         if below:
             self._tiers[below] = list(tiers.values())
         priced = self._price(asked.mode, avoid, first)
-        if asked.held_blocks and self._measured_pulls(priced, asked.holder_id):
+        if asked.held_blocks and self._measured_pulls(priced[0], asked.holder_id):
             priced = self._price(asked.mode, avoid, first)
             self._pulls.fill(0.0)
         for index, _ in cached:
@@ -174,9 +166,9 @@ class Pricing:
             self._tiers[below] = 0.0
         return priced
 
-    def _measured_pulls(self, priced: list[Priced], holder_id: str) -> bool:
+    def _measured_pulls(self, pairs: list[list[int]], holder_id: str) -> bool:
         """Note measured rates from the holder, of those few that may be the best; if there are."""
-        few = {index for one in priced for index in (one.computes, one.holds)}
+        few = {index for pair in pairs for index in pair}
         few.update(index for index in self._halves.ravel().tolist() if index >= 0)
         any_measured = False
         for index in few:
@@ -185,7 +177,7 @@ class Pricing:
                 any_measured = True
         return any_measured
 
-    def _price(self, mode: Mode, avoid: int, first: int) -> list[Priced]:
+    def _price(self, mode: Mode, avoid: int, first: int) -> tuple[list[list[int]], list[float]]:
         at, count, formats = self._at, self._workers, len(self._formats)
         self._library.baton_price_workers(
             *(at.rows, count, at.asked, at.booked, at.cached, at.tiers, at.pulls),
@@ -200,11 +192,7 @@ class Pricing:
             *(at.alone_s, at.prompts, at.answers, at.halves, at.rates),
             *(COMPARED, at.chosen, at.costs),
         )
-        chosen, costs = self._chosen[:found].tolist(), self._costs[:found].tolist()
-        return [
-            Priced(computes, holds, cost_s)
-            for (computes, holds), cost_s in zip(chosen, costs, strict=True)
-        ]
+        return self._chosen[:found].tolist(), self._costs[:found].tolist()
 
     def _read_edges(self) -> None:
         """Measured rates of the few pairs that are priced."""

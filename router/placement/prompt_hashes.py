@@ -73,8 +73,12 @@ def prompt_hashes(
 def native_hashes(library: ctypes.CDLL, seed: bytes, tokens: Sequence[int]) -> list[bytes]:
     """``block_hashes`` in C++."""
     count = len(tokens) // BLOCK_TOKENS
-    names = ctypes.create_string_buffer(count * HASH_BYTES)
+    if not count:
+        return []
+    # A buffer of ctypes is of a type of its own for each length, which takes longer to make.
+    names = bytearray(count * HASH_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(names))
     packed, block_bytes = pack_tokens(tokens), BLOCK_TOKENS * TOKEN_BYTES
-    library.baton_block_names(KEY, len(KEY), seed, packed, count, block_bytes, names)
-    raw = names.raw
+    library.baton_block_names(KEY, len(KEY), seed, packed, count, block_bytes, address)
+    raw = bytes(names)
     return [raw[at : at + HASH_BYTES] for at in range(0, count * HASH_BYTES, HASH_BYTES)]

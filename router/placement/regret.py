@@ -27,6 +27,31 @@ from router.placement.cost import Candidate, Terms, WorkerLoad, price
 REPRICED_CANDIDATES = 12
 """So many of the cheapest are priced again: the event loop pays for it at each request's end."""
 
+_REGRETS_AT_ONCE = 64
+_REGRETS_PER_S = 16.0
+
+
+class Allowance:
+    """Which requests are priced again: all while few end, and of many so many a second. Sans-IO.
+
+    A regret takes as long as the rest of a request's end twice over. Which ones are left out does
+    not depend on what their regret would be, so that the mean and the distribution stay true.
+    """
+
+    def __init__(self) -> None:
+        self._left = float(_REGRETS_AT_ONCE)
+        self._since_ns = 0
+
+    def take(self, now_ns: int) -> bool:
+        """Whether the one that ended now is among them."""
+        gained = max(now_ns - self._since_ns, 0) / 1e9 * _REGRETS_PER_S
+        self._since_ns = max(now_ns, self._since_ns)
+        self._left = min(self._left + gained, _REGRETS_AT_ONCE)
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
 
 class FittedRates(NamedTuple):
     """What a worker reports of itself when the request is over; 0 where it has not measured."""

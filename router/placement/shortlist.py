@@ -10,18 +10,19 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import nlargest
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from registry.types import TIERS, tier_incarnation
-from router.placement.booked_load import LoadBook
+from router.placement.booked_load import LoadBook, Unreported
 from router.placement.cost import PULL_OVERHEAD_S
 from router.placement.crowding import Crowding
 from router.placement.native.library import load
+from router.placement.placed import Found, Placements
 from router.placement.pricing import Asked, Pricing
-from router.placement.worker_load import NO_TIERS, Known, Rates, Report, Reports
+from router.placement.worker_load import Rates, Report, Reports
 from router.request import GenerationRequest
 from router.workers.table import Slot
 
@@ -31,14 +32,6 @@ _CROWDING_EVERY_NS = 20_000_000
 
 _Column = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.intp]
-
-
-class Placed(NamedTuple):
-    """A placement that was priced; one worker does both where both are the same."""
-
-    computes: Known
-    holds: Known
-    cost_s: float
 
 
 class Slots(Protocol):
@@ -72,6 +65,7 @@ class Shortlist:
         self._draw = np.random.default_rng(seed)
         self._random = random.Random(seed)
         self._booked_of: LoadBook | None = None  # whose bookings stand in the rows
+        self._booked: dict[int, Unreported] = {}  # those that are not nothing
         self._seen: list[Slot] = []  # all slots, usable or not
         self._marks: list[tuple[object, ...]] = []  # what was seen of each
         self._place_of: dict[str, int] = {}  # in these lists
@@ -262,7 +256,7 @@ class Shortlist:
         now_ns: int,
         *,
         avoid: bytes = b"",
-    ) -> "list[Placed] | None":
+    ) -> Placements | None:
         """The cheapest placements of all that there are; None where all cannot be priced.
 
         Args:
@@ -285,7 +279,7 @@ class Shortlist:
             self._crowding_ns = now_ns
             self._note_crowding(pricing.waiting_tokens, now_ns)
         wait_per_s, tiers = self._crowding.wait_per_s, self.tiers(held)
-        priced = pricing.cheapest(
+        pairs, costs_s = pricing.cheapest(
             asked,
             cached.items(),
             (wait_per_s("prefill"), wait_per_s("decode")),
@@ -293,25 +287,28 @@ class Shortlist:
             avoid=of_incarnation.get(avoid, -1),
             first=self._first(),
         )
-
-        def known(index: int) -> Known:
-            slot, report = self._usable[index]
-            more, blocks = book.unreported(slot.worker_id), cached.get(index, 0)
-            below = tiers.get(index, NO_TIERS)
-            return Known(slot, self._incarnations[index], report, more, blocks, below)
-
-        numbers = {index for one in priced for index in (one.computes, one.holds)}
-        workers = {index: known(index) for index in numbers}
-        return [Placed(workers[p.computes], workers[p.holds], p.cost_s) for p in priced]
+        numbers = {index for pair in pairs for index in pair}
+        usable, incarnations, all_booked = self._usable, self._incarnations, self._booked
+        found, booked = {}, {}
+        for index in numbers:
+            slot, report = usable[index]
+            found[index] = Found(slot, incarnations[index], report)
+            if index in all_booked:
+                booked[index] = all_booked[index]
+        return Placements(pairs, costs_s, found, booked, cached, tiers)
 
     def _take_bookings(self, pricing: Pricing, book: LoadBook) -> None:
         """Write those that have changed since the last prompt; all, where the rows are new."""
         changed: Iterable[str] = book.changed()
         if self._booked_of is not book:
             changed, self._booked_of = self._index_of_worker, book
+            self._booked.clear()
         for worker_id in changed:
             if (index := self._index_of_worker.get(worker_id)) is not None:
-                pricing.book(index, book.unreported(worker_id))
+                load = self._booked[index] = book.unreported(worker_id)
+                pricing.book(index, load)
+                if not any(load):
+                    del self._booked[index]
 
     def _first(self) -> int:
         """Where to begin: numpy's draws of one number take longer than all the prices."""

@@ -6,6 +6,7 @@ from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
+import msgspec
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
 from engine.core.geometry import BLOCK_TOKENS, context_tokens, head_bytes
@@ -147,8 +148,7 @@ def _middle(lines: Sequence[PromptLine]) -> PromptLine:
     return sorted(lines, key=attrgetter("sample_s"))[len(lines) // 2]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's last report, read once: many prompts are placed between two of them."""
 
     status: WorkerStatus
@@ -168,7 +168,7 @@ class Report:
     block_bytes: int
     block_tokens: int
     format_id: str
-    tier_block_s: Mapping[str, float] = field(default_factory=dict)  # by tier, the fastest first
+    tier_block_s: Mapping[str, float]  # by tier, the fastest first
 
     def tiers(self, cached_blocks: int, held: Mapping[str, int]) -> tuple[int, float]:
         """How much of a prompt it has in its pool or below, and how long that takes to bring back.
@@ -185,11 +185,18 @@ class Report:
 
     @classmethod
     def read(
-        cls, status: WorkerStatus, capabilities: Capabilities, links: Links | None = None
+        cls,
+        status: WorkerStatus,
+        capabilities: Capabilities,
+        links: Links | None = None,
+        before: "Report | None" = None,
     ) -> "Report":
-        """As numbers."""
-        groups, blocks = capabilities.kv_groups, status.kv_blocks
-        edges = ReportedEdges(status, links)
+        """As numbers; what a worker can is not read again where ``before`` has it."""
+        blocks, edges = status.kv_blocks, ReportedEdges(status, links)
+        if before is not None and before.capabilities is capabilities:
+            shape = before.block_bytes, before.block_tokens, before.format_id
+        else:
+            shape = _block_shape(capabilities)
         return cls(
             status=status,
             capabilities=capabilities,
@@ -205,21 +212,29 @@ class Report:
             adapters=frozenset(status.adapters),
             edges_bytes_per_s=edges,
             edge_bytes_per_s=edges.usual_bytes_per_s(),
-            block_bytes=sum(
-                len(group.layer_ids)
-                * 2
-                * group.num_kv_heads
-                * head_bytes(group.dtype, group.head_dim)
-                * group.block_tokens
-                for group in groups
-            ),
-            block_tokens=groups[0].block_tokens if groups else BLOCK_TOKENS,
-            format_id=format_id(capabilities),
+            block_bytes=shape[0],
+            block_tokens=shape[1],
+            format_id=shape[2],
             tier_block_s={
                 tier.name: tier.block_s or PRIOR_TIER_BLOCK_S.get(tier.name, 0.0)
                 for tier in status.kv_tiers
             },
         )
+
+
+def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
+    """Bytes and tokens of a block, and the name of its format."""
+    groups = capabilities.kv_groups
+    block_bytes = sum(
+        len(group.layer_ids)
+        * 2
+        * group.num_kv_heads
+        * head_bytes(group.dtype, group.head_dim)
+        * group.block_tokens
+        for group in groups
+    )
+    tokens = groups[0].block_tokens if groups else BLOCK_TOKENS
+    return block_bytes, tokens, format_id(capabilities)
 
 
 class Reports:
@@ -261,7 +276,7 @@ class Reports:
             or report.status is not link.status
             or report.capabilities is not link.capabilities
         ):
-            report = Report.read(link.status, link.capabilities, self._links)
+            report = Report.read(link.status, link.capabilities, self._links, report)
             self._read[slot.worker_id] = report
         return report
 

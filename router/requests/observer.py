@@ -7,7 +7,7 @@ left of a request's time is the phase ``unattributed``, so that the phases alway
 from collections.abc import Callable
 from statistics import median
 
-from router.placement.regret import FittedRates, Measured, regret
+from router.placement.regret import Allowance, FittedRates, Measured, regret
 from router.requests.active_request import ActiveRequest
 from router.requests.record import RequestRecord
 from telemetry.live_series import LiveSeries
@@ -26,6 +26,7 @@ class Observer:
         self.series = LiveSeries()
         self._gaps = metrics.histogram("baton_inter_token_seconds")
         self._frame_gaps: dict[float, int] = {}  # seconds, and how many tokens
+        self._regrets = Allowance()
         self.fitted: Callable[[str], FittedRates | None] = lambda _: None
         """Asked for the rates that a worker reports, when a request is over."""
 
@@ -185,7 +186,7 @@ class Observer:
         replaced = placement is None or active.prefill_id != placement.prefill_id or record.moves
         if placement is None or replaced or times is None or not record.finished:
             return
-        if active.request.pooling:
+        if active.request.pooling or not self._regrets.take(active.delivered_ns):
             return
         found = regret(
             placement.chosen,

@@ -34,7 +34,8 @@ from wire.tls import FleetTls, distrust
 
 _LOG = logging.getLogger(__name__)
 
-_WATCH_S = (0.1, 0.5)  # between two looks: less, the nearer the limit is
+_WATCH_S = 0.1  # between two looks, at least
+_IDLE_BEATS = 4  # a worker that is idle is sent one heartbeat in so many
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 _RETIRED_S = 15.0  # longer than a submission on a call of its own takes
 
@@ -136,6 +137,7 @@ class WorkerLink:
         self._out: deque[RouterFrame] = deque()
         self._wake = asyncio.Event()
         self._heard_ns = 0
+        self._sent_s = 0.0  # on the loop's clock: the last frame that is no heartbeat
         self._broken_ns = 0
         self._tasks = BackgroundTasks(f"link {worker_id}", count_failure)
         self._stub: DecodeStub | None = None
@@ -292,9 +294,8 @@ class WorkerLink:
         """Ends when the worker has been silent for too long."""
         silence, grown_ns = Silence(opened_ns), 0
         while True:
-            shortest_s, longest_s = _WATCH_S
-            left_s = (self._silence_ns - grown_ns) / 2e9
-            sleep_s = shortest_s if self._broken_ns else min(max(left_s, shortest_s), longest_s)
+            left_s = 0 if self._broken_ns else (self._silence_ns - grown_ns) / 1e9
+            sleep_s = max(left_s, _WATCH_S)
             slept_ns = monotonic_ns()
             await asyncio.sleep(sleep_s)
             now_ns = monotonic_ns()
@@ -323,6 +324,8 @@ class WorkerLink:
             if frame.HasField("status"):
                 self._take_status(frame.status, first)
                 first = False
+            elif not (first or frame.tokens):  # nothing is new: the last report holds
+                self.status_ns = self._heard_ns
             if self.live:
                 self._listener.on_frame(self, frame)
 
@@ -350,22 +353,31 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         beat_at = loop.time()
         while True:
-            if loop.time() >= beat_at:
-                sequence += 1
-                await call.write(RouterFrame(heartbeat=Heartbeat(sequence=sequence)))
-                beat_at = loop.time() + self._heartbeat_s
             # Frames wait until the worker has sent its first status.
             while self._out and self.live:
                 frame = self._out[0]
                 await call.write(frame)
+                self._sent_s = loop.time()
+                beat_at = self._sent_s + self._heartbeat_s  # any frame renews a lease
                 if self._out and self._out[0] is frame:
                     self._out.popleft()
+            if loop.time() >= beat_at:
+                sequence += 1
+                await call.write(RouterFrame(heartbeat=Heartbeat(sequence=sequence)))
+                beat_at = loop.time() + self._beat_s(loop.time())
             self._wake.clear()
             if self._out and self.live:
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(beat_at - loop.time(), 0)):
                     await self._wake.wait()
+
+    def _beat_s(self, now_s: float) -> float:
+        """Until the next heartbeat. A worker that has nothing to do holds nothing by a lease."""
+        status = self._status
+        idle = status is not None and not (status.running or status.waiting or status.answering)
+        idle = idle and now_s - self._sent_s > _IDLE_BEATS * self._heartbeat_s
+        return self._heartbeat_s * (_IDLE_BEATS if idle else 1)
 
 
 async def _part(

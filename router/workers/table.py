@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from batonpb.common_pb2 import BlockCounts, TransferTotals, WorkerStatus
+from batonpb.common_pb2 import BlockCounts, Capabilities, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
 from registry.types import WorkerRecord
@@ -41,6 +41,7 @@ class Slot:
         self._record = record
         self._emulated = emulated
         self._link: WorkerLink | None = None
+        self._looked_at: tuple[Capabilities | None, bool] = (None, False)
         self.dead_since_ns: int | None = None
         self.epoch = record.epoch
         self.listed = True  # whether the directory names it
@@ -76,12 +77,12 @@ class Slot:
     @property
     def worker_id(self) -> str:
         """Such as ``decode-0``."""
-        return self.record.worker_id
+        return self._record.worker_id
 
     @property
     def role(self) -> str:
         """``prefill`` or ``decode``."""
-        return self.record.role
+        return self._record.role
 
     @property
     def state(self) -> str:
@@ -122,15 +123,18 @@ class Slot:
     @property
     def usable(self) -> bool:
         """Whether new requests may be placed here."""
-        link = self.link
-        return (
-            link is not None
-            and link.live
-            and self.state == "ready"
-            and wire_overlaps(link.capabilities.wire)
-            and len(link.capabilities.kv_groups) > 0
-            and not self.refusal
-        )
+        link = self._link
+        return link is not None and link.live and self.state == "ready" and self._fits(link)
+
+    def _fits(self, link: WorkerLink) -> bool:
+        """Whether it is of this fleet; what it can is not looked at again until it says it anew."""
+        capabilities = link.capabilities
+        if link.distrust:
+            return False
+        if self._looked_at[0] is not capabilities:
+            spoken = wire_overlaps(capabilities.wire) and len(capabilities.kv_groups) > 0
+            self._looked_at = capabilities, spoken and not self.refusal
+        return self._looked_at[1]
 
     @property
     def gives_prefixes(self) -> bool:

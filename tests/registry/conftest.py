@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from fleet.local.redis_server import EmbeddedRedis
-from registry.kv_events import EventFeed
+from registry.event_feed import EventFeed
 from registry.redis_store import Registry
 from registry.types import EventBatch, Forget, Heartbeat, Snapshot
 

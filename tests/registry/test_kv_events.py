@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.local.redis_server import EmbeddedRedis
-from registry.kv_events import FeedMachine, HashLedger, KvEventPublisher
+from registry.event_feed import FeedMachine
+from registry.kv_events import HashLedger, KvEventPublisher
 from registry.redis_store import STREAM_BATCHES, Registry
 from registry.types import EventBatch, Forget, Snapshot, hashes_checksum, split_hashes
 from tests.registry.conftest import Reader, eventually
@@ -200,8 +201,28 @@ async def test_a_dead_incarnation_is_forgotten_at_once(
     await registry.forget(*reader.hashes)
     await eventually(lambda: not reader.hashes)
     with raw(redis_server) as client:
-        assert not client.keys("*:blocks") and not client.keys("*:meta")
+        assert not client.keys("*:blocks") and not client.keys("*:mark")
         assert client.zcard("baton:{test}:kv:live") == 0
+
+
+async def test_the_marks_of_many_workers_are_read_some_at_a_time(
+    redis_server: EmbeddedRedis, registry: Registry
+) -> None:
+    """The marks of a thousand workers in one go once held a router's loop."""
+    many = [number.to_bytes(16, "big") for number in range(300)]
+    with raw(redis_server) as client:
+        pipe = client.pipeline()
+        for number, one in enumerate(many):
+            pipe.zadd("baton:{test}:kv:live", {one: 1})
+            if number != 7:
+                pipe.set(f"baton:{{test}}:kv:{one.hex()}:mark", f"{number} {number + 1}")
+        pipe.execute()
+    parts = [part async for part in registry.live()]
+    assert len(parts) == 3 and max(map(len, parts)) <= 128
+    read = {one: mark for part in parts for one, mark in part.items()}
+    assert read == {one: (n, n + 1) for n, one in enumerate(many) if n != 7}
+    with raw(redis_server) as client:
+        assert client.zscore("baton:{test}:kv:live", many[7]) is None, "it had expired"
 
 
 @pytest.mark.slow
@@ -265,7 +286,7 @@ def test_reader_and_worker_agree_after_any_losses(
         return batch
 
     def heal() -> None:
-        apply(machine.on_live({ledger.incarnation: (ledger.sequence, ledger.checksum)}, 0.0))
+        apply(machine.on_marks({ledger.incarnation: (ledger.sequence, ledger.checksum)}))
         if machine.wants:
             snapshot = Snapshot(
                 incarnation=ledger.incarnation,
@@ -312,10 +333,10 @@ def test_changes_that_undo_each_other_publish_nothing() -> None:
 def test_a_snapshot_of_an_incarnation_that_is_gone_is_not_asked_for_forever() -> None:
     machine = FeedMachine()
     machine.on_entry(EventBatch(incarnation=b"x" * 16, sequence=5))
-    machine.on_live({}, 0.0)
-    machine.on_live({}, 9.0)
+    machine.on_absent((), 0.0)
+    machine.on_absent((), 9.0)
     assert machine.wants == {b"x" * 16}  # it may be about to say that it is alive
-    machine.on_live({}, 10.0)
+    machine.on_absent((), 10.0)
     assert not machine.wants
 
 

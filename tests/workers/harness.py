@@ -129,6 +129,7 @@ class MiniRouter:
         self.ends: dict[str, pb.RequestEnd] = {}
         self.asks: list[pb.PrefillNeeded] = []
         self.status: common_pb2.WorkerStatus | None = None
+        self._reported: common_pb2.WorkerStatus | None = None  # the last, on this stream
         self.lost: str = ""
         self.streams = 0
         self._changed = asyncio.Event()
@@ -136,7 +137,7 @@ class MiniRouter:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def connect(self) -> None:
-        self.status = None
+        self.status = self._reported = None
         self.streams += 1
         self.lost = ""
         self._channel = open_channel(self.worker.record.address, self.tls)
@@ -292,7 +293,9 @@ class MiniRouter:
             self.ends[end.request_id] = end
         self.asks.extend(frame.prefill_needed)
         if frame.HasField("status"):
-            self.status = frame.status
+            self.status = self._reported = frame.status
+        elif frame == pb.WorkerFrame(step=frame.step):  # a beat: nothing is new
+            self.status = self._reported
 
     async def close(self) -> None:
         await self.drop_stream()

@@ -7,6 +7,7 @@ A prompt costs nothing, and every request gets a token a step. As with real work
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
 import struct
@@ -27,6 +28,7 @@ from telemetry.tasks import BackgroundTasks
 
 FLEET = "bench"
 _STATUS_S = 0.25
+_BEAT_S = 1.0  # as `decode_worker/session.py`: a report only where something is new
 _TOKENS = [struct.pack("<I", 1000 + 13 * place) for place in range(997)]  # what answers are made of
 _KV_GROUP = common.KvGroup(
     id=0,
@@ -48,6 +50,7 @@ class _Stream:
         self._running: dict[str, tuple[pb.Submission, int]] = {}  # and the next token's index
         self.frame = pb.WorkerFrame()
         self.dirty = asyncio.Event()
+        self.ended = False  # any request, since the last report
 
     def begin(self, submission: pb.Submission) -> None:
         self._running[submission.request_id] = (submission, 0)
@@ -95,6 +98,7 @@ class _Stream:
 
     def _end(self, submission: pb.Submission) -> None:
         self.frame.ends.add(request_id=submission.request_id, attempt=submission.attempt)
+        self.ended = True
         self.dirty.set()
 
     def take(self) -> pb.WorkerFrame:
@@ -114,6 +118,7 @@ class SteppedWorker(DecodeServicer):
         self._step_s = step_s
         self._steps = 0
         self._streams: dict[int, _Stream] = {}
+        self._busy = asyncio.Event()
         self._tasks = BackgroundTasks("bench worker")
 
     async def start(self) -> None:
@@ -131,18 +136,35 @@ class SteppedWorker(DecodeServicer):
     async def run(self) -> None:
         """Step for ever."""
         loop = asyncio.get_running_loop()
-        next_s = status_s = loop.time()
+        next_s = status_s = beat_s = loop.time()
+        reported = b""
         while True:
-            next_s = max(next_s + self._step_s, loop.time())
-            await asyncio.sleep(next_s - loop.time())
-            self._steps += 1
-            for stream in self._streams.values():
-                stream.step()
-            if loop.time() >= status_s:
-                status_s = loop.time() + _STATUS_S
-                for stream in self._streams.values():
-                    stream.frame.status.CopyFrom(self._status())
-                    stream.dirty.set()
+            streams = self._streams.values()
+            if any(stream.running for stream in streams):
+                next_s = max(next_s + self._step_s, loop.time())
+                await asyncio.sleep(next_s - loop.time())
+                self._steps += 1
+                for stream in streams:
+                    stream.step()
+            else:
+                self._busy.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(status_s - loop.time(), 0.0)):
+                        await self._busy.wait()
+            if loop.time() < status_s:
+                continue
+            status_s = loop.time() + _STATUS_S
+            status = self._status()
+            before, reported = reported, status.SerializeToString()
+            news = before != reported or any(stream.ended for stream in streams)
+            if not news and loop.time() < beat_s:
+                continue
+            beat_s = loop.time() + _BEAT_S
+            for stream in streams:
+                stream.ended = False
+                if news:
+                    stream.frame.status.CopyFrom(status)
+                stream.dirty.set()
 
     def record(self) -> WorkerRecord:
         """For the registry."""
@@ -177,12 +199,14 @@ class SteppedWorker(DecodeServicer):
         for stream in self._streams.values():
             if stream.router_id == submission.router_id:
                 stream.begin(submission)
+        self._busy.set()
         return pb.SubmitAck()
 
     async def _listen(self, requests: AsyncIterator[pb.RouterFrame], stream: _Stream) -> None:
         async for frame in requests:
             if frame.HasField("submit"):
                 stream.begin(frame.submit)
+                self._busy.set()
             elif frame.HasField("hello"):
                 stream.router_id = frame.hello.router_id
             elif frame.HasField("cancel"):

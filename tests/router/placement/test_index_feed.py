@@ -2,7 +2,7 @@
 
 import asyncio
 
-from registry.types import Snapshot
+from registry.types import EventBatch, Snapshot
 from router.placement import index_feed
 from router.placement.prefix_index import PrefixIndex
 from telemetry.metrics import Metrics
@@ -36,3 +36,31 @@ async def test_a_source_that_raises_once_is_read_again():
     await until(lambda: index.total_hashes == 1)
     await feeder.close()
     assert metrics.value("baton_task_failures", task="prefix index") == 1
+
+
+class Backlog:
+    """Many items at once."""
+
+    def want(self, incarnation: bytes) -> None:
+        pass
+
+    async def __aiter__(self):
+        yield SNAPSHOT
+        for sequence in range(2, 102):
+            stored = (sequence.to_bytes(16, "big"),)
+            yield EventBatch(incarnation=SNAPSHOT.incarnation, sequence=sequence, stored=stored)
+        await asyncio.sleep(3600)
+
+
+async def test_a_backlog_lets_the_loop_go_by_time_and_not_by_items(monkeypatch):
+    """64 items between two pauses were half a second where each had much to do."""
+    turns: list[int] = []
+    monkeypatch.setattr(index_feed, "_HOLD_S", 0.0)  # each item took too long
+    index = PrefixIndex()
+    feeder = index_feed.IndexFeeder(index, Backlog(), Metrics("router", model="m"))
+    feeder.start()
+    while index.total_hashes < 101:
+        turns.append(index.total_hashes)
+        await asyncio.sleep(0)
+    await feeder.close()
+    assert len(set(turns)) > 90, "others had their turn between two items"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine.core.block_hashes import block_hashes, hash_seed
 from registry.types import EventBatch, Forget, Heartbeat, Snapshot, hashes_checksum
+from router.placement.block_table import PlainBlockTable
 from router.placement.prefix_index import Applied, PrefixIndex
 from tests.soak import examples
 
@@ -234,3 +235,29 @@ def test_what_was_just_placed_outlives_a_snapshot():
     assert prefix_index.prefixes(hashes, now_ns=1) == {A: 2}
     prefix_index.apply(batch(2, stored=[8], cleared=True))
     assert prefix_index.prefixes(hashes, now_ns=1) == {A: 2}
+
+
+class _Swept(PlainBlockTable):
+    """Counts the parts that are looked at."""
+
+    parts_swept = 0
+
+    def sweep(self, first_part, parts, gone):
+        self.parts_swept += parts
+        super().sweep(first_part, parts, gone)
+
+
+def test_heartbeats_of_many_workers_sweep_little_each():
+    """A thousand of them come at once, each second: they held the loop for a third of one."""
+    table = _Swept()
+    prefix_index = PrefixIndex(table=table)
+    prefix_index.apply(snapshot(1, range(50_000)))
+    prefix_index.apply(snapshot(1, [1], incarnation=B))
+    prefix_index.apply(Forget(incarnation=A))
+    beat, beats = Heartbeat(incarnation=B, sequence=1, checksum=hashes_checksum([name(1)])), 0
+    table.parts_swept = 0
+    while table.blocks > 1:
+        assert prefix_index.apply(beat) is Applied.DONE
+        beats += 1
+        assert table.parts_swept * 50_000 / 256 <= 256 * beats + 256, "parts of 195 blocks"
+        assert beats < 1000, "and in the end everything is swept"

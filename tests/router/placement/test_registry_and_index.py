@@ -12,7 +12,8 @@ import pytest
 from config.fleet_file import DEFAULT_MODEL
 from engine.core.block_hashes import block_hashes
 from fleet.local.redis_server import EmbeddedRedis
-from registry.kv_events import EventFeed, KvEventPublisher
+from registry.event_feed import EventFeed
+from registry.kv_events import KvEventPublisher
 from registry.redis_store import Registry
 from registry.workers import Presence, RegistryWatcher
 from router.api.bodies.completion import CompletionBody

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace as with_load
 
 from router.placement.cost import WorkerLoad, candidates
-from router.placement.regret import FittedRates, Measured, regret
+from router.placement.regret import Allowance, FittedRates, Measured, regret
 
 FORMAT = {"format_id": "f", "block_bytes": 1000}
 QUICK = WorkerLoad(worker_id="prefill-0", incarnation=b"0", role="prefill", **FORMAT)
@@ -100,3 +100,13 @@ def test_who_waited_for_the_sake_of_later_requests_is_not_regretted() -> None:
     assert told(chosen, placements, as_predicted(chosen)).seconds == 0
     found = told(chosen, placements, as_predicted(chosen, compute_s=chosen.terms.compute_s + 1))
     assert found.chosen_s == pytest.approx(chosen.terms.total_s + 5), "and those who come later"
+
+
+def test_of_many_requests_some_are_priced_again_and_of_few_all():
+    """At a hundred requests a second it took two thirds of what their ends cost the router."""
+    allowance, second_ns = Allowance(), 1_000_000_000
+    assert all(allowance.take(10 * second_ns + number * second_ns) for number in range(200))
+    begin_ns = 300 * second_ns
+    taken = [allowance.take(begin_ns + number * second_ns // 100) for number in range(3000)]
+    assert all(taken[:64]), "a burst is seen whole"
+    assert 15 * 20 <= sum(taken[1000:]) <= 17 * 20, "16 of 100 a second"

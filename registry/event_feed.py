@@ -1,0 +1,231 @@
+"""How a reader follows the KV events of all workers, and notices what it missed.
+
+The state machine (`FeedMachine`) does no I/O. Its shell (`EventFeed`) reads Redis, and no error of
+Redis leaves it. What it does for a thousand workers, it does for some at a time, and lets the loop
+go in between.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass, field
+
+from registry.redis_store import Registry, RegistryUnavailableError
+from registry.stream_entries import StreamEntry, StreamMark, parse_entry
+from registry.types import FeedItem, Forget, Heartbeat, Snapshot, hashes_checksum
+
+REFRESH_S = 1.0
+FORGET_AFTER_S = 10.0  # of absence from Redis
+REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
+_RETRY_S = 0.5
+_POLL_S = 0.1
+_STREAM_READ = 32  # entries of up to 32 KiB
+_LONG_BYTES = 4096  # an entry with more of hashes is read by itself
+
+
+@dataclass(slots=True)
+class _Track:
+    """How far a reader has followed one incarnation."""
+
+    sequence: int
+    checksum: int
+    missing_since_s: float | None = None
+
+
+@dataclass(slots=True)
+class FeedMachine:
+    """Follows every incarnation's events and says of which a snapshot must be read.
+
+    ``wants`` is filled when something is new or was missed: a hole in the sequence, a lost tail
+    (a heartbeat with a higher sequence after the stream was read to its end), another checksum, or
+    another life of Redis. What it returns can be applied as it comes, without further checks.
+    """
+
+    wants: set[bytes] = field(default_factory=set)
+    gaps: int = 0
+    _tracks: dict[bytes, _Track] = field(default_factory=dict)
+    _unknown_since_s: dict[bytes, float] = field(default_factory=dict)  # in wants, without track
+    _refilled_s: float = 0.0  # until then absence says nothing
+
+    def resync(self, now_s: float = 0.0) -> None:
+        """Redis has another life: keep what is known, and read every snapshot again."""
+        self.wants |= set(self._tracks)
+        self._refilled_s = now_s + REFILL_S if self._tracks else 0.0
+
+    def on_entry(self, entry: StreamEntry) -> list[FeedItem]:
+        """One entry of the stream, in order."""
+        track = self._tracks.get(entry.incarnation)
+        if isinstance(entry, StreamMark):
+            if entry.kind == "forget":
+                return self._forget(entry.incarnation)
+            if track is None or entry.sequence > track.sequence:
+                self.wants.add(entry.incarnation)
+            return []
+        if entry.incarnation in self.wants:
+            return []  # the snapshot will be read after this entry, and hold it
+        if track is None:
+            self.wants.add(entry.incarnation)
+            return []
+        if entry.sequence <= track.sequence:
+            return []
+        if entry.sequence > track.sequence + 1:
+            self._missed(entry.incarnation)
+            return []
+        track.sequence = entry.sequence
+        if entry.cleared:
+            track.checksum = 0
+        track.checksum = hashes_checksum((*entry.removed, *entry.stored), track.checksum)
+        return [entry]
+
+    def on_snapshot(self, snapshot: Snapshot, checksum: int) -> list[FeedItem]:
+        """A snapshot that was asked for. One that is damaged or outdated is read again."""
+        track = self._tracks.get(snapshot.incarnation)
+        outdated = track is not None and snapshot.sequence < track.sequence
+        if outdated or snapshot.checksum != checksum:
+            return []
+        self.wants.discard(snapshot.incarnation)
+        self._tracks[snapshot.incarnation] = _Track(snapshot.sequence, checksum)
+        return [snapshot]
+
+    def on_marks(self, marks: Mapping[bytes, tuple[int, int]]) -> list[FeedItem]:
+        """Some of the heartbeats, read before the stream was last read to its end."""
+        items: list[FeedItem] = []
+        for incarnation, (sequence, checksum) in marks.items():
+            track = self._tracks.get(incarnation)
+            if track is None:
+                self.wants.add(incarnation)
+                continue
+            track.missing_since_s = None
+            if incarnation in self.wants or track.sequence > sequence:
+                continue
+            if (track.sequence, track.checksum) != (sequence, checksum):
+                self._missed(incarnation)
+            else:
+                items.append(
+                    Heartbeat(incarnation=incarnation, sequence=sequence, checksum=checksum)
+                )
+        return items
+
+    def on_absent(self, present: Collection[bytes], now_s: float) -> list[FeedItem]:
+        """All that had heartbeats; the others are forgotten after a while."""
+        items: list[FeedItem] = []
+        for incarnation in self._tracks.keys() - present:
+            track = self._tracks[incarnation]
+            if track.missing_since_s is None:
+                track.missing_since_s = now_s
+            elif now_s >= max(track.missing_since_s + FORGET_AFTER_S, self._refilled_s):
+                items += self._forget(incarnation)
+        self._drop_unknown(present, now_s)
+        return items
+
+    def _drop_unknown(self, present: Collection[bytes], now_s: float) -> None:
+        """Stop asking for snapshots of incarnations that do not appear in Redis."""
+        unknown = self.wants.difference(present, self._tracks)
+        self._unknown_since_s = {
+            incarnation: self._unknown_since_s.get(incarnation, now_s) for incarnation in unknown
+        }
+        for incarnation, since_s in self._unknown_since_s.items():
+            if now_s - since_s >= FORGET_AFTER_S:
+                self.wants.discard(incarnation)
+
+    def _missed(self, incarnation: bytes) -> None:
+        self.gaps += 1
+        self.wants.add(incarnation)
+
+    def _forget(self, incarnation: bytes) -> list[FeedItem]:
+        self.wants.discard(incarnation)
+        if self._tracks.pop(incarnation, None) is None:
+            return []
+        return [Forget(incarnation=incarnation)]
+
+
+class EventFeed:
+    """All workers' KV events for one reader: ``async for item in feed``.
+
+    Never ends and never raises because of Redis; while Redis is away nothing comes.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._machine = FeedMachine()
+        self._position = b"0-0"
+        self._birth: bytes | None = None
+        self._present: set[bytes] = set()  # in Redis: of the others there is nothing to read
+        self.connected = False
+
+    @property
+    def gaps(self) -> int:
+        """How often something was missed and read again."""
+        return self._machine.gaps
+
+    def want(self, incarnation: bytes) -> None:
+        """Ask for the incarnation's snapshot: the reader has lost what it was told."""
+        self._machine.wants.add(incarnation)
+
+    async def __aiter__(self) -> AsyncIterator[FeedItem]:
+        next_beat_s = 0.0
+        while True:
+            try:
+                now_s = time.monotonic()
+                beat = now_s >= next_beat_s
+                async for item in self._round(beat, now_s):
+                    yield item
+                if beat:
+                    next_beat_s = now_s + REFRESH_S
+                self.connected = True
+                await asyncio.sleep(_POLL_S)
+            except RegistryUnavailableError:
+                self.connected = False
+                next_beat_s = 0.0
+                await asyncio.sleep(_RETRY_S)
+
+    async def _round(self, beat: bool, now_s: float) -> AsyncIterator[FeedItem]:
+        marks: list[dict[bytes, tuple[int, int]]] = []
+        if beat:
+            await self._notice_another_life(now_s)
+            marks = [part async for part in self._registry.live()]
+        while True:
+            after, entries = await self._registry.read_stream(self._position, _STREAM_READ)
+            if after == self._position:
+                break
+            self._position = after
+            for fields in entries:
+                entry = parse_entry(fields)
+                if entry is not None:
+                    self._present.add(entry.incarnation)
+                    for item in self._machine.on_entry(entry):
+                        yield item
+                if len(fields.get(b"s", b"")) > _LONG_BYTES:
+                    await asyncio.sleep(0)
+        if beat:
+            self._present = set().union(*marks)
+            for part in marks:
+                for item in self._machine.on_marks(part):
+                    yield item
+                await asyncio.sleep(0)
+            for item in self._machine.on_absent(self._present, now_s):
+                yield item
+        for incarnation in sorted(self._machine.wants & self._present):
+            for item in await self._read_snapshot(incarnation):
+                yield item
+
+    async def _notice_another_life(self, now_s: float) -> None:
+        birth = await self._registry.birth()
+        top = await self._registry.stream_top()
+        came_back_old = _stream_order(top) < _stream_order(self._position)
+        if birth != self._birth or came_back_old:
+            self._position = top
+            self._machine.resync(now_s)
+            self._birth = birth
+
+    async def _read_snapshot(self, incarnation: bytes) -> list[FeedItem]:
+        answer = await self._registry.snapshot(incarnation)
+        if answer is None:
+            return []  # the worker will publish it, or its incarnation will be dropped
+        snapshot, checksum = answer
+        return self._machine.on_snapshot(snapshot, checksum)
+
+
+def _stream_order(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, _, counter = entry_id.partition(b"-")
+    return int(milliseconds), int(counter or 0)

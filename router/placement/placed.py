@@ -1,0 +1,82 @@
+"""Placements that were priced, made into objects when somebody asks: of most nobody does."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, overload
+
+from router.placement.booked_load import Unreported
+from router.placement.worker_load import NO_TIERS, Known, Report
+from router.workers.table import Slot
+
+_NOTHING = Unreported()
+
+
+class Placed(NamedTuple):
+    """A placement that was priced; one worker does both where both are the same."""
+
+    computes: Known
+    holds: Known
+    cost_s: float
+
+
+class Found(NamedTuple):
+    """What was known of one worker when it was priced."""
+
+    slot: Slot
+    incarnation: bytes
+    report: Report
+
+
+class Placements(Sequence[Placed]):
+    """The cheapest first.
+
+    Args:
+        pairs: The numbers of the worker that computes the prompt, and of the one that holds it.
+        costs_s: Of each pair.
+        workers: By number.
+        booked: By number, what its report does not hold yet.
+        cached: By number, how many of the prompt's blocks it has.
+        tiers: By number, what it has in its pool and below.
+    """
+
+    __slots__ = ("_booked", "_cached", "_known", "_pairs", "_tiers", "_workers", "costs_s")
+
+    def __init__(
+        self,
+        pairs: Sequence[Sequence[int]],
+        costs_s: Sequence[float],
+        workers: Mapping[int, Found],
+        booked: Mapping[int, Unreported],
+        cached: Mapping[int, int],
+        tiers: Mapping[int, tuple[int, float]],
+    ) -> None:
+        self.costs_s = costs_s
+        self._pairs = pairs
+        self._workers = workers
+        self._booked = booked
+        self._cached = cached
+        self._tiers = tiers
+        self._known: dict[int, Known] = {}
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> Placed: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Placed]: ...
+    def __getitem__(self, index: int | slice) -> Placed | list[Placed]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        computes, holds = self._pairs[index]
+        return Placed(self._of(computes), self._of(holds), self.costs_s[index])
+
+    def _of(self, number: int) -> Known:
+        known = self._known.get(number)
+        if known is None:
+            known = self._known[number] = Known(
+                *self._workers[number],
+                self._booked.get(number, _NOTHING),
+                self._cached.get(number, 0),
+                self._tiers.get(number, NO_TIERS),
+            )
+        return known
