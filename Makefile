@@ -64,8 +64,9 @@ serve: $(VENV)/.runtime ## start a fleet and stay; BATON_PORT and BATON_CONFIG a
 test: $(VENV)/.dev ## the tests, warnings as errors
 	$(PYTEST) -n 3 --dist loadscope -m "not slow"
 
-test-all: $(VENV)/.dev ## the slow tests too
-	$(PYTEST) -n 3 --dist loadscope
+test-all: $(VENV)/.dev ## the slow tests too; hosts come last, without neighbours
+	$(PYTEST) -n 3 --dist loadscope --ignore tests/hosts
+	$(PYTEST) tests/hosts
 
 soak: $(VENV)/.dev ## schedules of faults over the pure machines, SOAK=50 times as many as make test; a failure prints how to replay it
 	BATON_SOAK=$(or $(SOAK),50) $(PYTEST) -q --timeout 0 $(SOAKED)

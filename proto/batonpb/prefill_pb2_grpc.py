@@ -59,7 +59,7 @@ class PrefillServicer:
 
     def Handshake(self, request, context):
         """Streams frames that are NOT protobuf messages: a 4-byte little-endian header length, a
-        ChunkHeader, then the raw payload, at most 1 MiB in all. Registered by hand as
+        ChunkHeader, then the raw payload, 4 MiB in all at most. Registered by hand as
         /baton.v1.KvTransfer/Pull so that gRPC never copies the payload into a message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
