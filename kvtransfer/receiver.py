@@ -128,6 +128,7 @@ class HandoffReceiver:
     skip_blocks: int = 0
     blocks: tuple[int, ...] = ()
     writing: int = 0
+    _late_writing: int = 0  # of them, for an epoch that is over
     payload_bytes: int = 0
     repairs: int = 0
     progress_ns: int = 0
@@ -219,7 +220,7 @@ class HandoffReceiver:
 
     def frame_stored(self, kv_slice: KvSlice, epoch: int, now_ns: int) -> list[Action]:
         """A verified frame is in its pages (``writing`` - 1)."""
-        self.writing -= 1
+        self._wrote(epoch)
         current = self.state is ReceiverState.PULLING and epoch == self.epoch
         if current and kv_slice in self._asked:
             self._asked.discard(kv_slice)
@@ -230,10 +231,10 @@ class HandoffReceiver:
 
     def frame_bad(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
         """A frame failed its check (``writing`` - 1): ask again, up to a limit."""
-        self.writing -= 1
+        self._wrote(epoch)
         current = self.state is ReceiverState.PULLING and epoch == self.epoch
         if not current or kv_slice not in self._asked:
-            return self._settle()
+            return [*self._settle(), *self._pulls(), *self._finish()]
         self._asked.discard(kv_slice)
         self.repairs += 1
         self._tries[kv_slice] = self._tries.get(kv_slice, 0) + 1
@@ -245,9 +246,9 @@ class HandoffReceiver:
 
     def frame_gone(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
         """The peer does not hold this frame any more (``writing`` - 1)."""
-        self.writing -= 1
+        self._wrote(epoch)
         if not self._lost([kv_slice], epoch):
-            return self._settle()
+            return [*self._settle(), *self._pulls(), *self._finish()]
         self._reopens += 1
         if self._reopens > MAX_REOPENS:
             gone = self._give_up("the blocks are gone at the peer", died=False)
@@ -367,16 +368,24 @@ class HandoffReceiver:
 
     # ---------------------------------------------------------------- inside
 
+    def _wrote(self, epoch: int) -> None:
+        self.writing -= 1
+        if epoch != self.epoch:
+            self._late_writing -= 1
+
     def _restart(self, now_ns: int) -> None:
         self._published = Coverage(self.geometry, self.prompt_tokens, self.first_head)
         self._todo, self._asked = deque(), set()
         self._broken_pulls, self._paused = 0, False
         self._committed, self._reopens, self._tries = False, 0, {}
         self.epoch += 1
+        self._late_writing = self.writing
         self.progress_ns = now_ns
 
     def _pulls(self) -> list[Action]:
         if self.state is not ReceiverState.PULLING or not self.blocks or self._paused:
+            return []
+        if self._late_writing:  # a damaged frame wipes its pages, maybe after they were filled anew
             return []
         free = self.window_frames - len(self._asked)
         if free < min(len(self._todo), self.window_frames // 2):

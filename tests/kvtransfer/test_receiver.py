@@ -104,6 +104,29 @@ def test_a_heartbeat_goes_on_with_what_was_lost() -> None:
     assert set(asked_of(machine.peer_lives(1))) == {*pieces, *cut(layer(1), GEOMETRY)}
 
 
+@pytest.mark.parametrize("late", ["bad", "stored", "gone"])
+def test_nothing_is_pulled_anew_while_a_frame_of_before_is_being_written(late: str) -> None:
+    """A damaged frame wipes its pages: it must not wipe what the next peer has put there."""
+    machine, (piece,) = pulling()
+    before = machine.epoch
+    assert machine.frame_arrived(piece, before)
+    machine.prefill_failed("full")
+    machine.replaced(0)
+    machine.accepted(resumed=False, now_ns=0)
+    assert asked_of(machine.published(layer(0), 0)) == []
+    assert asked_of(machine.bound(1, (5, 6, 7))) == []
+    match late:
+        case "bad":
+            actions = machine.frame_bad(piece, before)
+        case "stored":
+            actions = machine.frame_stored(piece, before, 0)
+        case "gone":
+            actions = machine.frame_gone(piece, before)
+    assert asked_of(actions) == [piece]
+    assert machine.frame_arrived(piece, machine.epoch)
+    assert asked_of(machine.published(layer(1), 0)), "writes of now hold nothing up"
+
+
 def test_a_peer_that_lives_and_serves_no_pull_is_given_up_alive() -> None:
     machine, asked = pulling()
     for _ in range(3):
