@@ -17,8 +17,8 @@ import sys, time
 stop = StopSignal()
 stop.install()
 stop.watch_make()
-print("up", flush=True)
 try:
+    print("up", flush=True)
     if "starting" in sys.argv:
         time.sleep(30)
     stop.starting_done()
