@@ -4,16 +4,20 @@ A library lies there under a digest of its sources and of what compiles it. With
 is none, and who asks for one has another way to do the same work.
 """
 
+import ctypes
 import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+Functions = Mapping[str, tuple[object, tuple[object, ...]]]
+"""Result and arguments of what a library exports, in the types of ctypes."""
 
 _COMPILE_TIMEOUT_S = 900.0  # of one unit: a busy machine would else be without kernels
 
@@ -32,6 +36,15 @@ def cpu_flags() -> set[str]:
         return set()
     flags = next((line for line in lines if line.startswith("flags")), "")
     return set(flags.partition(":")[2].split())
+
+
+def declared(library: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
+    """A library that has been told what its functions take and give."""
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
 
 
 def compiled(

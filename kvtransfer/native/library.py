@@ -14,12 +14,12 @@ from pathlib import Path
 
 import xxhash
 
-from engine.compiled import compiled, cpu_flags
+from engine.compiled import Functions, compiled, cpu_flags, declared
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w")
 _SOURCES = ("kv.h", "frames.cpp", "lent.cpp")
 _POINTER, _INT, _U64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
-_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+_FUNCTIONS: Functions = {
     "baton_kv_hash": (None, (_POINTER,)),
     "baton_kv_gather": (None, (_POINTER, _POINTER, _POINTER, _U64, _POINTER, _POINTER)),
     "baton_kv_scatter": (_INT, (_POINTER, _POINTER, _POINTER, _U64, _POINTER, _POINTER)),
@@ -52,13 +52,9 @@ def load() -> ctypes.CDLL | None:
         path = compiled("kv", Path(__file__).parent, _SOURCES, _FLAGS, made_for=cpu)
         if path is None:
             return None
-        library = ctypes.CDLL(str(path))
+        library = declared(ctypes.CDLL(str(path)), _FUNCTIONS)
     except OSError:
         return None
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
     library.baton_kv_hash(functions)
     return library
 

@@ -209,15 +209,20 @@ class OnePeer:
         return self._transport.pull(self._peer, request)
 
 
-async def hand_off(transport: Transport, way: str, peer: Peer, pool: PoolView, tokens: int) -> None:
-    """One prompt's KV, from the first pull to the last verified byte."""
-    machine = HandoffReceiver(pool.geometry, tokens, frame_bytes=transport.frame_bytes)
-    parts = SimpleNamespace(
+def parts_of_puller(peer: OnePeer, pool: PoolView) -> SimpleNamespace:
+    """What a puller asks of its worker."""
+    return SimpleNamespace(
         pool=pool,
-        peers=OnePeer(transport, way, peer),
+        peers=peer,
         metrics=SimpleNamespace(inc=ignore),
         identity=SimpleNamespace(incarnation=b""),
     )
+
+
+async def hand_off(transport: Transport, way: str, peer: Peer, pool: PoolView, tokens: int) -> None:
+    """One prompt's KV, from the first pull to the last verified byte."""
+    machine = HandoffReceiver(pool.geometry, tokens, frame_bytes=transport.frame_bytes)
+    parts = parts_of_puller(OnePeer(transport, way, peer), pool)
     wanted = rectangles(pool.geometry, tokens)
     total_bytes = sum(kv_slice.payload_bytes(pool.geometry) for kv_slice in wanted)
     async with asyncio.TaskGroup() as pulls:

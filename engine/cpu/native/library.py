@@ -26,7 +26,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.compiled import compiled, cpu_flags
+from engine.compiled import Functions, compiled, cpu_flags, declared
 
 SOURCES = (
     *("team.h", "team.cpp", "cores.h", "cores.cpp"),
@@ -59,7 +59,7 @@ PAIRS = -1
 def load() -> ctypes.CDLL | None:
     """The library, compiled first if need be; ``None`` where it cannot be had."""
     path = None if _wanted() == "0" else _path()
-    return None if path is None else _declared(ctypes.CDLL(str(path)))
+    return None if path is None else declared(ctypes.CDLL(str(path)), _FUNCTIONS)
 
 
 @functools.cache
@@ -163,7 +163,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ct
 _ROWS = (_POINTER, _LONG)  # the first of them, and the elements from one to the next
 _POOL = (_POINTER, _POINTER, _LONG, _LONG, _INT)  # K, V, bytes of tokens and heads, format
 _SPANS = (_POINTER, _INT, _POINTER)  # spans, how many, block tables
-_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+_FUNCTIONS: Functions = {
     "baton_cores_join": (None, (_POINTER, _INT, _INT, _INT, _INT)),
     "baton_cores_claim": (None, (_INT,)),
     "baton_threads": (_INT, (_INT,)),
@@ -208,14 +208,6 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "baton_gate": (None, (*_ROWS, *_ROWS, _LONG, _LONG, _INT, _INT)),
 }
 """Result and arguments of what the library exports."""
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
 
 
 if __name__ == "__main__":

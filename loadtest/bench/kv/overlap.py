@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from batonpb.decode_pb2 import Submission
@@ -38,8 +37,8 @@ from loadtest.bench.handoff import (
     TOKEN,
     OnePeer,
     geometry,
-    ignore,
     memory_file,
+    parts_of_puller,
     rectangles,
     sender_process,
     stands,
@@ -86,12 +85,7 @@ async def hand_off(
     """One prompt, published as it would be computed at this rate (0: all at once)."""
     machine = _RecordingReceiver(pool.geometry, tokens, frame_bytes=transport.frame_bytes)
     timeline = machine.timeline = Timeline()
-    parts = SimpleNamespace(
-        pool=pool,
-        peers=OnePeer(transport, way, peer),
-        metrics=SimpleNamespace(inc=ignore),
-        identity=SimpleNamespace(incarnation=b""),
-    )
+    parts = parts_of_puller(OnePeer(transport, way, peer), pool)
     wanted = rectangles(pool.geometry, tokens)
     group_s = tokens / tokens_per_s / len(wanted) if tokens_per_s else 0.0
     async with asyncio.TaskGroup() as pulls:

@@ -5,14 +5,14 @@ import functools
 import os
 from pathlib import Path
 
-from engine.compiled import compiled
+from engine.compiled import Functions, compiled, declared
 
 # No contraction: prices are to have the bits that Python's have.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off")
 _SOURCES = ("block_names.cpp", "block_table.cpp", "pricing.cpp")
 _POINTER, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
 _I32 = ctypes.c_int32
-_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+_FUNCTIONS: Functions = {
     "baton_block_names": (
         None,
         (_POINTER, _U32, _POINTER, _POINTER, _U64, _U32, _POINTER),
@@ -55,11 +55,6 @@ def load() -> ctypes.CDLL | None:
         path = compiled("placement", Path(__file__).parent, _SOURCES, _FLAGS)
         if path is None:
             return None
-        library = ctypes.CDLL(str(path))
+        return declared(ctypes.CDLL(str(path)), _FUNCTIONS)
     except OSError:
         return None
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
