@@ -95,6 +95,14 @@ class Peers:
                 reply: pb.HandshakeReply = await stub.Handshake(
                     self._capabilities, metadata=self._token.metadata, timeout=left_s
                 )
+            except asyncio.CancelledError as cancelled:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # Not we were cancelled: the channel was closed, as another hand-off found nobody.
+                if loop.time() > until_s:
+                    reason = f"{target.worker_id}: its connection was closed again and again"
+                    raise PeerRefusedError(reason) from cancelled
             except grpc.aio.AioRpcError as error:
                 details = error.details() or ""
                 reason = f"{target.worker_id} does not answer: {distrust(details) or details}"

@@ -18,8 +18,13 @@ from wire.fleet_token import FleetToken
 class Answering(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, incarnation: bytes) -> None:
         self.incarnation = incarnation
+        self.asked = asyncio.Semaphore(0)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     async def Handshake(self, request, context):
+        self.asked.release()
+        await self.may_answer.wait()
         identity = common_pb2.WorkerIdentity(incarnation=self.incarnation)
         return pb.HandshakeReply(identity=identity)
 
@@ -33,11 +38,13 @@ async def peers() -> AsyncIterator[Peers]:
         await made.close()
 
 
-async def life(incarnation: bytes) -> tuple[grpc.aio.Server, PrefillTarget]:
+async def life(
+    incarnation: bytes, servicer: Answering | None = None
+) -> tuple[grpc.aio.Server, PrefillTarget]:
     """A prefill worker called p that lives, and how it is named."""
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    prefill_pb2_grpc.add_PrefillServicer_to_server(Answering(incarnation), server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer or Answering(incarnation), server)
     await server.start()
     address = f"127.0.0.1:{port}"
     return server, PrefillTarget(worker_id="p", incarnation=incarnation, address=address)
@@ -53,6 +60,45 @@ async def test_a_refused_connection_and_another_incarnation_are_deaths() -> None
         await server.stop(None)
         with pytest.raises(PeerGoneError):
             await ours.greet(target, again=True)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_handshake_whose_channel_another_closes_is_asked_again(dies: bool) -> None:
+    """Two hand-offs lose one peer: the first to know it closes the channel under the second.
+
+    That one took it for its own cancellation, and told nobody until the stall limit of 10 s.
+    """
+    servicer = Answering(b"1")
+    async with peers() as ours, asyncio.timeout(5):
+        server, target = await life(b"1", servicer)
+        servicer.may_answer.clear()
+        second = asyncio.create_task(ours.greet(target, again=True))
+        await servicer.asked.acquire()
+        if dies:
+            stopping = asyncio.create_task(server.stop(None))
+            await asyncio.sleep(0)
+        servicer.may_answer.set()
+        await ours._forget(target.address)
+        if dies:
+            with pytest.raises(PeerGoneError):
+                await second
+            await stopping
+        else:
+            await second
+            await server.stop(None)
+
+
+async def test_a_handshake_that_is_cancelled_ends() -> None:
+    servicer = Answering(b"1")
+    async with peers() as ours, asyncio.timeout(5):
+        server, target = await life(b"1", servicer)
+        servicer.may_answer.clear()
+        asking = asyncio.create_task(ours.greet(target))
+        await servicer.asked.acquire()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await server.stop(None)
 
 
 async def test_a_connection_that_breaks_is_no_death() -> None:

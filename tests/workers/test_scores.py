@@ -84,9 +84,8 @@ async def test_a_prefill_worker_that_dies_on_the_way_leaves_no_half_scores():
             await router.submit("e", PROMPT, prefill, pooling="mean")
             await asyncio.sleep(0.15)
             prefill.kill_engine()
-            # One that misses the broken stream asks when it has had no progress for 10 s.
             both = {"a", "e"}
-            await router.until(lambda: {ask.request_id for ask in router.asks} == both, 20.0)
+            await router.until(lambda: {ask.request_id for ask in router.asks} == both)
             for name in ("a", "e"):
                 local = {"request_id": name, "attempt": 1, "compute_locally": True}
                 await router.send(replacement=local)
