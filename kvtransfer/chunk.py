@@ -213,24 +213,6 @@ def decode(frame: bytes | memoryview) -> tuple[pb.ChunkHeader, memoryview]:
     return header, payload
 
 
-def verify(
-    header: pb.ChunkHeader,
-    payload: memoryview | bytes,
-    expected: KvSlice,
-    geometry: KvGeometry,
-    bound: bytes,
-) -> None:
-    """Check a frame against the slice that was asked for (never against what it says of itself).
-
-    Raises:
-        ChunkError: Length or digest differ.
-    """
-    check_size(payload, expected, geometry)
-    check_claim(header, expected, bound)
-    if digests(payload, expected, geometry, bound) != header.digests:
-        raise ChunkError(f"digest mismatch at {expected}", "digest")
-
-
 def check_size(payload: memoryview | bytes, expected: KvSlice, geometry: KvGeometry) -> None:
     """Whether a payload has the size of what was asked for.
 

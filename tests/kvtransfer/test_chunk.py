@@ -63,9 +63,8 @@ def test_what_is_written_is_what_was_read(kv_slice, scattered):
         table.reverse()
     for piece in cut(kv_slice, GEOMETRY, frame_bytes=66_000):
         header, payload = frame(source, table, piece)
-        header, view = chunk.decode(chunk.encode(header, payload))
-        chunk.verify(header, view, piece, GEOMETRY, BOUND)
-        target.write(list(range(12, 24)), piece, view)
+        arrived = chunk.ByteFrame(chunk.encode(header, payload))
+        arrived.store(target, list(range(12, 24)), piece, BOUND)
     assert target.read(list(range(12, 24)), kv_slice) == source.read(table, kv_slice)
 
 
@@ -114,8 +113,9 @@ def test_damage_is_refused(damage):
     if damage == "torn":
         payload = payload[:-16]
     expected = other if damage == "place" else kv_slice
+    arrived = chunk.ByteFrame(chunk.encode(header, payload))
     with pytest.raises(chunk.ChunkError):
-        chunk.verify(header, payload, expected, GEOMETRY, BOUND)
+        arrived.store(pool(fill=False), table, expected, BOUND)
 
 
 @pytest.mark.parametrize("raw", [b"", b"abc", b"\xff\xff\xff\xff", b"\x04\0\0\0\xff\xff\xff\xff"])
