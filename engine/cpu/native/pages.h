@@ -131,7 +131,7 @@ class Ahead {
   void fetch() {
     if (next_ == end_) return;
     for (int i = 0; i < kFetch; ++i)
-      _mm_prefetch(lines_[next_ + i], _MM_HINT_T0);
+      _mm_prefetch(lines_[next_ + i], _MM_HINT_T1);
     next_ += kFetch;
   }
 
