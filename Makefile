@@ -92,6 +92,7 @@ check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench
 	$(BIN)/python -m loadtest.bench.llamacpp
+	$(BIN)/python -m loadtest.bench.mix
 	$(BIN)/python -m loadtest.bench.speculation
 	$(BIN)/python -m loadtest.bench.quality
 	$(BIN)/python -m loadtest.bench.handoff_machines

@@ -12,9 +12,9 @@ import ctypes
 import torch
 
 from engine.cpu.native.library import PAIRS, load, sums
+from engine.cpu.native.memory import memory_for
 from engine.cpu.native.threads import job_threads
 
-_ALIGNED = 64  # bytes, of packed weights
 _PANEL = 32  # outputs: scales are padded to whole panels
 
 
@@ -37,7 +37,7 @@ class NativeWeight:
         kind = "baton" if sums() == PAIRS else "baton_tile"
         self._product = getattr(library, f"{kind}_product")
         size = getattr(library, f"{kind}_packed_size")(self._outputs, self._inputs)
-        self._memory, self.place = _aligned(size, torch.bfloat16)
+        self._memory, self.place = memory_for(2 * size)
         pack = getattr(library, f"{kind}_pack")
         pack(
             *(weight_NK.data_ptr(), self._outputs, self._inputs, self.place),
@@ -89,7 +89,7 @@ class NativeInt8Weight:
         self.scales[: self._outputs] = scale_N
         self.offsets = torch.zeros(padded, dtype=torch.int32)
         size = library.baton_int8_packed_size(self._outputs, self._inputs)
-        self._memory, self.place = _aligned(size, torch.int8)
+        self._memory, self.place = memory_for(size)
         library.baton_int8_pack(
             *(whole_NK.data_ptr(), self._outputs, self._inputs, self.place),
             *(self.offsets.data_ptr(), job_threads()),
@@ -133,7 +133,7 @@ class NativeInt4Weight:
         self._outputs, self._inputs = levels_NK.shape
         self._product = library.baton_int4_product
         size = library.baton_int4_packed_size(self._outputs, self._inputs)
-        self._memory, self.place = _aligned(size, torch.uint8)
+        self._memory, self.place = memory_for(size)
         library.baton_int4_pack(
             *(levels_NK.data_ptr(), scale_NG.data_ptr(), offset_NG.data_ptr()),
             *(self._outputs, self._inputs, self.place, job_threads()),
@@ -160,9 +160,3 @@ def _loaded() -> ctypes.CDLL:
 def _rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Rows whose inputs lie side by side, as the kernels read them, and how many."""
     return (x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()), x_MK.shape[0]
-
-
-def _aligned(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """Memory for so many elements, and where in it the first line begins."""
-    memory = torch.empty(size + _ALIGNED, dtype=dtype)
-    return memory, -(-memory.data_ptr() // _ALIGNED) * _ALIGNED
