@@ -15,6 +15,8 @@ import numpy as np
 from router.placement.native.library import load
 
 HASH_BYTES = 16
+Hashes = bytes | Sequence[bytes]
+"""One behind the other, or one by one."""
 PARTS = 256
 """A table is swept by parts of about equal size."""
 _FIRST_WORKERS = 256
@@ -89,6 +91,11 @@ def block_table() -> BlockTable:
     """The native table, or the plain one where there is no compiler."""
     library = load()
     return PlainBlockTable() if library is None else NativeBlockTable(library)
+
+
+def packed(hashes: Hashes) -> bytes:
+    """The hashes, one behind the other."""
+    return hashes if isinstance(hashes, bytes) else b"".join(hashes)
 
 
 def each_hash(hashes: bytes) -> Iterator[bytes]:
