@@ -268,13 +268,13 @@ class NativeBlockTable:
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
         """See ``BlockTable``."""
-        bits = LiveWorkers()
+        if not gone or not self.blocks:
+            return
+        self.widen(max(gone) + 1)
+        bits = bytearray(-(-self.room // 64) * 8)
         for worker in gone:
-            bits.add(worker)
-        self.widen(len(bits.bits) * 8)
-        bits.bits += bytes(self.room // 8 - len(bits.bits))
-        mask = (ctypes.c_char * len(bits.bits)).from_buffer(bits.bits)
-        self._library.baton_blocks_sweep(self.handle, mask, first_part, parts)
+            bits[worker >> 3] |= 1 << (worker & 7)
+        self._library.baton_blocks_sweep(self.handle, bytes(bits), first_part, parts)
 
     def hashes_of(self, worker: int) -> list[bytes]:
         """See ``BlockTable``."""

@@ -30,7 +30,7 @@ _MAX_KEPT_BATCHES = 1024
 _EXPECTED_TABLES = 3
 _EXPECTED_STEP_NS = 1_000_000_000
 _MAX_EXPECTED_BLOCKS = 262_144  # in each of the tables
-_SLICE_HASHES = 4096  # of a snapshot, between two looks at the clock: some milliseconds
+_SLICE_HASHES = 1024  # of a snapshot, between two looks at the clock: less than a millisecond
 _SWEEP_BLOCKS = 4096  # of the table, about, with each item
 _SWEEP_BLOCKS_OF_BEAT = 256  # less with those that come from every worker each second
 
