@@ -248,10 +248,10 @@ class Registry:
             The first one.
         """
         key = self.key("tickets")
-        (last,) = await self.send(("INCRBY", key, count))
+        kept = ("PEXPIRE", key, TICKETS_TTL_S * 1000)
+        last, _ = await self.send(("INCRBY", key, count), kept)
         if last - count < above:
-            (last,) = await self.send(("INCRBY", key, above - last + 2 * count))
-        await self.send(("PEXPIRE", key, TICKETS_TTL_S * 1000))
+            last, _ = await self.send(("INCRBY", key, above - last + 2 * count), kept)
         return int(last) - count + 1
 
     # --- KV events: the publishing side ----------------------------------------------------------
