@@ -167,17 +167,23 @@ class Registry:
         """
         (ids,) = await self.send(("SMEMBERS", self.key("slots")))
         worker_ids = sorted(worker_id.decode() for worker_id in ids)
-        raw: dict[str, dict[str, bytes]] = {"slot": {}, "worker": {}}
+        read: dict[str, dict[str, tuple[bytes, WorkerRecord]]] = {"slot": {}, "worker": {}}
+        gone: list[str] = []
         for names in slices(worker_ids):
             answers = await self.send(
-                *(("MGET", *(self.key(kind, name) for name in names)) for kind in raw)
+                *(("MGET", *(self.key(kind, name) for name in names)) for kind in read)
             )
-            for found, values in zip(raw.values(), answers, strict=True):
-                found |= {n: v for n, v in zip(names, values, strict=True) if v is not None}
-        gone = [name for name in worker_ids if name not in raw["slot"] | raw["worker"]]
+            gone += [name for name, *raw in zip(names, *answers, strict=True) if raw == [None] * 2]
+            for kind, values in zip(read, answers, strict=True):
+                raw = {n: v for n, v in zip(names, values, strict=True) if v is not None}
+                read[kind] |= self._readable(kind, raw)
         if gone:
             await self.send(("SREM", self.key("slots"), *gone))
-        return self._readable("slot", raw["slot"]), self._readable("worker", raw["worker"])
+        self._read = read
+        slots, workers = (
+            {name: record for name, (_, record) in of_kind.items()} for of_kind in read.values()
+        )
+        return slots, workers
 
     def _put(self, kind: str, record: WorkerRecord, ttl_s: float) -> list[Command]:
         value = msgspec.msgpack.encode(record)
@@ -191,9 +197,11 @@ class Registry:
         key = self.key("changes")
         return [("INCR", key), ("PEXPIRE", key, CHANGES_TTL_S * 1000)]
 
-    def _readable(self, kind: str, raw: Mapping[str, bytes]) -> dict[str, WorkerRecord]:
+    def _readable(
+        self, kind: str, raw: Mapping[str, bytes]
+    ) -> dict[str, tuple[bytes, WorkerRecord]]:
         """What can be read; what is as it was need not be read again."""
-        before, read = self._read[kind], {}
+        before, read = self._read[kind], dict[str, tuple[bytes, WorkerRecord]]()
         for name, value in raw.items():
             last = before.get(name)
             if last is not None and last[0] == value:
@@ -205,8 +213,7 @@ class Registry:
                 self.skip(name, str(error))
             else:
                 self._skipped.pop(name, None)
-        self._read[kind] = read
-        return {name: record for name, (_, record) in read.items()}
+        return read
 
     def skip(self, name: str, reason: str) -> None:
         """Log a record that cannot be read when it is new, or is wrong in a new way."""
@@ -241,10 +248,10 @@ class Registry:
             The first one.
         """
         key = self.key("tickets")
-        (last,) = await self.send(("INCRBY", key, count))
+        kept = ("PEXPIRE", key, TICKETS_TTL_S * 1000)
+        last, _ = await self.send(("INCRBY", key, count), kept)
         if last - count < above:
-            (last,) = await self.send(("INCRBY", key, above - last + 2 * count))
-        await self.send(("PEXPIRE", key, TICKETS_TTL_S * 1000))
+            last, _ = await self.send(("INCRBY", key, above - last + 2 * count), kept)
         return int(last) - count + 1
 
     # --- KV events: the publishing side ----------------------------------------------------------

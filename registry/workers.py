@@ -202,11 +202,11 @@ class RegistryWatcher:
 
     def _apply(self, now: dict[str, WorkerRecord]) -> list[WorkerChange]:
         before, self.workers = self.workers, now
-        changes = [
-            WorkerChange(worker_id, before.get(worker_id), now.get(worker_id))
-            for worker_id in sorted(before.keys() | now.keys())
-            if before.get(worker_id) != now.get(worker_id)
-        ]
+        changes = []
+        for worker_id in sorted(before.keys() | now.keys()):
+            was, is_now = before.get(worker_id), now.get(worker_id)
+            if was is not is_now and was != is_now:  # what is as it was is mostly the same object
+                changes.append(WorkerChange(worker_id, was, is_now))
         if changes:
             keep(self._file, self.workers)
         return changes

@@ -15,6 +15,8 @@ import numpy as np
 from router.placement.native.library import load
 
 HASH_BYTES = 16
+Hashes = bytes | Sequence[bytes]
+"""One behind the other, or one by one."""
 PARTS = 256
 """A table is swept by parts of about equal size."""
 _FIRST_WORKERS = 256
@@ -89,6 +91,11 @@ def block_table() -> BlockTable:
     """The native table, or the plain one where there is no compiler."""
     library = load()
     return PlainBlockTable() if library is None else NativeBlockTable(library)
+
+
+def packed(hashes: Hashes) -> bytes:
+    """The hashes, one behind the other."""
+    return hashes if isinstance(hashes, bytes) else b"".join(hashes)
 
 
 def each_hash(hashes: bytes) -> Iterator[bytes]:
@@ -261,13 +268,13 @@ class NativeBlockTable:
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
         """See ``BlockTable``."""
-        bits = LiveWorkers()
+        if not gone or not self.blocks:
+            return
+        self.widen(max(gone) + 1)
+        bits = bytearray(-(-self.room // 64) * 8)
         for worker in gone:
-            bits.add(worker)
-        self.widen(len(bits.bits) * 8)
-        bits.bits += bytes(self.room // 8 - len(bits.bits))
-        mask = (ctypes.c_char * len(bits.bits)).from_buffer(bits.bits)
-        self._library.baton_blocks_sweep(self.handle, mask, first_part, parts)
+            bits[worker >> 3] |= 1 << (worker & 7)
+        self._library.baton_blocks_sweep(self.handle, bytes(bits), first_part, parts)
 
     def hashes_of(self, worker: int) -> list[bytes]:
         """See ``BlockTable``."""

@@ -12,6 +12,7 @@ from batonpb.common_pb2 import Capabilities
 from engine.core.errors import UnavailableError
 from engine.core.geometry import context_tokens
 from registry.types import TIERS, tier_incarnation
+from router.placement.block_table import HASH_BYTES, Hashes, packed
 from router.placement.booked_load import LoadBook
 from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, WorkerLoad, candidates, choose
 from router.placement.crowding import Crowding
@@ -64,7 +65,7 @@ class _Prompt(NamedTuple):
     """What is to be placed: its hashes, who holds how many of them, and who gives how many."""
 
     request: GenerationRequest
-    hashes: Sequence[bytes]
+    hashes: bytes
     held: Mapping[bytes, int]
     gives: tuple[str, int]
     avoid: bytes
@@ -109,7 +110,7 @@ class Placer:
         *,
         clock_ns: Callable[[], int] = monotonic_ns,
         random_source: random.Random | None = None,
-        hashes_of: Callable[[GenerationRequest, Sequence[Slot]], list[bytes]] | None = None,
+        hashes_of: Callable[[GenerationRequest, Sequence[Slot]], Hashes] | None = None,
     ) -> None:
         self._settings = settings
         self._workers = workers
@@ -197,8 +198,8 @@ class Placer:
         usable = self._shortlist.usable
         if not usable:
             raise UnavailableError("no worker is ready")
-        hashes = self._hashes_of(request, usable)
-        reusable = [] if request.whole_prompt else hashes
+        hashes = packed(self._hashes_of(request, usable))
+        reusable = b"" if request.whole_prompt else hashes
         held = self._prefix_index.prefixes(reusable, now_ns) if reusable else {}
         holder, held_blocks = None, 0
         if held and request.pinned is None and self._settings.pull_prefixes:
@@ -286,7 +287,7 @@ class Placer:
         tiers = {usable[index].worker_id: one for index, one in below.items()}
         best = self._shortlist.best(
             request,
-            len(prompt.hashes),
+            len(prompt.hashes) // HASH_BYTES,
             prompt.held,
             self._book,
             now_ns,

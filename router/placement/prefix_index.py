@@ -12,7 +12,7 @@ used again when it is nowhere any more. A snapshot is read under a new number.
 """
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from enum import Enum
 
 from registry.types import EventBatch, FeedItem, Forget, Heartbeat, Snapshot
@@ -20,15 +20,17 @@ from router.placement.block_table import (
     HASH_BYTES,
     PARTS,
     BlockTable,
+    Hashes,
     LiveWorkers,
     block_table,
+    packed,
 )
 
 _MAX_KEPT_BATCHES = 1024
 _EXPECTED_TABLES = 3
 _EXPECTED_STEP_NS = 1_000_000_000
 _MAX_EXPECTED_BLOCKS = 262_144  # in each of the tables
-_SLICE_HASHES = 4096  # of a snapshot, between two looks at the clock: some milliseconds
+_SLICE_HASHES = 1024  # of a snapshot, between two looks at the clock: less than a millisecond
 _SWEEP_BLOCKS = 4096  # of the table, about, with each item
 _SWEEP_BLOCKS_OF_BEAT = 256  # less with those that come from every worker each second
 
@@ -158,9 +160,9 @@ class PrefixIndex:
         if not entry.waiting and snapshot.sequence < entry.sequence:
             return Applied.OLD
         fresh = _HeldBlocks(self._numbers.take())
-        packed = snapshot.packed
-        for begin in range(0, len(packed), _SLICE_HASHES * HASH_BYTES):
-            self._store(fresh, packed[begin : begin + _SLICE_HASHES * HASH_BYTES])
+        held = snapshot.packed
+        for begin in range(0, len(held), _SLICE_HASHES * HASH_BYTES):
+            self._store(fresh, held[begin : begin + _SLICE_HASHES * HASH_BYTES])
             yield
         if self._held.get(snapshot.incarnation) is not entry:  # it died meanwhile
             self._numbers.retire(fresh.number)
@@ -183,7 +185,7 @@ class PrefixIndex:
         if entry is not None:
             self._retire(entry)
 
-    def expect(self, incarnation: bytes, hashes: Sequence[bytes], now_ns: int) -> None:
+    def expect(self, incarnation: bytes, hashes: Hashes, now_ns: int) -> None:
         """A request was placed on ``incarnation`` that will store blocks of these hashes.
 
         No event says so yet. They count for two seconds and more, so that the same prompt, asked
@@ -191,7 +193,7 @@ class PrefixIndex:
         """
         newest, number = self._expected.at(now_ns)[0], self._entry(incarnation).number
         room = _MAX_EXPECTED_BLOCKS - newest.blocks
-        newest.add(number, b"".join(hashes), room)
+        newest.add(number, packed(hashes), room)
 
     def _entry(self, incarnation: bytes) -> _HeldBlocks:
         entry = self._held.get(incarnation)
@@ -281,18 +283,16 @@ class PrefixIndex:
 
     # ---------------------------------------------------------------- what is asked
 
-    def prefixes(self, hashes: Sequence[bytes], now_ns: int | None = None) -> dict[bytes, int]:
+    def prefixes(self, hashes: Hashes, now_ns: int | None = None) -> dict[bytes, int]:
         """How many of ``hashes``, from the first on, each incarnation holds that has the first.
 
         With ``now_ns`` those count too that it is expected to hold soon.
         """
         expected = self._expected.at(now_ns) if now_ns is not None else ()
-        found = self._table.match(b"".join(hashes), self._live, expected)
-        return {self._incarnations[number]: length for number, length in found}
+        found, named = self._table.match(packed(hashes), self._live, expected), self._incarnations
+        return {named[number]: length for number, length in found}
 
-    def prefix_blocks(
-        self, incarnation: bytes, hashes: Sequence[bytes], now_ns: int | None = None
-    ) -> int:
+    def prefix_blocks(self, incarnation: bytes, hashes: Hashes, now_ns: int | None = None) -> int:
         """The same of one incarnation."""
         return self.prefixes(hashes, now_ns).get(incarnation, 0)
 

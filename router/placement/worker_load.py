@@ -10,6 +10,7 @@ import msgspec
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
 from engine.core.geometry import BLOCK_TOKENS, context_tokens, head_bytes
+from router.placement.block_table import Hashes
 from router.placement.booked_load import LoadBook, Unreported
 from router.placement.cost import (
     BRING_OVERHEAD_S,
@@ -37,7 +38,7 @@ _SAME_WITHIN = 0.1  # the fits of equal workers differ by a few percent
 
 def loads_of(
     slots: Sequence[Slot],
-    hashes: Sequence[bytes],
+    hashes: Hashes,
     prefix_index: PrefixIndex,
     book: LoadBook,
     now_ns: int,

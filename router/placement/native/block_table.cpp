@@ -1,22 +1,27 @@
 // Which workers hold which blocks; see block_table.py beside this folder, which says what it does.
 //
-// 256 parts, each an open-addressed table with linear probing, so that growing moves a 256th of
+// 2048 parts, each an open-addressed table with linear probing, so that growing moves a 2048th of
 // everything at a time. A block is one entry of 32 bytes: its whole hash, and up to seven workers.
 // A block that more workers hold has a bit set of workers beside the table.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <vector>
 
 namespace {
 
-constexpr int kParts = 256;
+constexpr int kParts = 2048;
+constexpr int kPartsOfASweep = kParts / 256;  // see PARTS of block_table.py
 constexpr int kInline = 7;
 constexpr uint16_t kInSet = 0xFFFF;
 constexpr uint64_t kFirstSlots = 8;
-constexpr int kAhead = 8;  // blocks of a prompt whose entries are fetched before they are needed
+constexpr int kAhead = 8;  // blocks of a batch whose entries are fetched before they are needed
+constexpr uint64_t kFirstLook = 4, kLongestLook = 32;  // blocks of a prompt that are found at once
+constexpr uint32_t kSetsOfAChunk = 256;
 
 struct Entry {
   uint64_t low, high;
@@ -33,7 +38,8 @@ struct Part {
 
 struct Table {
   Part parts[kParts];
-  std::vector<uint64_t> sets;  // `words` each
+  std::vector<std::unique_ptr<uint64_t[]>> chunks;  // of sets, `words` each: none moves when more come
+  uint32_t sets = 0;
   std::vector<uint32_t> free_sets;
   uint32_t words;
   uint64_t blocks = 0;
@@ -49,19 +55,23 @@ struct Table {
   uint64_t* set_of(const Entry& entry) {
     uint32_t number;
     std::memcpy(&number, entry.workers, sizeof number);
-    return sets.data() + static_cast<uint64_t>(number) * words;
+    return set_at(number);
+  }
+
+  uint64_t* set_at(uint32_t number) {
+    return chunks[number / kSetsOfAChunk].get() + number % kSetsOfAChunk * uint64_t{words};
   }
 
   uint32_t new_set() {
     if (!free_sets.empty()) {
       uint32_t number = free_sets.back();
       free_sets.pop_back();
-      std::memset(sets.data() + static_cast<uint64_t>(number) * words, 0, words * 8);
+      std::memset(set_at(number), 0, words * 8);
       return number;
     }
-    uint32_t number = static_cast<uint32_t>(sets.size() / words);
-    sets.resize(sets.size() + words, 0);
-    return number;
+    if (sets % kSetsOfAChunk == 0)
+      chunks.emplace_back(new uint64_t[kSetsOfAChunk * uint64_t{words}]());
+    return sets++;
   }
 };
 
@@ -80,9 +90,9 @@ uint64_t mixed(Hash hash) {
   return (hash.low ^ hash.high * 0x9E3779B97F4A7C15ull) * 0xD6E8FEB86659FD93ull;
 }
 
-Part& part_of(Table* table, Hash hash) { return table->parts[mixed(hash) >> 56]; }
+Part& part_of(Table* table, Hash hash) { return table->parts[mixed(hash) / (~0ull / kParts + 1)]; }
 
-uint64_t home_of(const Part& part, Hash hash) { return mixed(hash) >> 24 & part.mask; }
+uint64_t home_of(const Part& part, Hash hash) { return mixed(hash) >> 20 & part.mask; }
 
 Entry* find(Part& part, Hash hash) {
   if (part.slots == nullptr) return nullptr;
@@ -163,7 +173,7 @@ int add(Table* table, Hash hash, uint32_t worker) {
     entry->workers[entry->count++] = static_cast<uint16_t>(worker);
   } else {
     uint32_t number = table->new_set();
-    uint64_t* set = table->sets.data() + static_cast<uint64_t>(number) * table->words;
+    uint64_t* set = table->set_at(number);
     for (int i = 0; i < kInline; ++i) set[entry->workers[i] / 64] |= 1ull << (entry->workers[i] % 64);
     set[worker / 64] |= 1ull << (worker % 64);
     std::memcpy(entry->workers, &number, sizeof number);
@@ -229,6 +239,41 @@ void prefetch(Table* table, Hash hash) {
   if (part.slots != nullptr) __builtin_prefetch(&part.slots[home_of(part, hash)]);
 }
 
+void fetch_set(Table* table, const Entry& entry) {
+  const uint64_t* set = table->set_of(entry);
+  for (uint32_t word = 0; word < table->words; word += 8) __builtin_prefetch(set + word);
+}
+
+// The workers of a block's entries, one from each table or none, as a set: mostly one of the tables'
+// own, which need not be copied, else in `gathered`.
+const uint64_t* holders(Table** tables, uint32_t tables_count, const Entry* const* entries,
+                        std::vector<uint64_t>& gathered) {
+  size_t words = gathered.size();
+  const uint64_t* having = nullptr;
+  for (uint32_t t = 0; t < tables_count; ++t) {
+    const Entry* entry = entries[t];
+    if (entry == nullptr) continue;
+    if (entry->count == kInSet && having == nullptr) {
+      having = tables[t]->set_of(*entry);
+      continue;
+    }
+    if (having == nullptr)
+      std::fill(gathered.begin(), gathered.end(), 0);
+    else if (having != gathered.data())
+      std::copy(having, having + words, gathered.begin());
+    having = gathered.data();
+    if (entry->count == kInSet) {
+      const uint64_t* set = tables[t]->set_of(*entry);
+      for (size_t w = 0; w < words; ++w) gathered[w] |= set[w];
+    } else {
+      for (int k = 0; k < entry->count; ++k)
+        gathered[entry->workers[k] / 64] |= 1ull << (entry->workers[k] % 64);
+    }
+  }
+  if (having == nullptr) std::fill(gathered.begin(), gathered.end(), 0);
+  return having == nullptr ? gathered.data() : having;
+}
+
 }  // namespace
 
 extern "C" {
@@ -241,18 +286,19 @@ void baton_blocks_delete(Table* table) { delete table; }
 void baton_blocks_widen(Table* table, uint32_t workers) {
   uint32_t words = (workers + 63) / 64;
   if (words <= table->words) return;
-  std::vector<uint64_t> wider(table->sets.size() / table->words * words, 0);
-  for (size_t set = 0; set * table->words < table->sets.size(); ++set)
-    std::memcpy(wider.data() + set * words, table->sets.data() + set * table->words,
-                table->words * 8);
-  table->sets.swap(wider);
+  for (auto& chunk : table->chunks) {
+    std::unique_ptr<uint64_t[]> wider(new uint64_t[kSetsOfAChunk * uint64_t{words}]());
+    for (uint32_t set = 0; set < kSetsOfAChunk; ++set)
+      std::memcpy(&wider[set * uint64_t{words}], &chunk[set * uint64_t{table->words}], table->words * 8);
+    chunk = std::move(wider);
+  }
   table->words = words;
 }
 
 uint64_t baton_blocks_count(Table* table) { return table->blocks; }
 
 uint64_t baton_blocks_bytes(Table* table) {
-  uint64_t bytes = sizeof(Table) + table->sets.capacity() * 8;
+  uint64_t bytes = sizeof(Table) + table->chunks.size() * kSetsOfAChunk * table->words * 8;
   for (const Part& part : table->parts)
     if (part.slots != nullptr) bytes += (part.mask + 1) * sizeof(Entry);
   return bytes;
@@ -289,48 +335,40 @@ uint64_t baton_blocks_remove(Table* table, const uint8_t* hashes, uint64_t count
 
 // For each worker of `live` that holds the first block in one of the tables: how many it holds from
 // there on. Returns how many workers that are.
+//
+// A look waits for memory, so several blocks are looked for at once: while the entries of some are
+// read, those of the next are on their way, and so are the sets that they name.
 uint32_t baton_blocks_match(Table** tables, uint32_t tables_count, const uint8_t* hashes,
                             uint64_t count, const uint64_t* live, uint32_t words,
                             uint16_t* workers, uint32_t* lengths) {
   uint32_t found = 0;  // all tables, and `live`, have room for words * 64 workers
   std::vector<uint64_t> alive(live, live + words), gathered(words);
-  for (uint64_t i = 0; i <= count; ++i) {
-    const uint64_t* having = i < count ? nullptr : gathered.data();
-    if (i + kAhead < count)
-      for (uint32_t t = 0; t < tables_count; ++t) prefetch(tables[t], hash_at(hashes, i + kAhead));
-    if (i == count) std::memset(gathered.data(), 0, words * 8);
-    for (uint32_t t = 0; i < count && t < tables_count; ++t) {
-      Hash hash = hash_at(hashes, i);
-      const Entry* entry = find(part_of(tables[t], hash), hash);
-      if (entry == nullptr) continue;
-      if (entry->count == kInSet && having == nullptr) {
-        having = tables[t]->set_of(*entry);  // mostly there is one, and it need not be copied
-        continue;
+  std::vector<const Entry*> entries(kLongestLook * tables_count);
+  auto fetch = [&](uint64_t begin, uint64_t end) {
+    for (uint64_t i = begin; i < end && i < count; ++i)
+      for (uint32_t t = 0; t < tables_count; ++t) prefetch(tables[t], hash_at(hashes, i));
+  };
+  uint64_t look = kFirstLook;
+  fetch(0, look);
+  for (uint64_t begin = 0; begin < count; begin += look, look = std::min(2 * look, kLongestLook)) {
+    uint64_t end = std::min(begin + look, count);
+    fetch(begin + look, begin + look + std::min(2 * look, kLongestLook));
+    for (uint64_t i = begin; i < end; ++i)
+      for (uint32_t t = 0; t < tables_count; ++t) {
+        Hash hash = hash_at(hashes, i);
+        const Entry* entry = find(part_of(tables[t], hash), hash);
+        entries[(i - begin) * tables_count + t] = entry;
+        if (entry != nullptr && entry->count == kInSet) fetch_set(tables[t], *entry);
       }
-      if (having == nullptr)
-        std::memset(gathered.data(), 0, words * 8);
-      else if (having != gathered.data())
-        std::memcpy(gathered.data(), having, words * 8);
-      having = gathered.data();
-      if (entry->count == kInSet) {
-        const uint64_t* set = tables[t]->set_of(*entry);
-        for (uint32_t w = 0; w < words; ++w) gathered[w] |= set[w];
-      } else {
-        for (int k = 0; k < entry->count; ++k)
-          gathered[entry->workers[k] / 64] |= 1ull << (entry->workers[k] % 64);
-      }
-    }
-    if (having == nullptr) {
-      std::memset(gathered.data(), 0, words * 8);
-      having = gathered.data();
-    }
-    uint64_t changed = 0, any = 0;
-    for (uint32_t w = 0; w < words; ++w) {
-      changed |= alive[w] & ~having[w];
-      any |= alive[w] & having[w];
-    }
-    if (changed != 0) {
+    for (uint64_t i = begin; i < end; ++i) {
+      const uint64_t* having =
+          holders(tables, tables_count, &entries[(i - begin) * tables_count], gathered);
+      uint64_t changed = 0, any = 0;
       for (uint32_t w = 0; w < words; ++w) {
+        changed |= alive[w] & ~having[w];
+        any |= alive[w] & having[w];
+      }
+      for (uint32_t w = 0; changed != 0 && w < words; ++w) {
         uint64_t dropped = alive[w] & ~having[w];
         alive[w] &= having[w];
         for (; i > 0 && dropped != 0; dropped &= dropped - 1) {
@@ -338,15 +376,21 @@ uint32_t baton_blocks_match(Table** tables, uint32_t tables_count, const uint8_t
           lengths[found++] = static_cast<uint32_t>(i);
         }
       }
+      if (any == 0) return found;
     }
-    if (any == 0) break;
   }
+  for (uint32_t w = 0; count != 0 && w < words; ++w)
+    for (uint64_t left = alive[w]; left != 0; left &= left - 1) {
+      workers[found] = static_cast<uint16_t>(w * 64 + __builtin_ctzll(left));
+      lengths[found++] = static_cast<uint32_t>(count);
+    }
   return found;
 }
 
-// Take the workers of `gone` out of some parts.
+// Take the workers of `gone` out of some of 256 parts, each of which is several of ours.
 void baton_blocks_sweep(Table* table, const uint64_t* gone, uint32_t first, uint32_t count) {
-  for (uint32_t number = first; number < first + count && number < kParts; ++number) {
+  uint32_t end = (first + count) * kPartsOfASweep;
+  for (uint32_t number = first * kPartsOfASweep; number < end && number < kParts; ++number) {
     Part& part = table->parts[number];
     for (uint64_t at = 0; part.slots != nullptr && at <= part.mask;) {
       Entry* entry = &part.slots[at];
@@ -377,7 +421,8 @@ void baton_blocks_clear(Table* table) {
     part.slots = nullptr;
     part.mask = part.used = 0;
   }
-  table->sets.clear();
+  table->chunks.clear();
+  table->sets = 0;
   table->free_sets.clear();
   table->blocks = 0;
 }

@@ -56,6 +56,11 @@ class SameAnswers(RuleBasedStateMachine):
         for worker in range(12):
             self.add(0, worker, names, 99)
 
+    @rule(which=st.integers(0, 1), workers=st.sets(WORKERS), end=st.integers(0, 60))
+    def add_a_prompt(self, which, workers, end):
+        for worker in sorted(workers):
+            self.add(which, worker, range(end), 99)
+
     @rule(which=st.integers(0, 1), worker=WORKERS, names=NAMES)
     def remove(self, which, worker, names):
         hashes = b"".join(map(name, names))
@@ -80,7 +85,7 @@ class SameAnswers(RuleBasedStateMachine):
         for table in self.both(which):
             table.clear()
 
-    @rule(begin=st.integers(0, 50), length=st.integers(0, 12), with_other=st.booleans())
+    @rule(begin=st.integers(0, 50), length=st.integers(0, 60), with_other=st.booleans())
     def match(self, begin, length, with_other):
         hashes = b"".join(name(number) for number in range(begin, begin + length))
         answers = [
