@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from telemetry.metric_names import METRICS_BY_COMPONENT
 
 ROOT = Path(__file__).parents[2]
@@ -65,23 +67,25 @@ def _function(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-USES = list(uses())
+@pytest.fixture(scope="module")
+def found() -> list[Use]:
+    return list(uses())
 
 
-def test_every_declared_metric_is_set_somewhere() -> None:
-    assert sorted(DECLARED.keys() - {use.name for use in USES}) == []
+def test_every_declared_metric_is_set_somewhere(found: list[Use]) -> None:
+    assert sorted(DECLARED.keys() - {use.name for use in found}) == []
 
 
-def test_every_metric_that_is_set_is_declared() -> None:
-    assert [use for use in USES if use.name not in DECLARED] == []
+def test_every_metric_that_is_set_is_declared(found: list[Use]) -> None:
+    assert [use for use in found if use.name not in DECLARED] == []
 
 
-def test_metrics_are_set_as_their_kind_allows() -> None:
-    for use in USES:
+def test_metrics_are_set_as_their_kind_allows(found: list[Use]) -> None:
+    for use in found:
         assert DECLARED[use.name].kind in KINDS[use.function], use
 
 
-def test_labels_are_the_declared_ones() -> None:
-    for use in USES:
+def test_labels_are_the_declared_ones(found: list[Use]) -> None:
+    for use in found:
         if use.labels is not None:
             assert use.labels == set(DECLARED[use.name].labels), use
