@@ -176,7 +176,8 @@ class FramePuller:
         faults: list[Exception | None] = []
         for frame, kv_slice in frames:
             try:
-                frame.store(self._pool, blocks, kv_slice, bound)
+                for pool in self._pool.holding(kv_slice):
+                    frame.store(pool, blocks, kv_slice, bound)
             except Exception as fault:  # noqa: BLE001 - told to the machine, frame by frame
                 faults.append(fault)
             else:

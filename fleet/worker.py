@@ -36,8 +36,8 @@ from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
 from fleet.ports import free_port
 from fleet.worker_settings import WorkerSettings
-from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
+from kvtransfer.rank_pools import RankPools
 from kvtransfer.transport import ServingSide, TransportServer
 from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
@@ -360,7 +360,7 @@ def _services(
 ) -> tuple[DecodeService, PrefillService]:
     """Both services around one engine."""
     ready = engine.client.ready
-    pool = PoolView(engine.client.pool, ready.geometry)
+    pool = RankPools(engine.client.pools, ready.geometry)
     parts = WorkerParts(engine, pool, peers, identity, ready.eos_token_ids, metrics, tracing)
     tamperer = FrameTamperer.parse(settings.fault_injection)
     prefixes = PrefixPuller(parts)

@@ -71,6 +71,15 @@ class PoolView:
         self.native = native_pool(self._data, geometry, first_head)
         self._first_head = first_head
 
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """See ``rank_pools.KvPools``: all heads lie together."""
+        return (range(self._first_head, self._first_head + self.geometry.num_kv_heads),)
+
+    def holding(self, kv_slice: KvSlice) -> "tuple[PoolView, ...]":
+        """See ``rank_pools.KvPools``: this is the only one."""
+        return (self,)
+
     def copy_out(
         self, table: Sequence[int], kv_slice: KvSlice, bound: bytes, into: memoryview
     ) -> bytes:

@@ -22,9 +22,10 @@ from engine.core.errors import BatonError, UnavailableError
 from engine.core.sequence import Kind
 from engine.process import messages
 from engine.process.handle import EngineHandle
-from kvtransfer import chunk, sender
+from kvtransfer import sender
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
+from kvtransfer.rank_pools import KvPools
 from telemetry.metrics import Metrics
 from telemetry.prefix_tokens import count_cached
 from telemetry.tasks import BackgroundTasks
@@ -79,7 +80,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     Args:
         engine: The engine.
-        pool: Its KV pool.
+        pool: Its KV pool, or those of its ranks.
         identity: Who we are.
         capabilities: What we speak.
         metrics: Of this worker.
@@ -93,7 +94,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(
         self,
         engine: EngineHandle,
-        pool: chunk.PoolView,
+        pool: KvPools,
         identity: common_pb2.WorkerIdentity,
         capabilities: common_pb2.Capabilities,
         metrics: Metrics,
@@ -191,6 +192,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             start.skip_blocks,
             (start.lease_ms or 3000) * 1_000_000,
             time.monotonic_ns(),
+            parts=self._pool.parts,
         )
         self._serial += 1
         engine_id = f"p/{start.request_id}/{start.attempt}/{self._serial}"
@@ -305,7 +307,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         for action in actions:
             match action:
                 case sender.Announce():
-                    published = action.kv_slice.to_published()
+                    heads = self._pool.geometry.num_kv_heads
+                    published = action.kv_slice.to_published(heads)
                     handoff.events.put_nowait(pb.PrefillEvent(published=published))
                 case sender.AnnounceFirst():
                     for message in first_tokens_to_wire(action.done, handoff.prompt_outputs):

@@ -21,7 +21,7 @@ GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, d
 def handoff_with(peers: object, failures: list[str]) -> tuple[Handoff, Mock]:
     parts = SimpleNamespace(
         engine=Mock(),
-        pool=SimpleNamespace(geometry=GEOMETRY),
+        pool=SimpleNamespace(geometry=GEOMETRY, parts=()),
         peers=peers,
         identity=WorkerIdentity(),
         metrics=Mock(),

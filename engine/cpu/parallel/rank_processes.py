@@ -1,7 +1,7 @@
 """The other ranks of a replica, as the leader sees them: processes that do what they are told.
 
     shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
-                            │  Unix socket to each rank: Load, Open, Adapt, Forward, Logits
+                            │  Unix socket to each rank: Load, Open, Adapt, Forward, Copy, ...
                             ▼
                           rank 1, rank 2, ...   (python -m engine.cpu.parallel.rank)
                             ▲
@@ -53,7 +53,9 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Execute against this pool: the replica's own (``shared``), or a private one for self-tests.
+    """Execute against this pool: the file that was given (``shared``), or a private one.
+
+    ``geometry`` counts the heads of the whole model; the private ones are for self-tests.
 
     ``tiling`` holds the fields of ``engine.cpu.attention.AttentionTiling``.
     """
@@ -114,13 +116,25 @@ class Forward(msgspec.Struct, frozen=True, tag=True):
     isolated: bool
 
 
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """Copy blocks, from and to, in the rank's own pool."""
+
+    blocks: list[tuple[int, int]]
+
+
+class Clear(msgspec.Struct, frozen=True, tag=True):
+    """Zero what these rows wrote into the rank's own pool."""
+
+    rows: list[Row]
+
+
 class Logits(msgspec.Struct, frozen=True, tag=True):
     """The LM head for so many rows."""
 
     rows: int
 
 
-Order = Load | Open | Adapt | Drop | Forward | Logits
+Order = Load | Open | Adapt | Drop | Forward | Copy | Clear | Logits
 LoaderOrder = Prepare | Drop
 
 
@@ -184,17 +198,19 @@ class RankProcesses:
     Args:
         settings: Of the engine; ``tensor_parallel`` ranks in all.
         pool_fd: The memory file of the KV pool, -1 without one.
+        own_fds: Those of ranks 1 and up, if each has its own.
     """
 
-    def __init__(self, settings: EngineSettings, pool_fd: int = -1) -> None:
+    def __init__(
+        self, settings: EngineSettings, pool_fd: int = -1, own_fds: Sequence[int] = ()
+    ) -> None:
         # Where ranks find each other; gone with the processes. It is never closed: torch opens it
         # again when it lets go of the group, by a path that would lead to another file by then.
         store_fd = os.memfd_create("baton-ranks")
         self.store = f"/proc/self/fd/{store_fd}"
         self._store_fd = store_fd
-        self._ranks = [
-            self._spawn(rank, settings, pool_fd) for rank in range(1, settings.tensor_parallel)
-        ]
+        pool_fds = own_fds or [pool_fd] * (settings.tensor_parallel - 1)
+        self._ranks = [self._spawn(rank, settings, fd) for rank, fd in enumerate(pool_fds, 1)]
 
     def _spawn(self, rank: int, settings: EngineSettings, pool_fd: int) -> _Rank:
         (ours, theirs), (our_loader, their_loader) = socket.socketpair(), socket.socketpair()
