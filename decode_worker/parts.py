@@ -4,7 +4,7 @@ from batonpb import common_pb2
 
 from decode_worker.peers import Peers
 from engine.process.handle import EngineHandle
-from kvtransfer.rank_pools import KvPools
+from kvtransfer.ranks.pools import KvPools
 from telemetry.metrics import Metrics
 from telemetry.tracing import Tracing
 

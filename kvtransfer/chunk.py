@@ -73,12 +73,21 @@ class PoolView:
 
     @property
     def parts(self) -> tuple[range, ...]:
-        """See ``rank_pools.KvPools``: all heads lie together."""
+        """See ``ranks.pools.KvPools``: all heads lie together."""
         return (range(self._first_head, self._first_head + self.geometry.num_kv_heads),)
 
     def holding(self, kv_slice: KvSlice) -> "tuple[PoolView, ...]":
-        """See ``rank_pools.KvPools``: this is the only one."""
+        """See ``ranks.pools.KvPools``: this is the only one."""
         return (self,)
+
+    @property
+    def links(self) -> tuple[()]:
+        """See ``ranks.pools.KvPools``: there are none."""
+        return ()
+
+    def elsewhere(self, kv_slice: KvSlice) -> tuple[()]:
+        """See ``ranks.pools.KvPools``: nobody else has any of it."""
+        return ()
 
     def copy_out(
         self, table: Sequence[int], kv_slice: KvSlice, bound: bytes, into: memoryview

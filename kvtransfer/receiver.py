@@ -259,6 +259,11 @@ class HandoffReceiver:
             return [*self._settle(), *gone]
         return [*self._settle(), *self._pulls()]
 
+    def frame_missed(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
+        """Nothing writes a frame that did not come (``writing`` - 1); ``pull_failed`` says why."""
+        self._wrote(epoch)
+        return self._settle()
+
     def pull_failed(self, kv_slices: Sequence[KvSlice], reason: str, epoch: int) -> list[Action]:
         """A pull ended without these frames: call broken, too slow, or too few frames.
 

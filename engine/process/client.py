@@ -103,7 +103,7 @@ class EngineClient:
         listening: Feeds the inbox, until the process says no more.
         tasks: What runs in the background; ended with the process.
         ready: What the engine said when it was loaded.
-        pools: Its KV pool, or one for each rank.
+        pools: Its KV pool, or one for each rank on this host.
         pool_fd: The pool's memory file, opened for reading; closed with the process. -1 where there
             is more than one.
     """
@@ -165,11 +165,12 @@ class EngineClient:
                 listening = tasks.spawn(_listen(reader, inbox, process), "listen")
                 async with tasks.beside(_tell_exit(process, listening, inbox), "loading"):
                     ready = await inbox.until_ready(timeout_s)
-                shapes = rank_geometries(ready.geometry, len(pool_fds))
-                pools = [map_pool(fd, shape) for fd, shape in zip(pool_fds, shapes, strict=True)]
+                ranks = settings.tensor_parallel if settings.own_pools else 1
+                shapes = rank_geometries(ready.geometry, ranks)
+                pools = [map_pool(fd, shape) for fd, shape in zip(pool_fds, shapes, strict=False)]
                 for fd in pool_fds:
                     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-                alone = len(pool_fds) == 1
+                alone = not settings.own_pools
                 reading_fd = os.open(f"/proc/self/fd/{pool_fds[0]}", os.O_RDONLY) if alone else -1
             finally:
                 for fd in pool_fds:
@@ -224,7 +225,8 @@ class EngineClient:
 
 
 def _pool_count(settings: EngineSettings) -> int:
-    return settings.tensor_parallel if settings.own_pools else 1
+    """On this host: ranks that are elsewhere have theirs there."""
+    return settings.tensor_parallel if settings.own_pools and not settings.rank_orders else 1
 
 
 def _pool_file() -> int:

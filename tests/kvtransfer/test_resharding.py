@@ -18,7 +18,7 @@ from engine.core.geometry import KvGeometry
 from engine.core.split import owned_heads, rank_geometries
 from kvtransfer import chunk, receiver, sender
 from kvtransfer.kv_slice import KvSlice
-from kvtransfer.rank_pools import RankPools
+from kvtransfer.ranks.pools import RankPools
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender
 

@@ -1,15 +1,17 @@
-"""A worker that sends the KV of one head late: ``python -m tests.workers.late_heads``."""
+"""A worker, or a rank, whose KV of a head is late: ``python -m tests.workers.late_heads [rank]``"""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 
 from batonpb import prefill_pb2 as pb
 
-from fleet.worker import main
+import fleet.rank
+import fleet.worker
 from kvtransfer.pool_source import PoolSource
 from kvtransfer.transport import Room
 
-LATE_S = 1.0
+LATE_S = 0.6  # of each pull; its budget is a second
 LATE_HEAD = 2
 
 
@@ -17,7 +19,7 @@ async def frames_late(
     source: PoolSource, request: pb.PullRequest, room: Room
 ) -> AsyncIterator[int]:
     """Instead of ``PoolSource.frames``."""
-    if any(kv_slice.head_begin == LATE_HEAD for kv_slice in request.kv_slices):
+    if any(0 <= LATE_HEAD - one.head_begin < one.head_count for one in request.kv_slices):
         await asyncio.sleep(LATE_S)
     async for size_bytes in _frames(source, request, room):
         yield size_bytes
@@ -26,4 +28,4 @@ async def frames_late(
 if __name__ == "__main__":
     _frames = PoolSource.frames
     PoolSource.frames = frames_late  # type: ignore[method-assign]
-    main()
+    (fleet.rank if sys.argv[1:] == ["rank"] else fleet.worker).main()

@@ -2,11 +2,11 @@
 
     python -m engine.cpu.parallel.rank RANK SOCKET_FD LOADER_FD POOL_FD STORE SETTINGS_JSON
 
-``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs to the leader
+``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs, or of TCP connections, to the leader
 (``engine/cpu/parallel/rank_processes.py``): its orders, and adapters to be read beside them.
 ``POOL_FD`` is the memory file of the KV pool, the replica's or this rank's own, ``STORE`` the file
-in which the ranks find each other. The process ends when the leader does, when its group breaks,
-and with exit code 1 when it cannot go on.
+in which the ranks find each other, or its address. The process ends when the leader does, when its
+group breaks, and with exit code 1 when it cannot go on.
 """
 
 import contextlib
@@ -161,7 +161,8 @@ def serve(
     torch.set_num_threads(settings.threads)
     choose_native(settings.native)
     leader.sendall(ranks.frame(ranks.Started()))
-    group = Group(number, settings.tensor_parallel, store, torch.device("cpu"))
+    host = leader.getsockname()[0] if leader.family is socket.AF_INET else "127.0.0.1"
+    group = Group(number, settings.tensor_parallel, store, torch.device("cpu"), host=host)
     artifact = resolve_model(settings.model)
     shard = Shard(artifact.config, number, group, own_pools=settings.own_pools)
     numerics = numerics_of(settings.numerics)

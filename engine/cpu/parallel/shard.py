@@ -18,6 +18,7 @@ The leader holds the embedding table and broadcasts the rows of a step; ranks ne
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +34,7 @@ from torch._C._distributed_c10d import (
     GatherOptions,
     ProcessGroupGloo,
     Store,
+    TCPStore,
     Work,
 )
 
@@ -74,9 +76,11 @@ class Group:
     Args:
         rank: This one.
         ranks: How many.
-        store: Path of a file in which they find each other.
+        store: Path of a file in which they find each other, or ``tcp://HOST:PORT``.
         device: Where the tensors are.
         explain: Makes an error of a broken collective, if somebody knows better who is at fault.
+        host: Of the interface by which the others reach this rank.
+        meeting: The leader's, where they meet by TCP: it listens.
 
     Raises:
         RankError: Not all came.
@@ -89,15 +93,16 @@ class Group:
         store: str,
         device: torch.device,
         explain: Callable[[Exception], RankError] | None = None,
+        host: str = "127.0.0.1",
+        meeting: socket.socket | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self._explain = explain or _broken
         patience = timedelta(seconds=LOAD_TIMEOUT_S)
-        meeting = FileStore(store, ranks)
-        meeting.set_timeout(patience)
         try:
-            self._group = _backend(device, meeting, rank, ranks, patience)
+            self._store = _meet(store, ranks, patience, meeting)  # the leader's serves the others
+            self._group = _backend(device, self._store, rank, ranks, patience, host)
         except RuntimeError as error:
             raise self._explain(error) from error
         self._patience = patience
@@ -148,7 +153,25 @@ def _broken(cause: Exception) -> RankError:
     return RankError(f"the group of ranks broke: {str(cause).splitlines()[0]}")
 
 
-def _backend(device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta) -> Any:
+def _meet(store: str, ranks: int, patience: timedelta, meeting: socket.socket | None) -> Store:
+    found: Store
+    if store.startswith("tcp://"):
+        host, _, port = store.removeprefix("tcp://").rpartition(":")
+        fd = None if meeting is None else meeting.detach()
+        found = TCPStore(
+            *(host, int(port), ranks, fd is not None, patience),
+            wait_for_workers=False,
+            master_listen_fd=fd,
+        )
+    else:
+        found = FileStore(store, ranks)
+    found.set_timeout(patience)
+    return found
+
+
+def _backend(
+    device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta, host: str
+) -> Any:
     if device.type == "cuda":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
 
@@ -157,7 +180,7 @@ def _backend(device: torch.device, store: Store, rank: int, ranks: int, patience
         return ProcessGroupNCCL(store, rank, ranks, nccl)
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 - the only way to name an interface
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
     options._timeout = patience  # noqa: SLF001
     return gloo(store, rank, ranks, options)
 
@@ -189,7 +212,11 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
     """
     splits_of(config, ranks.count)  # refused before anybody waits
     ranks.wait_until(Started)  # a rank that dies before it comes would be waited for
-    group = Group(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure)
+    group = Group(
+        *(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure),
+        host=ranks.host,
+        meeting=ranks.meeting,
+    )
     return Shard(config, LEADER, group, ranks, own_pools=own_pools)
 
 
