@@ -37,6 +37,7 @@ async def apart(
             yield ends, ranks
 
 
+@pytest.mark.slow
 async def test_a_rank_apart_serves_and_takes_its_heads_until_it_dies(tmp_path: Path) -> None:
     """Head 0 at the leader's address, 1 and 2 at the rank's, whose frames come damaged."""
     model = write_llama(tmp_path / "tiny", heads=6, kv_heads=3)

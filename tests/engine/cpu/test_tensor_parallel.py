@@ -146,9 +146,8 @@ def test_one_kv_head_for_three_ranks_until_one_is_killed(tiny: str) -> None:
             group.ranks.check()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kv_heads"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 3), (3, 1)])
 def test_ranks_with_pools_of_their_own_give_the_bits_of_one_rank(
     tmp_path: Path, ranks: int, kv_heads: int
 ) -> None:
