@@ -19,12 +19,18 @@ CORES_OF_A_ROUTER = 4
 
 
 class TensorParallelConfig(BaseModel):
-    """Ranks of one replica, for each pool. In YAML also one number for both."""
+    """Ranks of one replica, for each pool. In YAML also one number for both.
+
+    Attributes:
+        memory: Of KV: ``shared`` is one pool for all ranks of a replica, ``own`` a pool for each,
+            with its heads only.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     prefill: Annotated[int, Field(ge=1, le=64)] = 1
     decode: Annotated[int, Field(ge=1, le=64)] = 1
+    memory: Literal["shared", "own"] = "shared"
 
 
 class KvTiersConfig(BaseModel):
@@ -92,6 +98,13 @@ class PoolsConfig(BaseModel):
     def _one_number_is_for_both(cls, value: object) -> object:
         one = isinstance(value, int) and not isinstance(value, bool)
         return {"prefill": value, "decode": value} if one else value
+
+    @model_validator(mode="after")
+    def _tiers_keep_blocks_of_one_pool(self) -> Self:
+        tiers = self.kv_tiers.memory_mb or self.kv_tiers.disk_mb
+        if self.tensor_parallel.memory == "own" and tiers:
+            raise ValueError("kv_tiers need `tensor_parallel: {memory: shared}`")
+        return self
 
     def width(self, role: Literal["prefill", "decode"]) -> int:
         """Ranks of one replica of that pool."""

@@ -9,14 +9,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batonpb import prefill_pb2 as pb
+from batonpb import rank_pb2
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
 from decode_worker.parts import WorkerParts
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
+from kvtransfer.ranks.link import RankLink
 from kvtransfer.receiver import Action, HandoffReceiver, Pull
 from kvtransfer.transport import Frame, FrameStream, TransportError
 from kvtransfer.transports import FALLBACK
@@ -73,17 +75,88 @@ class FramePuller:
             target: Whom to ask.
             generation: Of the reservation whose pages are written.
         """
-        now_ns = time.monotonic_ns()
-        self.began_ns = self.began_ns or now_ns
+        self.began_ns = self.began_ns or time.monotonic_ns()
+        edges: dict[tuple[str, tuple[RankLink, ...]], list[KvSlice]] = {}
+        for kv_slice in pull.kv_slices:
+            address = self._peers.address(target, kv_slice)
+            takers = tuple(self._pool.elsewhere(kv_slice))
+            edges.setdefault((address, takers), []).append(kv_slice)
         key = (self._request_id, self._attempt, generation)
         bound = chunk.binding(*key, target.incarnation)
-        missing = deque(pull.kv_slices)
-        reason = f"no transport reaches {target.worker_id}"
-        for way in self._peers.ways(target, now_ns):
-            reason = await self._try(_Attempt(way, target, generation, pull.epoch, bound), missing)
+        works = []
+        for (address, takers), kv_slices in edges.items():
+            source = target
+            if address != target.address:
+                source = PrefillTarget()
+                source.CopyFrom(target)
+                source.address = address
+            attempt = _Attempt(FALLBACK, source, generation, pull.epoch, bound)
+            works.append(
+                self._pull_apart(kv_slices, attempt, takers)
+                if takers
+                else self._pull_here(kv_slices, attempt)
+            )
+        # All end before it is said that one broke: nobody may still write what is pulled again.
+        for ended in await asyncio.gather(*works, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
+
+    async def _pull_here(self, kv_slices: Sequence[KvSlice], attempt: _Attempt) -> None:
+        """One edge whose frames this process stores."""
+        missing = deque(kv_slices)
+        reason = f"no transport reaches {attempt.target.worker_id}"
+        for way in self._peers.ways(attempt.target, time.monotonic_ns()):
+            reason = await self._try(replace(attempt, way=way), missing)
             if not reason or not missing:
                 return
-        self._perform(self._machine.pull_failed(missing, reason, pull.epoch))
+        self._perform(self._machine.pull_failed(missing, reason, attempt.epoch))
+
+    async def _pull_apart(
+        self, kv_slices: Sequence[KvSlice], attempt: _Attempt, takers: Sequence[RankLink]
+    ) -> None:
+        """One edge whose frames ranks elsewhere store; one counts when all who need it have it.
+
+        They may write from now on until they say what became of it. One that never says is gone,
+        and so is its replica: until then the pages stay in quarantine.
+        """
+        machine, epoch = self._machine, attempt.epoch
+        wanted = [one for one in kv_slices if machine.frame_arrived(one, epoch)]
+        if not wanted:
+            return
+        size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in wanted)
+        edge = self._peers.edge(attempt.target.worker_id)
+        budget_s = _BUDGET_TIMES * size / edge.rate(FALLBACK).bytes_per_s + _BUDGET_S
+        word = rank_pb2.RankTake(
+            address=attempt.target.address,
+            pull=self._request(wanted, attempt),
+            pages=machine.blocks,
+            budget_ms=round(budget_s * 1e3),
+        )
+        began_s = asyncio.get_running_loop().time()
+        here = [self._peers.take(word, pool) for pool in self._pool.holding(wanted[0])]
+        taken = await asyncio.gather(*here, *(link.take(word) for link in takers))
+        if not any(one.reason for one in taken):
+            edge.note(FALLBACK, size, asyncio.get_running_loop().time() - began_s)
+        missed = []
+        for kv_slice, *outcomes in zip(wanted, *(one.outcomes for one in taken), strict=True):
+            now_ns = time.monotonic_ns()
+            if rank_pb2.MISSING in outcomes:
+                missed.append(kv_slice)
+                self._perform(machine.frame_missed(kv_slice, epoch))
+            elif rank_pb2.GONE in outcomes:
+                self._perform(machine.frame_gone(kv_slice, epoch))
+            elif rank_pb2.DAMAGED in outcomes:
+                self._metrics.inc("baton_chunks_refused", cause="rank")
+                self._metrics.inc("baton_chunks_repaired")
+                self._perform(machine.frame_bad(kv_slice, epoch))
+            else:
+                moved_bytes = len(taken) * kv_slice.payload_bytes(self._pool.geometry)
+                self._metrics.inc("baton_pulled_bytes", moved_bytes, transport=FALLBACK)
+                self._perform(machine.frame_stored(kv_slice, epoch, now_ns))
+        if missed:
+            why = "; ".join(one.reason for one in taken if one.reason)
+            reason = f"a pull from {attempt.target.worker_id} by a rank {why}"
+            self._perform(machine.pull_failed(missed, reason, epoch))
 
     async def _try(self, attempt: _Attempt, missing: deque[KvSlice]) -> str:
         """Pull what is missing, and take each frame that comes off it; why it broke, or ""."""
@@ -176,7 +249,8 @@ class FramePuller:
         faults: list[Exception | None] = []
         for frame, kv_slice in frames:
             try:
-                frame.store(self._pool, blocks, kv_slice, bound)
+                for pool in self._pool.holding(kv_slice):
+                    frame.store(pool, blocks, kv_slice, bound)
             except Exception as fault:  # noqa: BLE001 - told to the machine, frame by frame
                 faults.append(fault)
             else:

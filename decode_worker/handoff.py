@@ -98,7 +98,8 @@ class Handoff:
         self._parts = parts
         self._listener = listener
         prompt_tokens = count_tokens(submission.prompt_tokens)
-        self._machine = HandoffReceiver(parts.pool.geometry, prompt_tokens)
+        pool = parts.pool
+        self._machine = HandoffReceiver(pool.geometry, prompt_tokens, parts=pool.parts)
         self._puller = FramePuller(submission, self._machine, parts, self._perform)
         self._stream: PrefillStream | None = None
         self._tasks = BackgroundTasks("hand-off", parts.count_task_failure)

@@ -4,7 +4,7 @@ from batonpb import common_pb2
 
 from decode_worker.peers import Peers
 from engine.process.handle import EngineHandle
-from kvtransfer import chunk
+from kvtransfer.ranks.pools import KvPools
 from telemetry.metrics import Metrics
 from telemetry.tracing import Tracing
 
@@ -14,7 +14,7 @@ class WorkerParts:
 
     Args:
         engine: The engine.
-        pool: Its KV pool.
+        pool: Its KV pool, or those of its ranks.
         peers: Connections to prefill workers.
         identity: Of this worker.
         eos_token_ids: Of the model.
@@ -25,7 +25,7 @@ class WorkerParts:
     def __init__(
         self,
         engine: EngineHandle,
-        pool: chunk.PoolView,
+        pool: KvPools,
         peers: Peers,
         identity: common_pb2.WorkerIdentity,
         eos_token_ids: tuple[int, ...],

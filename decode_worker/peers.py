@@ -6,12 +6,15 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from batonpb import common_pb2, prefill_pb2_grpc
+from batonpb import common_pb2, prefill_pb2_grpc, rank_pb2
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
-from kvtransfer.kv_slice import FRAME_BYTES
+from kvtransfer.grpc_transport import GrpcTransport
+from kvtransfer.kv_slice import FRAME_BYTES, KvSlice
+from kvtransfer.ranks.rank_side import take
 from kvtransfer.transport import FrameStream, Peer, TransportError
 from kvtransfer.transports import connect_all
 from wire.fleet_token import FleetToken
@@ -51,6 +54,7 @@ class Peers:
         self._token = token
         self._channels = Channels(tls)
         self._transports = connect_all(self._channels, token)
+        self._grpc = GrpcTransport(self._channels, token)
         self._greeted: dict[str, Peer] = {}  # by address
         self._addresses: dict[str, str] = {}  # of the latest life of each worker
 
@@ -119,8 +123,10 @@ class Peers:
 
     async def _forget(self, address: str) -> None:
         """Nobody is behind that address any more."""
-        self._greeted.pop(address, None)
-        await self._channels.forget(address)
+        gone = self._greeted.pop(address, None)
+        ranks = gone.capabilities.rank_heads if gone is not None else ()
+        for one in (address, *(part.address for part in ranks)):
+            await self._channels.forget(one)
 
     def prefill(self, target: PrefillTarget) -> "ControlCall":
         """Open the control stream of one hand-off."""
@@ -135,6 +141,17 @@ class Peers:
         if target.transport:
             return [name for name in usable if name == target.transport]
         return self.edge(target.worker_id).ways(usable, now_ns)
+
+    def address(self, target: PrefillTarget, kv_slice: KvSlice) -> str:
+        """Where these heads of a worker are had: its own address, or that of a rank of it."""
+        for part in self._peer(target).capabilities.rank_heads:
+            if 0 <= kv_slice.head_begin - part.head_begin < part.head_count:
+                return part.address
+        return target.address
+
+    async def take(self, word: rank_pb2.RankTake, pool: PoolView) -> rank_pb2.RankTaken:
+        """As ranks elsewhere do it, by gRPC: pull slices that they pull too into our own pool."""
+        return await take(word, pool, self._grpc)
 
     def frame_bytes(self, target: PrefillTarget, now_ns: int) -> int:
         """Size of the frames to ask a worker for, by the transport that is best now."""

@@ -62,10 +62,17 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     check_every_step: bool = False  # tests: recount all blocks after each step
     speculation: SpeculationSettings = SpeculationSettings()
     tensor_parallel: int = 1  # ranks of this replica
+    rank_memory: str = "shared"  # or "own": a pool for each rank, of its KV heads only
+    rank_orders: tuple[str, ...] = ()  # HOST:PORT/SECRET of ranks 1 and up; none: our children
     emulated: EmulatedModel | None = None  # in place of ``model``, in a thread of the shell
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
     poison_token: int = -1  # drills: the process dies when a prompt holds this token
+
+    @property
+    def own_pools(self) -> bool:
+        """Whether each rank has a KV pool of its own."""
+        return self.tensor_parallel > 1 and self.rank_memory == "own"
 
     def on(self, cores: int) -> Self:
         """The same with its number of threads, on a host with so many cores."""

@@ -7,9 +7,7 @@ an actor.
 
 import asyncio
 import logging
-import secrets
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -30,15 +28,17 @@ from engine.core.errors import UnavailableError
 from engine.emulated_timing import TIMINGS
 from engine.ipc import die_with_parent
 from engine.process.handle import EngineHandle
-from engine.process.messages import Ready
 from fleet.canary import Canary
 from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
 from fleet.ports import free_port
+from fleet.rank_links import open_links, serve_links
+from fleet.worker_identity import capabilities_of, identity_of, record_of
 from fleet.worker_settings import WorkerSettings
-from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
-from kvtransfer.transport import ServingSide, TransportServer
+from kvtransfer.ranks.link import RankLink
+from kvtransfer.ranks.pools import RankPools
+from kvtransfer.transport import ServingSide
 from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
 from registry.kv_events import KvEventPublisher
@@ -49,7 +49,6 @@ from telemetry.logs import set_up_logs
 from telemetry.metrics import Metrics, serve_metrics
 from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing
-from wire.compatibility import kv_group, own_wire
 from wire.fleet_token import FleetToken, TokenInterceptor
 from wire.grpc_options import WORKER_OPTIONS, listen
 
@@ -75,6 +74,7 @@ class _Parts:
     tier_publishers: Mapping[str, KvEventPublisher]
     presence: Presence
     registry: Registry
+    links: Sequence[RankLink]
 
 
 class Worker:
@@ -102,6 +102,8 @@ class Worker:
         self._vital(parts.prefill.watch_leases(), "prefill leases")
         self._vital(self._watch_engine(), "engine")
         self._vital(self._watch_quarantine(), "quarantine")
+        for link in parts.links:
+            self._vital(self._watch_rank(link), "rank")
         if settings.canary_s:
             self._vital(self._watch_canary(), "canary")
 
@@ -126,8 +128,9 @@ class Worker:
             metrics = Metrics("worker", model=settings.served_model_name)
             registry = Registry(settings.redis_url, settings.fleet)
             undo.push_async_callback(registry.close)
+            links, engine_settings = await open_links(settings, token, undo)
             engine = await EngineHandle.start(
-                settings.engine, _LOG.info, stderr, _failure_counter(metrics)
+                engine_settings, _LOG.info, stderr, _failure_counter(metrics)
             )
             undo.push_async_callback(engine.client.stop)
             metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
@@ -146,14 +149,17 @@ class Worker:
             )
             free = free_port(settings.host, settings.ports)
             port = listen(server, f"{settings.host}:{free}", tls)
-            identity = _identity(settings, engine.client.ready, f"{settings.host}:{port}")
+            identity = identity_of(settings, engine.client.ready, f"{settings.host}:{port}")
+            unsigned = settings.unsigned_pulls
+            await serve_links(links, engine.client.ready, identity.incarnation, unsigned)
+            pool = RankPools(engine.client.pools, engine.client.ready.geometry, links)
             side = ServingSide(server, token, identity.incarnation, engine.client.pool_fd)
             senders = servers(side, settings.transports)
-            capabilities = _capabilities(settings, engine.client.ready, senders)
+            capabilities = capabilities_of(settings, engine.client.ready, senders, pool)
             peers = Peers(capabilities, token, tls)
             undo.push_async_callback(peers.close)
             decode, prefill = _services(
-                settings, engine, peers, identity, capabilities, metrics, tracing, token
+                settings, engine, pool, peers, identity, capabilities, metrics, tracing, token
             )
             decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
             prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
@@ -171,7 +177,7 @@ class Worker:
             }
             for one in (publisher, *tier_publishers.values()):
                 undo.push_async_callback(one.stop)
-            record = _record(settings, identity, engine.client.ready, metrics_server.address)
+            record = record_of(settings, identity, engine.client.ready, metrics_server.address)
             presence = Presence(registry, record, count)
             undo.push_async_callback(presence.stop)
             undo.push_async_callback(server.stop, None)
@@ -189,6 +195,7 @@ class Worker:
                 tier_publishers=tier_publishers,
                 presence=presence,
                 registry=registry,
+                links=links,
             )
             return cls(settings, parts, undo.pop_all())
 
@@ -276,6 +283,9 @@ class Worker:
         metrics.count_up("baton_registry_errors", registry.errors)
         metrics.count_up("baton_kv_snapshots", self._parts.publisher.snapshots)
 
+    async def _watch_rank(self, link: RankLink) -> None:
+        await self._fail(await asyncio.shield(link.broken), 1)
+
     async def _watch_canary(self) -> None:
         exact = self._settings.engine.numerics == "exact"
         canary = Canary(self._parts.engine, self._settings.canary_s, exact=exact)
@@ -322,35 +332,10 @@ def _open_log(settings: WorkerSettings) -> IO[bytes] | None:
     return (folder / f"{settings.worker_id}.engine.log").open("ab")
 
 
-def _identity(settings: WorkerSettings, ready: Ready, address: str) -> common_pb2.WorkerIdentity:
-    return common_pb2.WorkerIdentity(
-        worker_id=settings.worker_id,
-        incarnation=secrets.token_bytes(16),
-        epoch=settings.epoch,
-        role=settings.role,
-        host=socket.gethostname(),
-        address=address,
-        pid=ready.pid,
-    )
-
-
-def _capabilities(
-    settings: WorkerSettings, ready: Ready, senders: Sequence[TransportServer]
-) -> common_pb2.Capabilities:
-    return common_pb2.Capabilities(
-        wire=own_wire(),
-        kv_groups=[kv_group(ready.geometry)],
-        numerics_id=ready.numerics_id,
-        weights_digest=ready.weights_digest,
-        model=settings.served_model_name,
-        max_context_tokens=ready.max_context_tokens,
-        transports=[sender.offer for sender in senders if sender.offer is not None],
-    )
-
-
 def _services(
     settings: WorkerSettings,
     engine: EngineHandle,
+    pool: RankPools,
     peers: Peers,
     identity: common_pb2.WorkerIdentity,
     capabilities: common_pb2.Capabilities,
@@ -360,7 +345,6 @@ def _services(
 ) -> tuple[DecodeService, PrefillService]:
     """Both services around one engine."""
     ready = engine.client.ready
-    pool = PoolView(engine.client.pool, ready.geometry)
     parts = WorkerParts(engine, pool, peers, identity, ready.eos_token_ids, metrics, tracing)
     tamperer = FrameTamperer.parse(settings.fault_injection)
     prefixes = PrefixPuller(parts)
@@ -371,27 +355,6 @@ def _services(
             token=token,
             unsigned_pulls=settings.unsigned_pulls,
         ),
-    )
-
-
-def _record(
-    settings: WorkerSettings,
-    identity: common_pb2.WorkerIdentity,
-    ready: Ready,
-    metrics_address: str,
-) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=settings.worker_id,
-        role=settings.role,
-        state="ready",
-        epoch=settings.epoch,
-        incarnation=identity.incarnation,
-        pid=ready.pid,
-        host=identity.host,
-        address=identity.address,
-        metrics_address=metrics_address,
-        threads=ready.threads,
-        ranks=ready.ranks,
     )
 
 

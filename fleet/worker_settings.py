@@ -34,6 +34,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: str = ""  # FIRST-LAST that it may listen on; empty: the kernel chooses
     fault_injection: str = ""  # damage frames on purpose, see kvtransfer.fault_injection
     transports: tuple[str, ...] = ()  # by which its KV may be had besides gRPC; none named: all
+    rank_addresses: tuple[str, ...] = ()  # of ranks 1 and up on other hosts (``fleet.rank``)
     canary_s: float = CANARY_S
 
     def token(self) -> FleetToken:
@@ -57,6 +58,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise InternalError(
                     "transports: a pair (gloo, NCCL) sends KV in plain text, and this fleet has "
                     "TLS: leave it out, or `pools: {tls: …}`"
+                )
+            if self.rank_addresses:
+                raise InternalError(
+                    "rank_addresses: orders and tensors go to ranks on other hosts in plain text, "
+                    "and this fleet has TLS"
                 )
             return FleetTls(self.tls)
         if not (self.insecure or is_loopback(self.host)):

@@ -71,6 +71,24 @@ class PoolView:
         self.native = native_pool(self._data, geometry, first_head)
         self._first_head = first_head
 
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """See ``ranks.pools.KvPools``: all heads lie together."""
+        return (range(self._first_head, self._first_head + self.geometry.num_kv_heads),)
+
+    def holding(self, kv_slice: KvSlice) -> "tuple[PoolView, ...]":
+        """See ``ranks.pools.KvPools``: this is the only one."""
+        return (self,)
+
+    @property
+    def links(self) -> tuple[()]:
+        """See ``ranks.pools.KvPools``: there are none."""
+        return ()
+
+    def elsewhere(self, kv_slice: KvSlice) -> tuple[()]:
+        """See ``ranks.pools.KvPools``: nobody else has any of it."""
+        return ()
+
     def copy_out(
         self, table: Sequence[int], kv_slice: KvSlice, bound: bytes, into: memoryview
     ) -> bytes:

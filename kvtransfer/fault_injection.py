@@ -1,6 +1,7 @@
 """Damage on purpose: what a test does to frames before they leave prefill.
 
-Switched on by ``WorkerSettings.fault_injection`` only, as ``"flip:3"``: every third frame.
+Switched on by ``WorkerSettings.fault_injection`` only, as ``"flip:3"``: every third frame, or
+``"flip:3:1"``: every third one of those whose heads begin with number 1.
 """
 
 from dataclasses import dataclass, field
@@ -23,23 +24,25 @@ class FrameTamperer:
 
     kind: str
     every: int
+    head: int | None = None
     count: int = 0
     damaged: int = 0
     _previous: tuple[pb.ChunkHeader, bytes] | None = field(default=None)
 
     @classmethod
     def parse(cls, text: str) -> "FrameTamperer | None":
-        """From ``"kind:every"``; None for "".
+        """From ``"kind:every"`` or ``"kind:every:head"``; None for "".
 
         Raises:
             ValueError: The kind is unknown.
         """
         if not text:
             return None
-        kind, _, every = text.partition(":")
+        kind, *numbers = text.split(":")
         if kind not in KINDS:
             raise ValueError(f"unknown fault {kind!r}; known: {', '.join(KINDS)}")
-        return cls(kind, int(every or 1))
+        every = int(numbers[0]) if numbers else 1
+        return cls(kind, every, int(numbers[1]) if len(numbers) > 1 else None)
 
     def apply(self, header: pb.ChunkHeader, payload: bytes) -> tuple[pb.ChunkHeader, bytes]:
         """The frame as it will be sent."""
@@ -80,6 +83,8 @@ class FrameTamperer:
         self, header: pb.ChunkHeader, payload: bytes
     ) -> tuple[pb.ChunkHeader, bytes] | None:
         """The frame before this one if this one is to be damaged, else None."""
+        if self.head is not None and header.kv_slice.head_begin != self.head:
+            return None
         self.count += 1
         previous, self._previous = self._previous, (header, payload)
         if self.count % self.every or (previous is None and self.kind in ("swap", "replay")):

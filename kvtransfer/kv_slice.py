@@ -5,7 +5,7 @@ numbers and positions in the prompt, never by order of arrival.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from batonpb import prefill_pb2 as pb
@@ -94,8 +94,9 @@ class KvSlice:
             message.kv_group,
         )
 
-    def to_published(self) -> pb.Published:
-        """As prefill announces it. All heads travel, so they are not named."""
+    def to_published(self, num_kv_heads: int) -> pb.Published:
+        """As prefill announces it, of a model with so many heads; all of them are not named."""
+        named = self.head_count < num_kv_heads
         return pb.Published(
             kv_group=self.kv_group,
             layer_begin=self.layer_begin,
@@ -103,6 +104,8 @@ class KvSlice:
             block_begin=self.block_begin,
             block_count=self.block_count,
             valid_tokens=self.valid_tokens,
+            head_begin=self.head_begin if named else 0,
+            head_count=self.head_count if named else 0,
         )
 
     @classmethod
@@ -111,8 +114,8 @@ class KvSlice:
         return cls(
             layer_begin=message.layer_begin,
             layer_count=message.layer_count,
-            head_begin=0,
-            head_count=num_kv_heads,
+            head_begin=message.head_begin,
+            head_count=message.head_count or num_kv_heads,
             block_begin=message.block_begin,
             block_count=message.block_count,
             valid_tokens=message.valid_tokens,
@@ -153,3 +156,12 @@ def cut(
                 block_count=count,
                 valid_tokens=valid,
             )
+
+
+def by_part(kv_slice: KvSlice, parts: Sequence[range]) -> Iterator[KvSlice]:
+    """Cut a slice so that each piece's heads lie together; ``parts`` are in order."""
+    end = kv_slice.head_begin + kv_slice.head_count
+    for part in parts:
+        begin, stop = max(part.start, kv_slice.head_begin), min(part.stop, end)
+        if begin < stop:
+            yield replace(kv_slice, head_begin=begin, head_count=stop - begin)

@@ -16,6 +16,7 @@ from kvtransfer import chunk
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.lent_pages import page_digest
+from kvtransfer.ranks.pools import KvPools
 from kvtransfer.sender import Action, HandoffSender, SenderState
 from kvtransfer.transport import Room
 from wire.codecs import error_to_wire
@@ -51,7 +52,7 @@ class PoolSource:
     """See ``transport.FrameSource``.
 
     Args:
-        pool: Ours.
+        pool: Ours, or those of our ranks.
         incarnation: Our life; requests for another one are told "gone".
         find: The hand-off by its key, or None.
         note_sent: Called with payload bytes that leave, or are lent.
@@ -61,7 +62,7 @@ class PoolSource:
 
     def __init__(
         self,
-        pool: chunk.PoolView,
+        pool: KvPools,
         incarnation: bytes,
         find: Callable[[Key], HeldKv | None],
         note_sent: Callable[[int], None] = lambda _: None,
@@ -146,13 +147,15 @@ class PoolSource:
         self, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes, payload: memoryview
     ) -> bytes:
         """Write the payload, and give its digests; runs in a thread."""
-        return self._pool.copy_out(blocks, kv_slice, bound, payload)
+        return self._pool.holding(kv_slice)[0].copy_out(blocks, kv_slice, bound, payload)
 
     def _digests(
         self, blocks: Sequence[int], kv_slices: Sequence[KvSlice], bound: bytes
     ) -> list[bytes]:
         """One digest for each slice; runs in a thread."""
-        return [page_digest(self._pool, _pages(blocks, s), s, bound) for s in kv_slices]
+        return [
+            page_digest(self._pool.holding(s)[0], _pages(blocks, s), s, bound) for s in kv_slices
+        ]
 
     def _lent(
         self, request: pb.PullRequest, kv_slice: KvSlice, blocks: Sequence[int], digest: bytes

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
 from kvtransfer.coverage import Coverage
-from kvtransfer.kv_slice import FRAME_BYTES, KvSlice, cut
+from kvtransfer.kv_slice import FRAME_BYTES, KvSlice, by_part, cut
 
 MAX_TRIES = 4  # of one frame
 MAX_REOPENS = 2
@@ -115,6 +115,8 @@ class HandoffReceiver:
         frame_bytes: Rectangles are asked for in pieces of this size, from now on.
         stall_ns: Without progress for this long the peer is given up.
         first_head: The first head that this edge carries; ``geometry`` says how many.
+        parts: Heads that lie in one rank's pool, if not all do. No frame reaches beyond one, and
+            the commit waits for the frames of all.
     """
 
     geometry: KvGeometry
@@ -123,6 +125,7 @@ class HandoffReceiver:
     frame_bytes: int = FRAME_BYTES
     stall_ns: int = 10_000_000_000
     first_head: int = 0
+    parts: Sequence[range] = ()
     state: ReceiverState = ReceiverState.RESERVING
     generation: int = 0
     skip_blocks: int = 0
@@ -197,7 +200,8 @@ class HandoffReceiver:
             return self._give_up(reason, died=False)
         if not self._published.add(kv_slice):
             return self._give_up(f"published parts of {kv_slice} twice", died=False)
-        self._todo.extend(cut(kv_slice, self.geometry, self.frame_bytes))
+        for piece in by_part(kv_slice, self.parts) if self.parts else (kv_slice,):
+            self._todo.extend(cut(piece, self.geometry, self.frame_bytes))
         if not self._bind_asked:
             self._bind_asked = True
             return [Bind(self.generation)]
@@ -254,6 +258,11 @@ class HandoffReceiver:
             gone = self._give_up("the blocks are gone at the peer", died=False)
             return [*self._settle(), *gone]
         return [*self._settle(), *self._pulls()]
+
+    def frame_missed(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
+        """Nothing writes a frame that did not come (``writing`` - 1); ``pull_failed`` says why."""
+        self._wrote(epoch)
+        return self._settle()
 
     def pull_failed(self, kv_slices: Sequence[KvSlice], reason: str, epoch: int) -> list[Action]:
         """A pull ended without these frames: call broken, too slow, or too few frames.

@@ -14,13 +14,14 @@ over a copy of its own (``kvtransfer/lent_pages.py``), so that its pages may bel
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.events import ALL_LAYERS, PromptDone, Published
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
 from kvtransfer.coverage import Coverage
-from kvtransfer.kv_slice import KvSlice
+from kvtransfer.kv_slice import KvSlice, by_part
 
 DRAIN_NS = 250_000_000
 
@@ -84,6 +85,7 @@ class HandoffSender:
         lease_ns: How long it lives without a renewal.
         now_ns: The time.
         first_head: The first head that this edge carries; ``geometry`` says how many.
+        parts: Heads that lie in one rank's pool, if not all do; each part is announced for itself.
     """
 
     geometry: KvGeometry
@@ -100,6 +102,7 @@ class HandoffSender:
     renewed_ns: int = 0
     revoked_ns: int = 0  # when it was first seen to be
     first_head: int = 0
+    parts: Sequence[range] = ()
 
     def __post_init__(self) -> None:
         self.renewed_ns = self.now_ns
@@ -114,7 +117,7 @@ class HandoffSender:
         if self.state is not SenderState.OPEN:
             return []
         whole = event.layer_count == ALL_LAYERS
-        kv_slice = KvSlice(
+        rectangle = KvSlice(
             event.layer_begin,
             self.geometry.num_layers if whole else event.layer_count,
             self.first_head,
@@ -124,7 +127,8 @@ class HandoffSender:
             event.valid_tokens,
         )
         # A step that was planned again after a neighbour's failure says the same once more.
-        return [Announce(kv_slice)] if self.published_kv.add(kv_slice) else []
+        pieces = by_part(rectangle, self.parts) if self.parts else (rectangle,)
+        return [Announce(piece) for piece in pieces if self.published_kv.add(piece)]
 
     def prompt_done(self, event: PromptDone) -> list[Action]:
         """Everything is computed and published."""

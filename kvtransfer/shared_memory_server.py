@@ -34,13 +34,13 @@ class SharedMemoryServer:
     def __init__(self, side: ServingSide) -> None:
         self._side = side
         self._address = f"baton-kv/{side.incarnation.hex()}"
-        self._place = this_place()
+        self._place = this_place() if side.pool_fd >= 0 else ""  # one pool, with all heads
         self._tasks = BackgroundTasks("shared memory")
         self._server: asyncio.Server | None = None
 
     @property
     def offer(self) -> common_pb2.TransportOffer | None:
-        """Where to knock; None where the kernel has no such sockets."""
+        """Where to knock; None where there is no such pool, or the kernel has no such sockets."""
         if not self._place:
             return None
         return common_pb2.TransportOffer(name=NAME, place=self._place, address=self._address)

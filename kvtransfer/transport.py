@@ -138,7 +138,7 @@ class ServingSide:
         grpc_server: Not started yet.
         token: That readers must know.
         incarnation: Of the worker.
-        pool_fd: Its KV pool, opened for reading.
+        pool_fd: Its KV pool, opened for reading; -1 where ranks have pools of their own.
     """
 
     grpc_server: grpc.aio.Server

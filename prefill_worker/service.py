@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Protocol
 
 import grpc
-from batonpb import common_pb2, prefill_pb2_grpc
+from batonpb import common_pb2, prefill_pb2_grpc, rank_pb2
 from batonpb import prefill_pb2 as pb
 
 from engine.core import events as ev
@@ -22,9 +22,12 @@ from engine.core.errors import BatonError, UnavailableError
 from engine.core.sequence import Kind
 from engine.process import messages
 from engine.process.handle import EngineHandle
-from kvtransfer import chunk, sender
+from kvtransfer import sender
 from kvtransfer.fault_injection import FrameTamperer
+from kvtransfer.kv_slice import KvSlice
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
+from kvtransfer.ranks.link import RankLink
+from kvtransfer.ranks.pools import KvPools
 from telemetry.metrics import Metrics
 from telemetry.prefix_tokens import count_cached
 from telemetry.tasks import BackgroundTasks
@@ -72,6 +75,29 @@ class Handoff:
         self.prompt_outputs = ev.PromptOutputsReady(engine_id)
         self.ended = False
         self.prefix: PrefixPull | None = None  # that its submission to the engine waits for
+        self.at_ranks: list[RankLink] = []  # elsewhere, who were told of it and not of its end
+        self._held_back: deque[tuple[asyncio.Future[None] | None, pb.PrefillEvent]] = deque()
+
+    def begin_again(self) -> None:
+        """Another stream listens: nothing was said to it yet."""
+        self.events = asyncio.Queue()
+        self._held_back.clear()
+
+    def say(self, event: pb.PrefillEvent, known: "asyncio.Future[None] | None" = None) -> None:
+        """Tell decode, in order.
+
+        Args:
+            event: What.
+            known: Done when the rank that decode will ask knows of it, too.
+        """
+        self._held_back.append((known, event))
+        if known is not None:
+            known.add_done_callback(lambda _: self._say_known())
+        self._say_known()
+
+    def _say_known(self) -> None:
+        while self._held_back and (self._held_back[0][0] is None or self._held_back[0][0].done()):
+            self.events.put_nowait(self._held_back.popleft()[1])
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -79,7 +105,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     Args:
         engine: The engine.
-        pool: Its KV pool.
+        pool: Its KV pool, or those of its ranks.
         identity: Who we are.
         capabilities: What we speak.
         metrics: Of this worker.
@@ -93,7 +119,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(
         self,
         engine: EngineHandle,
-        pool: chunk.PoolView,
+        pool: KvPools,
         identity: common_pb2.WorkerIdentity,
         capabilities: common_pb2.Capabilities,
         metrics: Metrics,
@@ -179,7 +205,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if (
             existing is not None and existing.machine.state is sender.SenderState.OPEN
         ):  # a broken stream came back
-            existing.events = asyncio.Queue()
+            existing.begin_again()
             existing.machine.renew(time.monotonic_ns())
             self._perform(existing, existing.machine.replay())
             return existing, True
@@ -191,6 +217,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             start.skip_blocks,
             (start.lease_ms or 3000) * 1_000_000,
             time.monotonic_ns(),
+            parts=self._pool.parts,
         )
         self._serial += 1
         engine_id = f"p/{start.request_id}/{start.attempt}/{self._serial}"
@@ -249,6 +276,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         match report:
             case ev.Admitted():
                 handoff.machine.admitted(report.blocks)
+                self._hold_at_ranks(handoff)
             case ev.Published():
                 self._perform(handoff, handoff.machine.published(report))
             case ev.PromptOutputsReady():
@@ -297,19 +325,59 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             handoff.events.put_nowait(pb.PrefillEvent(failed=error))
         handoff.ended = True
         handoff.machine.state = sender.SenderState.CLOSED  # a frame being read is not sent
+        self._revoke_at_ranks(handoff)
         handoff.events.put_nowait(pb.PrefillEvent(heartbeat=pb.Renew()))  # wakes the stream
         if self._handoffs.get(key) is handoff:
             del self._handoffs[key]
 
+    # ---------------------------------------------------------------- ranks elsewhere
+
+    def _hold_at_ranks(self, handoff: Handoff) -> None:
+        """Each reads its own pages for decode; until it is done with them, they are being read."""
+        start = handoff.start
+        handoff.at_ranks = list(self._pool.links)
+        for link in handoff.at_ranks:
+            handoff.machine.read_begins()
+            hold = rank_pb2.RankHold(
+                name=handoff.engine_id,
+                request_id=start.request_id,
+                attempt=start.attempt,
+                generation=start.generation,
+                prompt_tokens=handoff.machine.prompt_tokens,
+                pages=handoff.machine.blocks,
+                decode_incarnation=start.decode_incarnation,
+            )
+            link.hold(hold, lambda: self._perform(handoff, handoff.machine.read_ended()))
+        if handoff.machine.state is not sender.SenderState.OPEN:
+            self._revoke_at_ranks(handoff)
+
+    def _publish_at_rank(
+        self, handoff: Handoff, kv_slice: KvSlice
+    ) -> "asyncio.Future[None] | None":
+        """Tell whom decode will ask; None: decode will ask here."""
+        if self._pool.holding(kv_slice):
+            return None
+        link = self._pool.elsewhere(kv_slice)[0]
+        return link.publish(handoff.engine_id, kv_slice.to_wire())
+
+    def _revoke_at_ranks(self, handoff: Handoff) -> None:
+        links, handoff.at_ranks = handoff.at_ranks, []
+        for link in links:
+            link.revoke(handoff.engine_id)
+
     def _perform(self, handoff: Handoff, actions: list[sender.Action]) -> None:
+        if handoff.machine.state is not sender.SenderState.OPEN:
+            self._revoke_at_ranks(handoff)
         for action in actions:
             match action:
                 case sender.Announce():
-                    published = action.kv_slice.to_published()
-                    handoff.events.put_nowait(pb.PrefillEvent(published=published))
+                    heads = self._pool.geometry.num_kv_heads
+                    published = action.kv_slice.to_published(heads)
+                    known = self._publish_at_rank(handoff, action.kv_slice)
+                    handoff.say(pb.PrefillEvent(published=published), known)
                 case sender.AnnounceFirst():
                     for message in first_tokens_to_wire(action.done, handoff.prompt_outputs):
-                        handoff.events.put_nowait(pb.PrefillEvent(first_tokens=message))
+                        handoff.say(pb.PrefillEvent(first_tokens=message))
                 case sender.AnnounceCommit():
                     record = pb.CommitRecord(
                         rectangles=action.rectangles,
@@ -317,7 +385,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                         valid_tokens=action.valid_tokens,
                         manifest_digest=action.manifest,
                     )
-                    handoff.events.put_nowait(pb.PrefillEvent(commit=record))
+                    handoff.say(pb.PrefillEvent(commit=record))
                 case sender.GiveBack():
                     if action.overdue:
                         self._metrics.inc("baton_loans_overdue", action.overdue)

@@ -10,6 +10,10 @@ its query heads. Columns are cut as evenly as multiples of 16 allow.
 
 from dataclasses import dataclass
 
+import msgspec
+
+from engine.core.geometry import KvGeometry
+
 _COLUMNS = 16  # the width of the kernels' vectors
 
 
@@ -17,6 +21,12 @@ def owned_heads(rank: int, ranks: int, heads: int) -> range:
     """KV heads that a rank holds."""
     begin = rank * heads // ranks
     return range(begin, max(begin + 1, (rank + 1) * heads // ranks))
+
+
+def rank_geometries(geometry: KvGeometry, ranks: int) -> list[KvGeometry]:
+    """The pool of each rank, if each has its own with its heads only."""
+    heads = [len(owned_heads(rank, ranks, geometry.num_kv_heads)) for rank in range(ranks)]
+    return [msgspec.structs.replace(geometry, num_kv_heads=count) for count in heads]
 
 
 def columns(rank: int, ranks: int, width: int) -> range:

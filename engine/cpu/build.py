@@ -68,7 +68,7 @@ def build_cpu_runner(
     identity = numerics_id(model, tiling, dtype, numerics, settings.kv_dtype)
     runner = CpuRunner(
         model,
-        map_pool(geometry),
+        map_pool(geometry if model.shard is None else model.shard.held(geometry)),
         geometry,
         tiling,
         c.eos_token_ids,
@@ -102,7 +102,7 @@ def _load(
     """The model, or this rank's part of it, and how its attention is cut."""
     c, dtype, numerics = artifact.config, settings.dtype, numerics_of(settings.numerics)
     quantisation = settings.weight_quantisation
-    shard = None if ranks is None else lead(c, ranks)
+    shard = None if ranks is None else lead(c, ranks, own_pools=settings.own_pools)
     model = load_model(
         artifact,
         dtype,

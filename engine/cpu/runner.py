@@ -12,7 +12,7 @@ is zeroed before they fail.
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -55,13 +55,14 @@ class CpuRunner:
 
     Args:
         model: A loaded model.
-        pool_buffer: Writable, zeroed (or at least finite) memory of ``geometry.pool_bytes`` bytes.
-        geometry: Shape of the pool.
+        pool_buffer: Writable, zeroed (or at least finite) memory: all of the pool, or what this
+            rank holds of it.
+        geometry: Shape of the pool, with the heads of the whole model.
         tiling: How attention is cut, from ``attention_tiling``.
         eos_token_ids: Tokens that end an answer.
         adapters: What rows may name; by default an empty set in ``exact``.
         grammars: For requests with a grammar.
-        shared_pool: Whether the other ranks of a tensor-parallel replica map this very memory.
+        shared_pool: Whether it is in the files that others map, as are those of other ranks.
         cores: Claimed for the time of each step.
     """
 
@@ -90,16 +91,17 @@ class CpuRunner:
         self._geometry = geometry
         self._eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
-        count = geometry.pool_bytes // geometry.itemsize_bytes
+        held = geometry if self._shard is None else self._shard.held(geometry)
+        count = held.pool_bytes // held.itemsize_bytes
         self._codec = kv_codec(geometry, model.dtype)
         dtype = torch.uint8 if self._codec else DTYPES[geometry.dtype]
         flat = torch.frombuffer(pool_buffer, dtype=dtype, count=count)
-        self._pool = flat.view(geometry.shape)
+        self._pool = flat.view(held.shape)
         kv_heads = None
         if self._shard is not None:
             tiling = self._shard.open(geometry, tiling, shared=shared_pool)
-            kv_heads = self._shard.split.kv_heads
-        self._attention = self._make_attention(geometry, tiling, kv_heads)
+            kv_heads = self._shard.heads_in_pool
+        self._attention = self._make_attention(held, tiling, kv_heads)
         self._layers = model.native_layers(self._attention)
 
     def _make_attention(
@@ -146,13 +148,23 @@ class CpuRunner:
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
         """See ``engine.core.model_runner.ModelRunner``."""
-        for source, target in plan.copies:
-            self._pool[:, :, target].copy_(self._pool[:, :, source])
+        if plan.copies:
+            self.copy_blocks(plan.copies)
         self._sampler.begin_step()
         if not plan.rows:
             return []
         with self._cores:
             return self._compute(plan, on_layers_done)
+
+    @torch.inference_mode()
+    def copy_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, ``(from, to)``, on all ranks that have a pool."""
+        if self._shard is not None:
+            self._shard.begin_copies(blocks)
+        for source, target in blocks:
+            self._pool[:, :, target].copy_(self._pool[:, :, source])
+        if self._shard is not None:
+            self._shard.settle()
 
     def _compute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None
@@ -176,7 +188,7 @@ class CpuRunner:
             self._model, plan.rows, batch.ends, hidden_TE, skipped=broken
         )
         if broken := broken | unscored:
-            self._clear(plan.rows[index] for index in broken)
+            self.clear([plan.rows[index] for index in broken])
             raise not_finite_error(broken, len(plan.rows))
         for part in collected:
             part.hand_over()
@@ -272,7 +284,7 @@ class CpuRunner:
 
     def _retry_isolated(self, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]) -> set[int]:
         """Compute rows with NaN again, each alone; returns those at fault themselves."""
-        self._clear(batch.rows[index] for index in broken)
+        self.clear([batch.rows[index] for index in broken])
         guilty = set()
         for index in sorted(broken):
             row, end = batch.rows[index], batch.ends[index]
@@ -282,8 +294,13 @@ class CpuRunner:
                 guilty.add(index)
         return guilty
 
-    def _clear(self, rows: Iterable[PlanRow]) -> None:
+    @torch.inference_mode()
+    def clear(self, rows: Sequence[PlanRow]) -> None:
         """Zero the KV that these rows wrote, also what other ranks wrote of it."""
+        if self._shard is not None:
+            self._shard.begin_clear(rows)
         tokens = self._pool.flatten(2, 3)  # [layers, 2, slots, heads, elements]
         for row in rows:
             tokens[:, :, self._slots(row)] = 0
+        if self._shard is not None:
+            self._shard.settle()

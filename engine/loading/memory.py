@@ -23,7 +23,7 @@ import psutil
 from engine.artifacts.artifact import resolve_model
 from engine.artifacts.model_config import ModelConfig, ModelError
 from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED, KvGeometry
-from engine.core.split import Split
+from engine.core.split import Split, rank_geometries
 from engine.models.families import weight_table
 from engine.models.split import splits_of
 from engine.settings import EngineSettings
@@ -379,6 +379,9 @@ def pool_geometry(
         native=native,
     )
     block_bytes = kv_geometry(config, kv_dtype, 1).block_bytes
+    if settings.own_pools:  # with more ranks than heads a head is held more than once
+        parts = rank_geometries(kv_geometry(config, kv_dtype, 1), settings.tensor_parallel)
+        block_bytes = sum(part.block_bytes for part in parts)
     if draft is not None:  # a pool of its own, with as many blocks
         block_bytes += kv_geometry(draft, settings.dtype, 1).block_bytes
     workers = settings.workers_on_host

@@ -1,12 +1,13 @@
 """From settings to everything that steps: the runner, its core, and the other ranks."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from engine.artifacts.artifact import ModelError
 from engine.core.core import EngineCore
 from engine.core.geometry import KvGeometry
 from engine.core.model_runner import ModelInfo, ModelRunner
@@ -34,19 +35,24 @@ class BuiltEngine(NamedTuple):
     copier: TierCopier | None = None
 
 
-def build_engine(settings: EngineSettings, pool_fd: int, progress: Progress) -> BuiltEngine:
+def build_engine(
+    settings: EngineSettings, pool_fd: int, progress: Progress, own_fds: Sequence[int] = ()
+) -> BuiltEngine:
     """Load the model and whatever goes with it.
 
     Args:
         settings: How to build the engine.
         pool_fd: The memory file for the KV pool.
         progress: Called with one line of text at a time.
+        own_fds: Those of ranks 1 and up, if each has its own.
 
     Raises:
         ModelError: The model cannot be loaded.
         RankError: A rank died or hangs.
         NumericsSetupError: ``exact`` cannot be kept on this machine.
     """
+    if settings.own_pools and settings.kv_tiers.names:
+        raise ModelError("kv_tiers keep blocks of one pool: not with rank_memory: own")
     ranks = None
     if settings.emulated is not None:
         runner, info = _build_paced(settings, settings.emulated, pool_fd)
@@ -56,7 +62,7 @@ def build_engine(settings: EngineSettings, pool_fd: int, progress: Progress) -> 
         from engine.build import build_runner  # torch is loaded here and nowhere else
 
         if settings.tensor_parallel > 1:
-            ranks = RankProcesses(settings, pool_fd)
+            ranks = RankProcesses(settings, pool_fd, own_fds)
         runner, info = build_runner(
             settings, lambda geometry: map_pool(pool_fd, geometry), progress, ranks
         )

@@ -3,7 +3,6 @@
 import asyncio
 import fcntl
 import logging
-import mmap
 import os
 import socket
 import sys
@@ -15,6 +14,8 @@ from typing import IO
 import msgspec
 
 from engine.core.errors import InternalError
+from engine.core.split import rank_geometries
+from engine.ipc import map_pool
 from engine.process import messages
 from engine.process.thread import EngineThread
 from engine.settings import EngineSettings
@@ -102,8 +103,9 @@ class EngineClient:
         listening: Feeds the inbox, until the process says no more.
         tasks: What runs in the background; ended with the process.
         ready: What the engine said when it was loaded.
-        pool: Its KV pool.
-        pool_fd: The pool's memory file, opened for reading; closed with the process.
+        pools: Its KV pool, or one for each rank on this host.
+        pool_fd: The pool's memory file, opened for reading; closed with the process. -1 where there
+            is more than one.
     """
 
     def __init__(
@@ -114,11 +116,11 @@ class EngineClient:
         listening: asyncio.Task[None],
         tasks: BackgroundTasks,
         ready: messages.Ready,
-        pool: memoryview,
+        pools: Sequence[memoryview],
         pool_fd: int,
     ) -> None:
         self.ready = ready
-        self.pool = pool
+        self.pools = tuple(pools)
         self.pool_fd = pool_fd
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = process
@@ -154,22 +156,26 @@ class EngineClient:
         async with AsyncExitStack() as undo:
             tasks = BackgroundTasks("engine client", count_task_failure)
             undo.push_async_callback(tasks.close)
-            # The kernel frees it with its last user. Whoever maps it may rely on its size.
-            pool_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            pool_fds = [_pool_file() for _ in range(_pool_count(settings))]
             try:
-                process, control = await _spawn(settings, pool_fd, stderr)
+                process, control = await _spawn(settings, pool_fds, stderr)
                 undo.push_async_callback(_kill, process)
                 reader, writer = await asyncio.open_connection(sock=control)
                 undo.callback(writer.close)
                 listening = tasks.spawn(_listen(reader, inbox, process), "listen")
                 async with tasks.beside(_tell_exit(process, listening, inbox), "loading"):
                     ready = await inbox.until_ready(timeout_s)
-                pool = memoryview(mmap.mmap(pool_fd, ready.geometry.pool_bytes))
-                fcntl.fcntl(pool_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-                reading_fd = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY)
+                ranks = settings.tensor_parallel if settings.own_pools else 1
+                shapes = rank_geometries(ready.geometry, ranks)
+                pools = [map_pool(fd, shape) for fd, shape in zip(pool_fds, shapes, strict=False)]
+                for fd in pool_fds:
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+                alone = not settings.own_pools
+                reading_fd = os.open(f"/proc/self/fd/{pool_fds[0]}", os.O_RDONLY) if alone else -1
             finally:
-                os.close(pool_fd)
-            client = cls(process, writer, inbox, listening, tasks, ready, pool, reading_fd)
+                for fd in pool_fds:
+                    os.close(fd)
+            client = cls(process, writer, inbox, listening, tasks, ready, pools, reading_fd)
             undo.pop_all()
         return client
 
@@ -218,8 +224,18 @@ class EngineClient:
             self.exited.set_result(code)
 
 
+def _pool_count(settings: EngineSettings) -> int:
+    """On this host: ranks that are elsewhere have theirs there."""
+    return settings.tensor_parallel if settings.own_pools and not settings.rank_orders else 1
+
+
+def _pool_file() -> int:
+    """The kernel frees it with its last user. Whoever maps it may rely on its size."""
+    return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
 async def _spawn(
-    settings: EngineSettings, pool_fd: int, stderr: IO[bytes] | None
+    settings: EngineSettings, pool_fds: Sequence[int], stderr: IO[bytes] | None
 ) -> tuple[EngineProcess, socket.socket]:
     """The engine and our end of the socket to it."""
     ours, theirs = socket.socketpair()
@@ -228,7 +244,7 @@ async def _spawn(
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
     settings = settings.on(len(os.sched_getaffinity(0)))
     if settings.emulated is not None:
-        return EngineThread(settings, theirs, pool_fd), ours
+        return EngineThread(settings, theirs, pool_fds[0]), ours
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -236,9 +252,9 @@ async def _spawn(
                 "-m",
                 "engine.process.step_loop",
                 str(theirs.fileno()),
-                str(pool_fd),
+                ",".join(map(str, pool_fds)),
                 msgspec.json.encode(settings).decode(),
-                pass_fds=(theirs.fileno(), pool_fd),
+                pass_fds=(theirs.fileno(), *pool_fds),
                 env=_environment(settings),
                 stderr=stderr,
             )

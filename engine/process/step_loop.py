@@ -1,10 +1,11 @@
 """The step loop: a process of its own, so that the network never delays a step.
 
-    python -m engine.process.step_loop CONTROL_FD POOL_FD SETTINGS_JSON
+    python -m engine.process.step_loop CONTROL_FD POOL_FDS SETTINGS_JSON
 
-``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/process/messages.py``), ``POOL_FD`` an
-empty memory file that becomes the KV pool; the shell maps the same file. The process ends when it
-is told to, when the other end of the socket closes, or with exit code 1 and a ``Fatal`` report.
+``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/process/messages.py``), ``POOL_FDS``
+an empty memory file that becomes the KV pool, or one for each rank, with commas between; the shell
+maps the same files. The process ends when it is told to, when the other end of the socket closes,
+or with exit code 1 and a ``Fatal`` report.
 """
 
 import contextlib
@@ -249,20 +250,23 @@ def _malformed(command: messages.Submit) -> BatonError | None:
     return None
 
 
-def serve(settings: EngineSettings, control: socket.socket, pool_fd: int) -> None:
+def serve(
+    settings: EngineSettings, control: socket.socket, pool_fd: int, own_fds: Sequence[int] = ()
+) -> None:
     """Build the engine, report ``Ready``, then step until told to stop.
 
     Args:
         settings: How to build the engine.
         control: This end of the socket pair.
         pool_fd: The memory file for the KV pool.
+        own_fds: Those of ranks 1 and up, if each has its own.
     """
 
     def report(what: messages.Report) -> None:
         control.sendall(messages.frame([what]))
 
     began_ns = time.monotonic_ns()
-    engine = build_engine(settings, pool_fd, lambda what: report(messages.Progress(what)))
+    engine = build_engine(settings, pool_fd, lambda what: report(messages.Progress(what)), own_fds)
     report(
         messages.Ready(
             pid=os.getpid(),
@@ -283,10 +287,12 @@ def serve(settings: EngineSettings, control: socket.socket, pool_fd: int) -> Non
             engine.copier.close()
 
 
-def run(settings: EngineSettings, control: socket.socket, pool_fd: int) -> int:
+def run(
+    settings: EngineSettings, control: socket.socket, pool_fd: int, own_fds: Sequence[int] = ()
+) -> int:
     """``serve``, whatever comes of it; returns the exit code."""
     try:
-        serve(settings, control, pool_fd)
+        serve(settings, control, pool_fd, own_fds)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the shell is gone
     except Exception as error:  # noqa: BLE001 - the engine's edge: report, then fail loudly
@@ -304,7 +310,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = msgspec.json.decode(sys.argv[3], type=EngineSettings)
-    sys.exit(run(settings, control, int(sys.argv[2])))
+    pool_fd, *own_fds = map(int, sys.argv[2].split(","))
+    sys.exit(run(settings, control, pool_fd, own_fds))
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ def engine_settings(config: FleetConfig, role: Role, worker_id: str = "") -> Eng
         max_adapter_rank=config.adapters.max_rank,
         speculation=msgspec.convert(config.speculation.settings(), SpeculationSettings),
         tensor_parallel=config.pools.width(role),
+        rank_memory=config.pools.tensor_parallel.memory,
         emulated=_emulated(config),
     )
 

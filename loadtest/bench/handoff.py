@@ -200,6 +200,10 @@ class OnePeer:
         """The one."""
         return [self._way]
 
+    def address(self, target: PrefillTarget, kv_slice: KvSlice) -> str:
+        """All heads are at the worker's own."""
+        return target.address
+
     def edge(self, worker_id: str) -> Edge:
         """To the one worker."""
         return self._edge

@@ -118,20 +118,24 @@ class PrefillAccepted(_message.Message):
     def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., resumed: _Optional[bool] = ...) -> None: ...
 
 class Published(_message.Message):
-    __slots__ = ("kv_group", "layer_begin", "layer_count", "block_begin", "block_count", "valid_tokens")
+    __slots__ = ("kv_group", "layer_begin", "layer_count", "block_begin", "block_count", "valid_tokens", "head_begin", "head_count")
     KV_GROUP_FIELD_NUMBER: _ClassVar[int]
     LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
     LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BEGIN_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     VALID_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
     kv_group: int
     layer_begin: int
     layer_count: int
     block_begin: int
     block_count: int
     valid_tokens: int
-    def __init__(self, kv_group: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_begin: _Optional[int] = ..., block_count: _Optional[int] = ..., valid_tokens: _Optional[int] = ...) -> None: ...
+    head_begin: int
+    head_count: int
+    def __init__(self, kv_group: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_begin: _Optional[int] = ..., block_count: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_count: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "logprob", "has_logprob")

@@ -92,6 +92,10 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
         ("quantisation: {weights: int4}\ndtype: fp32", "int4 needs dtype bf16, not fp32"),
         ("quantisation: {weights: fp8}\ndtype: fp32", "fp8 needs dtype bf16, not fp32"),
         (
+            "pools: {tensor_parallel: {decode: 2, memory: own}, kv_tiers: {memory_mb: 64}}",
+            "kv_tiers need `tensor_parallel: {memory: shared}`",
+        ),
+        (
             "quantisation: {weights: int4}\npools: {tensor_parallel: {decode: 2}}",
             "int4 weights are not split; int8 ones are",
         ),

@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.geometry import KvGeometry
-from engine.core.split import owned_heads
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice, cut
-from kvtransfer.resharding import edges
 from wire.compatibility import disagreement, kv_group, own_wire
 
 GEOMETRY = KvGeometry(num_layers=5, num_kv_heads=3, head_dim=8, num_blocks=24, dtype="bf16")
@@ -141,24 +139,6 @@ def test_digests_do_not_depend_on_the_split_over_ranks():
             mine = alone[block * leaf_bytes : (block + 1) * leaf_bytes]
             begin = (block * 3 + head) * leaf_bytes
             assert payload[begin : begin + leaf_bytes] == mine
-
-
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("receivers", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("senders", [1, 2, 3, 4, 8])
-def test_every_rank_gets_its_heads_once(senders, receivers, heads):
-    plan = edges(senders, receivers, heads)
-    for receiver in range(receivers):
-        got = [
-            head
-            for edge in plan
-            if edge.receiver == receiver
-            for head in range(edge.head_begin, edge.head_begin + edge.head_count)
-        ]
-        assert sorted(got) == list(owned_heads(receiver, receivers, heads))
-    for edge in plan:
-        sent = set(range(edge.head_begin, edge.head_begin + edge.head_count))
-        assert sent <= set(owned_heads(edge.sender, senders, heads))
 
 
 @pytest.mark.parametrize(("head_dim", "word_bytes"), [(8, 4), (12, 8)])

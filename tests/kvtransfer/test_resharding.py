@@ -1,25 +1,25 @@
 """Ranks with pools of their own: any width to any width, through the machines of both sides.
 
-Each edge of the plan is a hand-off of its range of heads: a sender machine over a pool that has its
-rank's heads only, a receiver machine over another such pool. What arrives is compared with the
-whole model's KV, byte for byte.
+The sender machine announces each rank's heads for themselves, the receiver machine asks for frames
+that lie in one rank's pool on both sides. What arrives in each pool is compared with the whole
+model's KV, byte for byte.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
-import msgspec
 import numpy as np
 import pytest
+from batonpb import prefill_pb2 as pb
 
 from engine.core.events import PromptDone, Published
 from engine.core.geometry import KvGeometry
-from engine.core.split import owned_heads
+from engine.core.split import owned_heads, rank_geometries
 from kvtransfer import chunk, receiver, sender
 from kvtransfer.kv_slice import KvSlice
-from kvtransfer.receiver import HandoffReceiver
-from kvtransfer.resharding import Edge, edges
+from kvtransfer.ranks.pools import RankPools
+from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender
 
 WIDTHS = (1, 2, 3, 4, 8)
@@ -41,20 +41,24 @@ def model(heads: int) -> np.ndarray:
     return np.random.default_rng(heads).integers(1, 256, shape, dtype=np.uint8)
 
 
-class Rank:
-    """A pool with a rank's heads, in pages of its own."""
+class Replica:
+    """Ranks without a byte in common, whose pages have the same numbers."""
 
-    def __init__(self, rank: int, width: int, heads: int, seed: int) -> None:
-        self.heads = owned_heads(rank, width, heads)
-        self.geometry = geometry(len(self.heads))
-        self.memory = bytearray(self.geometry.pool_bytes)
-        self.data = np.frombuffer(self.memory, np.uint8).reshape(*self.geometry.shape[:-1], 8)
-        self.view = chunk.PoolView(self.memory, self.geometry, self.heads[0])
-        pages = np.random.default_rng([seed, rank]).permutation(self.geometry.num_blocks)
+    def __init__(self, width: int, heads: int, seed: int) -> None:
+        shapes = rank_geometries(geometry(heads), width)
+        self.memory = [bytearray(shape.pool_bytes) for shape in shapes]
+        self.heads = [owned_heads(rank, width, heads) for rank in range(width)]
+        self.data = [
+            np.frombuffer(memory, np.uint8).reshape(*shape.shape[:-1], 8)
+            for memory, shape in zip(self.memory, shapes, strict=True)
+        ]
+        self.pools = RankPools(self.memory, geometry(heads))
+        pages = np.random.default_rng(seed).permutation(geometry(heads).num_blocks)
         self.pages = tuple(int(page) for page in pages[:BLOCKS])
 
     def fill(self, whole: np.ndarray) -> None:
-        self.data[:, :, self.pages] = whole[..., list(self.heads), :]
+        for data, own in zip(self.data, self.heads, strict=True):
+            data[:, :, self.pages] = whole[..., list(own), :]
 
 
 def published() -> Iterator[Published]:
@@ -71,37 +75,52 @@ def published() -> Iterator[Published]:
         )
 
 
-def hand_off(edge: Edge, theirs: Rank, ours: Rank) -> dict[Cell, bytes]:
-    """One edge, to its commit; the digests that crossed it."""
-    part = msgspec.structs.replace(theirs.geometry, num_kv_heads=edge.head_count)
-    giving = HandoffSender(part, TOKENS, 0, 1 << 60, 0, first_head=edge.head_begin)
-    giving.admitted(theirs.pages)
-    taking = HandoffReceiver(part, TOKENS, frame_bytes=70_000, first_head=edge.head_begin)
-    taking.reserved(1, 0, 0)
-    actions = taking.accepted(resumed=False, now_ns=0)
-    told = [action for event in published() for action in giving.published(event)]
+def over_the_wire(kv_slice: KvSlice, heads: int) -> KvSlice:
+    """What decode reads of an announcement."""
+    data = kv_slice.to_published(heads).SerializeToString()
+    return KvSlice.from_published(pb.Published.FromString(data), heads)
+
+
+def open_receiver(taking: Replica, heads: int) -> HandoffReceiver:
+    parts = taking.pools.parts
+    machine = HandoffReceiver(geometry(heads), TOKENS, frame_bytes=70_000, parts=parts)
+    machine.reserved(1, 0, 0)
+    machine.accepted(resumed=False, now_ns=0)
+    return machine
+
+
+def tell_all(giving: Replica, machine: HandoffReceiver, heads: int) -> HandoffSender:
+    """Everything is published, and prefill's commit record is there; pages are bound."""
+    told = HandoffSender(geometry(heads), TOKENS, 0, 1 << 60, 0, parts=giving.pools.parts)
+    told.admitted(giving.pages)
+    said = [action for event in published() for action in told.published(event)]
     done = PromptDone(request_id="request", first=(), cached_tokens=0, queue_ns=0, prefill_ns=0)
-    told += giving.prompt_done(done)
-    said: dict[Cell, bytes] = {}
-    committed = False
-    for action in told:
+    for action in [*said, *told.prompt_done(done)]:
         match action:
             case sender.Announce():
-                actions += taking.published(action.kv_slice, 0)
+                machine.published(over_the_wire(action.kv_slice, heads), 0)
             case sender.AnnounceCommit():
                 record = (action.rectangles, action.payload_bytes, action.valid_tokens)
-                actions += taking.commit_record(*record, action.manifest)
+                machine.commit_record(*record, action.manifest)
+    return told
+
+
+def hand_off(giving: Replica, taking: Replica, heads: int) -> dict[Cell, bytes]:
+    """One hand-off, to its commit; the digests that crossed it."""
+    machine = open_receiver(taking, heads)
+    told = tell_all(giving, machine, heads)
+    actions = machine.bound(1, taking.pages)
+    said: dict[Cell, bytes] = {}
+    committed = False
     while actions:
         match actions.pop(0):
-            case receiver.Bind():
-                actions += taking.bound(1, ours.pages)
             case receiver.Pull(kv_slices, epoch):
                 assert not committed
                 for kv_slice in kv_slices:
-                    assert giving.may_read(kv_slice)
-                    assert taking.frame_arrived(kv_slice, epoch)
-                    said.update(move(kv_slice, theirs, ours))
-                    actions += taking.frame_stored(kv_slice, epoch, 0)
+                    assert told.may_read(kv_slice)
+                    assert machine.frame_arrived(kv_slice, epoch)
+                    said.update(move(kv_slice, giving, taking))
+                    actions += machine.frame_stored(kv_slice, epoch, 0)
             case receiver.Commit():
                 committed = True
             case receiver.AskForPeer(reason):
@@ -110,10 +129,12 @@ def hand_off(edge: Edge, theirs: Rank, ours: Rank) -> dict[Cell, bytes]:
     return said
 
 
-def move(kv_slice: KvSlice, theirs: Rank, ours: Rank) -> dict[Cell, bytes]:
-    payload = memoryview(bytearray(kv_slice.payload_bytes(theirs.geometry)))
-    digests = theirs.view.copy_out(theirs.pages, kv_slice, BOUND, payload)
-    assert ours.view.place(ours.pages, kv_slice, BOUND, payload, digests)
+def move(kv_slice: KvSlice, giving: Replica, taking: Replica) -> dict[Cell, bytes]:
+    payload = memoryview(bytearray(kv_slice.payload_bytes(geometry(1))))
+    source = giving.pools.holding(kv_slice)[0]
+    digests = source.copy_out(giving.pages, kv_slice, BOUND, payload)
+    for target in taking.pools.holding(kv_slice):
+        assert target.place(taking.pages, kv_slice, BOUND, payload, digests)
     cells = product(range(kv_slice.block_count), range(kv_slice.head_count))
     return {
         (kv_slice.layer_begin, kv_slice.block_begin + block, kv_slice.head_begin + head): digests[
@@ -129,24 +150,61 @@ def test_every_width_to_every_width_brings_the_same_bytes_and_digests(heads: int
     last = TOKENS % 16
     digests_of_all: list[dict[Cell, bytes]] = []
     for senders, receivers in product(WIDTHS, WIDTHS):
-        giving = [Rank(rank, senders, heads, 1) for rank in range(senders)]
-        taking = [Rank(rank, receivers, heads, 2) for rank in range(receivers)]
-        for rank in giving:
-            rank.fill(whole)
-        digests: dict[Cell, bytes] = {}
-        for edge in edges(senders, receivers, heads):
-            said = hand_off(edge, giving[edge.sender], taking[edge.receiver])
-            assert all(digests.get(cell, digest) == digest for cell, digest in said.items())
-            digests |= said
-        digests_of_all.append(digests)
-        for rank in taking:
-            got, want = rank.data[:, :, rank.pages], whole[..., list(rank.heads), :].copy()
+        giving, taking = Replica(senders, heads, 1), Replica(receivers, heads, 2)
+        giving.fill(whole)
+        digests_of_all.append(hand_off(giving, taking, heads))
+        for data, own in zip(taking.data, taking.heads, strict=True):
+            got, want = data[:, :, taking.pages], whole[..., list(own), :].copy()
             want[:, :, -1, last:] = 0  # behind the prompt's last token nothing is sent
             assert (got == want).all()
-            others = [page for page in range(8) if page not in rank.pages]
-            assert not rank.data[:, :, others].any()
+            others = [page for page in range(8) if page not in taking.pages]
+            assert not data[:, :, others].any()
     assert all(digests == digests_of_all[0] for digests in digests_of_all)
     assert len(digests_of_all[0]) == 2 * BLOCKS * heads, "every (layers, block, head)"
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 3), (3, 1), (3, 3), (2, 3)])
+def test_nothing_is_committed_before_the_last_edge_is_there(senders: int, receivers: int) -> None:
+    """Each edge in turn is the late one."""
+    giving, taking = Replica(senders, 3, 1), Replica(receivers, 3, 2)
+    edges = list(product(giving.pools.parts, taking.pools.parts))
+    edges = [(one, other) for one, other in edges if set(one) & set(other)]
+    assert len(edges) == max(senders, receivers)
+    for late in edges:
+        machine = open_receiver(taking, 3)
+        tell_all(giving, machine, 3)
+        held_back: list[KvSlice] = []
+        actions = machine.bound(1, taking.pages)
+        while actions:
+            match actions.pop(0):
+                case receiver.Pull(kv_slices, epoch):
+                    for kv_slice in kv_slices:
+                        head = kv_slice.head_begin
+                        if head in late[0] and head in late[1]:
+                            held_back.append(kv_slice)
+                        else:
+                            assert machine.frame_arrived(kv_slice, epoch)
+                            actions += machine.frame_stored(kv_slice, epoch, 0)
+                case receiver.Commit():
+                    pytest.fail(f"committed without {late}")
+        assert held_back
+        for kv_slice in held_back:
+            assert machine.state is ReceiverState.PULLING
+            assert machine.frame_arrived(kv_slice, machine.epoch)
+            actions = machine.frame_stored(kv_slice, machine.epoch, 0)
+        assert receiver.Commit(1) in actions
+
+
+def test_a_commit_record_without_a_ranks_heads_is_not_believed() -> None:
+    machine = open_receiver(Replica(1, 2, 2), 2)
+    told = HandoffSender(geometry(2), TOKENS, 0, 1 << 60, 0, parts=(range(1),))
+    for event in published():
+        for action in told.published(event):
+            machine.published(action.kv_slice, 0)
+    done = PromptDone(request_id="request", first=(), cached_tokens=0, queue_ns=0, prefill_ns=0)
+    record = told.prompt_done(done)[1]
+    said = (record.rectangles, record.payload_bytes, record.valid_tokens, record.manifest)
+    assert any(isinstance(action, receiver.AskForPeer) for action in machine.commit_record(*said))
 
 
 def test_an_edge_takes_no_head_of_another() -> None:

@@ -80,7 +80,7 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     geometry = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
     submission = pb.Submission(request_id="a", prompt_tokens=pack_tokens(range(400)))
     submission.sampling.max_tokens = 1
-    pool, peers = SimpleNamespace(geometry=geometry), AsyncMock()
+    pool, peers = SimpleNamespace(geometry=geometry, parts=()), AsyncMock()
     peers.frame_bytes = Mock(return_value=FRAME_BYTES)
     parts = SimpleNamespace(
         engine=Mock(),

@@ -21,7 +21,7 @@ GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, d
 def handoff_with(peers: object, failures: list[str]) -> tuple[Handoff, Mock]:
     parts = SimpleNamespace(
         engine=Mock(),
-        pool=SimpleNamespace(geometry=GEOMETRY),
+        pool=SimpleNamespace(geometry=GEOMETRY, parts=(), elsewhere=lambda _: ()),
         peers=peers,
         identity=WorkerIdentity(),
         metrics=Mock(),
@@ -44,6 +44,7 @@ async def test_pulls_that_raise_are_failed_pulls() -> None:
 
     peers = Mock(greet=greet)
     peers.ways.return_value = ["grpc"]
+    peers.address.return_value = ""
     peers.edge.return_value = Edge()
     peers.frame_bytes.return_value = FRAME_BYTES
     peers.pull.side_effect = RuntimeError("by design")

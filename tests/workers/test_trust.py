@@ -1,5 +1,6 @@
 """Who may have KV of whom: certificates between workers, and the router's word for each pull."""
 
+import os
 import ssl
 import time
 from pathlib import Path
@@ -9,8 +10,13 @@ import httpx
 import msgspec
 import pytest
 from batonpb import decode_pb2 as pb
+from batonpb import rank_pb2
+from batonpb.prefill_pb2 import PullRequest
 
 from engine.core.errors import InternalError
+from engine.core.geometry import KvGeometry
+from fleet.rank import RankProgram, RankSettings
+from fleet.rank import serve as serve_rank
 from fleet.worker import Worker
 from registry.types import WorkerRecord
 from tests.wire.certs import files, made
@@ -24,6 +30,7 @@ from tests.workers.harness import (
 )
 from tests.workers.test_transports import PROMPT, PROMPT_BYTES, counted, same_tokens
 from wire.capability import sign
+from wire.compatibility import kv_group
 from wire.fleet_token import FleetToken
 from wire.grpc_options import open_channel
 from wire.tls import CertificateError, FleetTls
@@ -143,10 +150,43 @@ async def test_an_upgrade_may_let_pulls_without_a_word_through() -> None:
             assert await counted(prefill.record, "baton_pulls_refused") == {}
 
 
+async def test_a_rank_apart_asks_for_the_same_word_as_its_leader() -> None:
+    token, holder, reader = FleetToken(TOKEN), b"h" * 16, b"r" * 16
+    program = RankProgram(RankSettings(), token)
+    program._begin = rank_pb2.RankBegin(rank=1)
+    program._pool_fd = os.memfd_create("pool")
+    shape = KvGeometry(num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=4, dtype="bf16")
+    group = kv_group(shape)
+    program._serve_pool(
+        rank_pb2.RankServe(num_blocks=4, kv_group=group, ranks=2, incarnation=holder)
+    )
+    held = {"request_id": "a", "attempt": 1, "generation": 1}
+    program._handoffs.hold(rank_pb2.RankHold(name="p/a", decode_incarnation=reader, **held))
+    now_s = time.time()
+
+    def why(who: bytes, word: bytes) -> str:
+        return program._refusal(PullRequest(reader_incarnation=who, capability=word, **held))
+
+    other = b"o" * 16
+    assert why(reader, sign(token, "a", holder, reader, now_s)) == ""
+    assert why(reader, b"") == "missing"
+    assert why(other, sign(token, "a", holder, other, now_s)) == "another reader's"
+    assert why(reader, sign(token, "b", holder, reader, now_s))
+    program._serve.unsigned_pulls = True
+    assert why(reader, b"") == ""
+    await program.close()
+
+
 async def test_plain_text_to_other_hosts_must_be_meant(tmp_path: Path) -> None:
     with pytest.raises(InternalError, match=r"host = 0.0.0.0: .* say `pools: \{insecure: true\}`"):
         await Worker.start(emulated_settings("decode-0", host="0.0.0.0"))
     tls = files(made(tmp_path / "certs"))
+    with pytest.raises(InternalError, match=r"ranks on other hosts in plain text"):
+        await Worker.start(emulated_settings("decode-0", tls=tls, rank_addresses=("there:1",)))
+    with pytest.raises(InternalError, match=r"host = 0.0.0.0: a rank speaks plain text"):
+        await serve_rank(RankSettings(host="0.0.0.0"))
+    with pytest.raises(InternalError, match=r"rank_addresses names 1 ranks: .* = 1 .* all but"):
+        await Worker.start(emulated_settings("decode-0", rank_addresses=("there:1",)))
     with pytest.raises(InternalError, match=r"a pair .* sends KV in plain text"):
         await Worker.start(emulated_settings("decode-0", tls=tls, transports=("pair",)))
     (tmp_path / "certs" / "fleet.key").unlink()

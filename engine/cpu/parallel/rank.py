@@ -2,15 +2,14 @@
 
     python -m engine.cpu.parallel.rank RANK SOCKET_FD LOADER_FD POOL_FD STORE SETTINGS_JSON
 
-``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs to the leader
+``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs, or of TCP connections, to the leader
 (``engine/cpu/parallel/rank_processes.py``): its orders, and adapters to be read beside them.
-``POOL_FD`` is the memory file of the KV pool, ``STORE`` the file in which the ranks find each
-other. The process ends when the leader does, when its group breaks, and with exit code 1 when it
-cannot go on.
+``POOL_FD`` is the memory file of the KV pool, the replica's or this rank's own, ``STORE`` the file
+in which the ranks find each other, or its address. The process ends when the leader does, when its
+group breaks, and with exit code 1 when it cannot go on.
 """
 
 import contextlib
-import mmap
 import signal
 import socket
 import sys
@@ -31,7 +30,7 @@ from engine.cpu.native.library import choose_native
 from engine.cpu.parallel import rank_processes as ranks
 from engine.cpu.parallel.shard import Group, Shard
 from engine.cpu.runner import CpuRunner
-from engine.ipc import die_with_parent
+from engine.ipc import die_with_parent, map_pool
 from engine.loading.memory import give_back_memory
 from engine.models.lora import Adapter
 from engine.numerics import DTYPES, Numerics, numerics_of
@@ -114,15 +113,21 @@ class Rank:
                 case ranks.Forward():
                     rows = [row.plan_row() for row in order.rows]
                     runner.follow(rows, isolated=order.isolated)
+                case ranks.Copy(blocks):
+                    runner.copy_blocks(blocks)
+                case ranks.Clear():
+                    runner.clear([row.plan_row() for row in order.rows])
                 case ranks.Logits():
                     self._model.follow_logits(order.rows)
 
     def _open(self, order: ranks.Open) -> CpuRunner:
         geometry = order.geometry
+        shard = self._model.shard
+        held = geometry if shard is None else shard.held(geometry)
         if order.shared:
-            pool = memoryview(mmap.mmap(self._pool_fd, geometry.pool_bytes))
+            pool = map_pool(self._pool_fd, held)
         else:
-            pool = memoryview(bytearray(geometry.pool_bytes))
+            pool = memoryview(bytearray(held.pool_bytes))
         runner = CpuRunner(
             self._model,
             pool,
@@ -156,9 +161,10 @@ def serve(
     torch.set_num_threads(settings.threads)
     choose_native(settings.native)
     leader.sendall(ranks.frame(ranks.Started()))
-    group = Group(number, settings.tensor_parallel, store, torch.device("cpu"))
+    host = leader.getsockname()[0] if leader.family is socket.AF_INET else "127.0.0.1"
+    group = Group(number, settings.tensor_parallel, store, torch.device("cpu"), host=host)
     artifact = resolve_model(settings.model)
-    shard = Shard(artifact.config, number, group)
+    shard = Shard(artifact.config, number, group, own_pools=settings.own_pools)
     numerics = numerics_of(settings.numerics)
     dtype = DTYPES[settings.dtype]
     adapters = CpuAdapters(artifact.config, dtype, numerics, settings.max_adapter_rank, shard)

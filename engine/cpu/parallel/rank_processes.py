@@ -1,7 +1,7 @@
 """The other ranks of a replica, as the leader sees them: processes that do what they are told.
 
     shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
-                            │  Unix socket to each rank: Load, Open, Adapt, Forward, Logits
+                            │  Unix socket to each rank: Load, Open, Adapt, Forward, Copy, ...
                             ▼
                           rank 1, rank 2, ...   (python -m engine.cpu.parallel.rank)
                             ▲
@@ -9,7 +9,8 @@
 
 A rank that ends closes its socket, which the leader sees between steps; within a step the group
 breaks. Either way the leader raises ``RankError``, and the replica fails as one. Ranks die with
-their leader (``PDEATHSIG``, and the end of their socket).
+their leader (``PDEATHSIG``, and the end of their socket). Ranks on other hosts are reached by TCP
+instead (``rank_sockets.py``); their processes are a program's there (``fleet/rank.py``).
 
 Adapters are read beside the steps: a thread of the leader asks a thread of each rank, over a second
 socket. When all have read it, holding it is an order like any other, and takes no time.
@@ -32,6 +33,7 @@ from engine.core.errors import AdapterLoadError, InternalError
 from engine.core.geometry import KvGeometry
 from engine.core.params import AdapterRef
 from engine.core.plan import PlanRow
+from engine.cpu.parallel.rank_sockets import RankAddress, connect, greet
 from engine.ipc import LENGTH, FrameReader
 from engine.settings import EngineSettings
 
@@ -53,7 +55,9 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Execute against this pool: the replica's own (``shared``), or a private one for self-tests.
+    """Execute against this pool: the file that was given (``shared``), or a private one.
+
+    ``geometry`` counts the heads of the whole model; the private ones are for self-tests.
 
     ``tiling`` holds the fields of ``engine.cpu.attention.AttentionTiling``.
     """
@@ -114,13 +118,25 @@ class Forward(msgspec.Struct, frozen=True, tag=True):
     isolated: bool
 
 
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """Copy blocks, from and to, in the rank's own pool."""
+
+    blocks: list[tuple[int, int]]
+
+
+class Clear(msgspec.Struct, frozen=True, tag=True):
+    """Zero what these rows wrote into the rank's own pool."""
+
+    rows: list[Row]
+
+
 class Logits(msgspec.Struct, frozen=True, tag=True):
     """The LM head for so many rows."""
 
     rows: int
 
 
-Order = Load | Open | Adapt | Drop | Forward | Logits
+Order = Load | Open | Adapt | Drop | Forward | Copy | Clear | Logits
 LoaderOrder = Prepare | Drop
 
 
@@ -168,7 +184,7 @@ def loader_reader() -> FrameReader[LoaderOrder]:
 
 @dataclass(slots=True)
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None  # None: it is elsewhere
     loader: socket.socket
     loader_reader: FrameReader[Prepared]
     socket: socket.socket
@@ -184,17 +200,51 @@ class RankProcesses:
     Args:
         settings: Of the engine; ``tensor_parallel`` ranks in all.
         pool_fd: The memory file of the KV pool, -1 without one.
+        own_fds: Those of ranks 1 and up, if each has its own.
     """
 
-    def __init__(self, settings: EngineSettings, pool_fd: int = -1) -> None:
+    def __init__(
+        self, settings: EngineSettings, pool_fd: int = -1, own_fds: Sequence[int] = ()
+    ) -> None:
+        self.meeting: socket.socket | None = None
+        """Where ranks elsewhere find each other; then ``store`` is its address."""
+        self._ranks: list[_Rank] = []
+        if settings.rank_orders:
+            self._reach_all(settings.rank_orders)
+            return
         # Where ranks find each other; gone with the processes. It is never closed: torch opens it
         # again when it lets go of the group, by a path that would lead to another file by then.
         store_fd = os.memfd_create("baton-ranks")
         self.store = f"/proc/self/fd/{store_fd}"
         self._store_fd = store_fd
-        self._ranks = [
-            self._spawn(rank, settings, pool_fd) for rank in range(1, settings.tensor_parallel)
-        ]
+        pool_fds = own_fds or [pool_fd] * (settings.tensor_parallel - 1)
+        self._ranks = [self._spawn(rank, settings, fd) for rank, fd in enumerate(pool_fds, 1)]
+
+    def _reach_all(self, orders: Sequence[str]) -> None:
+        """Connect to ranks elsewhere.
+
+        Raises:
+            RankError: One cannot be reached.
+        """
+        addresses = [RankAddress.parse(text) for text in orders]
+        try:
+            for address in addresses:
+                link = connect(address, STEP_TIMEOUT_S)
+                if self.meeting is None:
+                    self.meeting = socket.create_server((link.getsockname()[0], 0))
+                    host, port = self.meeting.getsockname()[:2]
+                    self.store = f"tcp://{host}:{port}"
+                greet(link, address, self.store)
+                loader = connect(address, STEP_TIMEOUT_S)
+                greet(loader, address, self.store)
+                loader.settimeout(LOAD_TIMEOUT_S)
+                self._ranks.append(_Rank(None, loader, _loader_reader(), link, _answer_reader()))
+        except OSError as error:
+            self.close()
+            number = len(self._ranks) + 1
+            raise RankError(
+                f"rank {number} cannot be reached at {addresses[number - 1].host}: {error}"
+            ) from error
 
     def _spawn(self, rank: int, settings: EngineSettings, pool_fd: int) -> _Rank:
         (ours, theirs), (our_loader, their_loader) = socket.socketpair(), socket.socketpair()
@@ -208,9 +258,12 @@ class RankProcesses:
         theirs.close()
         their_loader.close()
         our_loader.settimeout(LOAD_TIMEOUT_S)
-        reader: FrameReader[Answer] = FrameReader(msgspec.msgpack.Decoder(list[Answer]))
-        loader: FrameReader[Prepared] = FrameReader(msgspec.msgpack.Decoder(list[Prepared]))
-        return _Rank(process, our_loader, loader, ours, reader)
+        return _Rank(process, our_loader, _loader_reader(), ours, _answer_reader())
+
+    @property
+    def host(self) -> str:
+        """Of the interface by which ranks reach the leader."""
+        return "127.0.0.1" if self.meeting is None else str(self._ranks[0].socket.getsockname()[0])
 
     @property
     def count(self) -> int:
@@ -219,8 +272,8 @@ class RankProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes, in rank order."""
-        return tuple(rank.process.pid for rank in self._ranks)
+        """Processes on this host, in rank order."""
+        return tuple(rank.process.pid for rank in self._ranks if rank.process is not None)
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -330,9 +383,19 @@ class RankProcesses:
         for rank in self._ranks:
             rank.socket.close()
             rank.loader.close()
-            rank.process.kill()  # it has nothing to keep
+            if rank.process is not None:
+                rank.process.kill()  # it has nothing to keep
         for rank in self._ranks:
-            rank.process.wait()
+            if rank.process is not None:
+                rank.process.wait()
+
+
+def _answer_reader() -> FrameReader[Answer]:
+    return FrameReader(msgspec.msgpack.Decoder(list[Answer]))
+
+
+def _loader_reader() -> FrameReader[Prepared]:
+    return FrameReader(msgspec.msgpack.Decoder(list[Prepared]))
 
 
 def _receive(sock: socket.socket) -> bytes:
@@ -357,6 +420,9 @@ def _prepared(number: int, rank: _Rank, digest: str) -> Prepared:
 
 
 def _end_of(number: int, rank: _Rank) -> str:
+    if rank.process is None:
+        name = f"rank {number}, on another host,"
+        return f"{name} {rank.said or 'ended'}" if rank.said or rank.closed else ""
     code = rank.process.poll()
     name = f"rank {number} (pid {rank.process.pid})"
     if rank.said:

@@ -18,11 +18,13 @@ The leader holds the embedding table and broadcasts the rows of a step; ranks ne
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch._C._distributed_c10d import (
@@ -32,6 +34,7 @@ from torch._C._distributed_c10d import (
     GatherOptions,
     ProcessGroupGloo,
     Store,
+    TCPStore,
     Work,
 )
 
@@ -45,6 +48,8 @@ from engine.cpu.parallel.rank_processes import (
     LOAD_TIMEOUT_S,
     STEP_TIMEOUT_S,
     Adapt,
+    Clear,
+    Copy,
     Drop,
     Forward,
     Load,
@@ -71,9 +76,11 @@ class Group:
     Args:
         rank: This one.
         ranks: How many.
-        store: Path of a file in which they find each other.
+        store: Path of a file in which they find each other, or ``tcp://HOST:PORT``.
         device: Where the tensors are.
         explain: Makes an error of a broken collective, if somebody knows better who is at fault.
+        host: Of the interface by which the others reach this rank.
+        meeting: The leader's, where they meet by TCP: it listens.
 
     Raises:
         RankError: Not all came.
@@ -86,15 +93,16 @@ class Group:
         store: str,
         device: torch.device,
         explain: Callable[[Exception], RankError] | None = None,
+        host: str = "127.0.0.1",
+        meeting: socket.socket | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self._explain = explain or _broken
         patience = timedelta(seconds=LOAD_TIMEOUT_S)
-        meeting = FileStore(store, ranks)
-        meeting.set_timeout(patience)
         try:
-            self._group = _backend(device, meeting, rank, ranks, patience)
+            self._store = _meet(store, ranks, patience, meeting)  # the leader's serves the others
+            self._group = _backend(device, self._store, rank, ranks, patience, host)
         except RuntimeError as error:
             raise self._explain(error) from error
         self._patience = patience
@@ -145,7 +153,25 @@ def _broken(cause: Exception) -> RankError:
     return RankError(f"the group of ranks broke: {str(cause).splitlines()[0]}")
 
 
-def _backend(device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta) -> Any:
+def _meet(store: str, ranks: int, patience: timedelta, meeting: socket.socket | None) -> Store:
+    found: Store
+    if store.startswith("tcp://"):
+        host, _, port = store.removeprefix("tcp://").rpartition(":")
+        fd = None if meeting is None else meeting.detach()
+        found = TCPStore(
+            *(host, int(port), ranks, fd is not None, patience),
+            wait_for_workers=False,
+            master_listen_fd=fd,
+        )
+    else:
+        found = FileStore(store, ranks)
+    found.set_timeout(patience)
+    return found
+
+
+def _backend(
+    device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta, host: str
+) -> Any:
     if device.type == "cuda":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
 
@@ -154,7 +180,7 @@ def _backend(device: torch.device, store: Store, rank: int, ranks: int, patience
         return ProcessGroupNCCL(store, rank, ranks, nccl)
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 - the only way to name an interface
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
     options._timeout = patience  # noqa: SLF001
     return gloo(store, rank, ranks, options)
 
@@ -172,8 +198,13 @@ def _side_by_side(got_RTN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     return torch.cat([got_RTN[r, :, :width] for r, width in enumerate(widths)], dim=1)
 
 
-def lead(config: ModelConfig, ranks: RankProcesses) -> "Shard":
+def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) -> "Shard":
     """The leader's part, its group connected.
+
+    Args:
+        config: Of the whole model.
+        ranks: The others.
+        own_pools: Whether each rank has a KV pool of its own.
 
     Raises:
         ModelError: The model cannot be split that far.
@@ -181,8 +212,12 @@ def lead(config: ModelConfig, ranks: RankProcesses) -> "Shard":
     """
     splits_of(config, ranks.count)  # refused before anybody waits
     ranks.wait_until(Started)  # a rank that dies before it comes would be waited for
-    group = Group(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure)
-    return Shard(config, LEADER, group, ranks)
+    group = Group(
+        *(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure),
+        host=ranks.host,
+        meeting=ranks.meeting,
+    )
+    return Shard(config, LEADER, group, ranks, own_pools=own_pools)
 
 
 class Shard:
@@ -193,16 +228,24 @@ class Shard:
         rank: This rank.
         group: The collectives.
         others: The other ranks, for the leader; ``None`` for those who are told.
+        own_pools: Whether each rank has a KV pool of its own, with its heads only.
     """
 
     def __init__(
-        self, config: ModelConfig, rank: int, group: Group, others: RankProcesses | None = None
+        self,
+        config: ModelConfig,
+        rank: int,
+        group: Group,
+        others: RankProcesses | None = None,
+        *,
+        own_pools: bool = False,
     ) -> None:
         self.splits = splits_of(config, group.ranks)
         self.split = self.splits[rank]
         self.group = group
         self._tilings: tuple[AttentionTiling, ...] = ()
         self._others = others
+        self._own_pools = own_pools
         self.config = config
         self._heads = [len(s.heads) * config.head_dim for s in self.splits]
         self._feed = [len(s.feed) for s in self.splits]
@@ -222,6 +265,17 @@ class Shard:
             num_kv_heads=len(self.split.kv_heads),
             intermediate_size=len(self.split.feed),
         )
+
+    def held(self, geometry: KvGeometry) -> KvGeometry:
+        """The pool that this rank writes: all of it, or what its own heads need."""
+        if not self._own_pools:
+            return geometry
+        return msgspec.structs.replace(geometry, num_kv_heads=len(self.split.kv_heads))
+
+    @property
+    def heads_in_pool(self) -> range | None:
+        """This rank's KV heads in the pool that it writes; None: all that the pool has."""
+        return None if self._own_pools else self.split.kv_heads
 
     def rows(self, name: str) -> slice:
         """Rows of a weight (canonical name) that this rank reads; its products' outputs."""
@@ -274,7 +328,7 @@ class Shard:
         Args:
             geometry: Of the whole pool.
             tiling: Of the whole model, or what the leader gave to this rank.
-            shared: Whether it is the replica's one pool; otherwise each rank has its own.
+            shared: Whether it is in the files that others map; otherwise it is for a self-test.
         """
         if self._others is None:
             return tiling
@@ -287,6 +341,21 @@ class Shard:
         """Let the ranks begin a pass."""
         if self._others is not None:
             self._others.send(Forward(rows_of(rows), isolated))
+
+    def begin_copies(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Let ranks with pools of their own copy blocks, as the leader does; then ``settle``."""
+        if self._others is not None and self._own_pools:
+            self._others.send(Copy(list(blocks)))
+
+    def begin_clear(self, rows: Sequence[PlanRow]) -> None:
+        """Let ranks with pools of their own zero what rows wrote; then ``settle``."""
+        if self._others is not None and self._own_pools:
+            self._others.send(Clear(rows_of(rows)))
+
+    def settle(self) -> None:
+        """The leader goes on when all pools are as it said: their pages may be given away next."""
+        if self._own_pools:
+            self.group.gather_at_leader(torch.zeros(1, 1), [1] * self.group.ranks)
 
     def prepare_adapter(self, ref: AdapterRef, own: Callable[[], _T]) -> _T:
         """``own()`` reads this rank's part of an adapter; the leader's lets the others read theirs.

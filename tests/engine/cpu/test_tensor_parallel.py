@@ -23,6 +23,7 @@ from engine.build import build_runner
 from engine.core.errors import AdapterLoadError, NumericsError
 from engine.core.params import AdapterRef, SamplingParams
 from engine.core.plan import StepPlan
+from engine.core.split import rank_geometries
 from engine.cpu.parallel.rank import AdapterDesk, Rank, orders_of
 from engine.cpu.parallel.rank_processes import (
     Adapt,
@@ -54,9 +55,11 @@ class Replica:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.pool_fd = os.memfd_create("test-kv")
+        others = range(1, settings.tensor_parallel) if settings.own_pools else ()
+        self.own_fds = [os.memfd_create(f"test-kv-{rank}") for rank in others]
         self.ranks = None
         if settings.tensor_parallel > 1:
-            self.ranks = RankProcesses(settings, self.pool_fd)
+            self.ranks = RankProcesses(settings, self.pool_fd, self.own_fds)
         try:
             runner, self.info = build_runner(
                 settings, lambda g: map_pool(self.pool_fd, g), lambda _: None, self.ranks
@@ -70,7 +73,16 @@ class Replica:
     def close(self) -> None:
         if self.ranks is not None:
             self.ranks.close()
-        os.close(self.pool_fd)
+        for fd in (self.pool_fd, *self.own_fds):
+            os.close(fd)
+
+    def pools(self) -> list[torch.Tensor]:
+        """What each rank holds: ``[layers, 2, blocks, tokens, heads, dim]``, bf16."""
+        shapes = rank_geometries(self.runner.geometry, len(self.own_fds) + 1)
+        fds = [self.pool_fd, *self.own_fds]
+        maps = [map_pool(fd, part) for fd, part in zip(fds, shapes, strict=True)]
+        flat = [torch.frombuffer(memory, dtype=torch.bfloat16) for memory in maps]
+        return [data.view(part.shape) for data, part in zip(flat, shapes, strict=True)]
 
 
 @contextmanager
@@ -132,6 +144,33 @@ def test_one_kv_head_for_three_ranks_until_one_is_killed(tiny: str) -> None:
         assert time.monotonic() - began_s < 3.0
         with pytest.raises(RankError, match="rank 2"):
             group.ranks.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 3), (3, 1)])
+def test_ranks_with_pools_of_their_own_give_the_bits_of_one_rank(
+    tmp_path: Path, ranks: int, kv_heads: int
+) -> None:
+    model = write_llama(tmp_path / "tiny", heads=4 if kv_heads == 1 else 6, kv_heads=kv_heads)
+    expected = of_width(model, 1, "bf16")
+    with replica(model, ranks, rank_memory="own") as group:
+        assert_same(everything(group.driver, group.info.numerics_id), expected)
+        pools = group.pools()
+        assert [pool.shape[4] for pool in pools] == ([1, 2] if kv_heads == 3 else [1, 1, 1])
+        damage_in_one_pool_is_cleared_in_all(group.driver, pools)
+        a_copied_block_is_copied_for_all_ranks(group.driver)
+
+
+def damage_in_one_pool_is_cleared_in_all(driver: Driver, pools: list[torch.Tensor]) -> None:
+    """NaN in the leader's pool spoils hidden states, and so what the last rank writes next."""
+    bad = prompt_of(36, 512, seed=2)
+    table = driver.blocks(48)
+    driver.step(driver.row(bad, 0, 32, table))
+    assert all(pool[:, :, table[1]].any() for pool in pools), "each rank wrote its heads"
+    pools[0][0, 0, table[1], 3, 0, 5] = float("nan")
+    with pytest.raises(NumericsError):
+        driver.step(driver.row(bad, 32, 36, table, prompt=36, params=GREEDY))
+    assert not any(pool[:, :, table[2]].any() for pool in pools), "cleared when the leader goes on"
 
 
 def damage_stays_where_it_is(driver: Driver) -> None:

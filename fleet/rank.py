@@ -1,0 +1,325 @@
+"""One rank of a replica that shares nothing with its leader but TCP: ``python -m fleet.rank``.
+
+    leader's host                            this host
+      worker's shell  ── gRPC: Link ───────▶   this program ── gRPC: Pull ◀── other workers' ranks
+      engine (rank 0) ── TCP: orders ──────▶   engine process of the rank (a child of ours)
+           └───────────── gloo: tensors ─────────┘     └── memory file: its pool ──┘
+
+It serves one leader, for one life: when the leader's stream ends, or the engine process does, the
+program ends. Orders and tensors go in plain text.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc.aio
+import msgspec
+from batonpb import prefill_pb2 as pb
+from batonpb import rank_pb2, rank_pb2_grpc
+
+from config.network import is_loopback
+from engine.core.errors import InternalError
+from engine.core.split import owned_heads, rank_geometries
+from engine.cpu.parallel.rank_sockets import read_hello, steady
+from engine.ipc import die_with_parent, map_pool
+from engine.settings import EngineSettings
+from kvtransfer.chunk import PoolView
+from kvtransfer.fault_injection import FrameTamperer
+from kvtransfer.grpc_transport import GrpcServer, GrpcTransport
+from kvtransfer.pool_source import HeldKv, Key, PoolSource
+from kvtransfer.ranks.rank_side import RankHandoffs, take
+from kvtransfer.transport import Loan, Room, ServingSide
+from telemetry.logs import set_up_logs
+from telemetry.tasks import BackgroundTasks
+from wire.capability import refusal
+from wire.compatibility import geometry_of
+from wire.fleet_token import FleetToken, TokenInterceptor
+from wire.grpc_channels import Channels
+from wire.grpc_options import WORKER_OPTIONS, listen
+
+_LOG = logging.getLogger(__name__)
+
+_BEAT_S = 0.5
+_CONNECT_S = 60.0  # for the leader's engine process to come
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the program is told at its start; the engine's settings come from the leader."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    fleet_token: str = ""
+    fleet_token_file: str = ""
+    insecure: bool = False  # plain text to other hosts is meant
+    fault_injection: str = ""
+
+
+class RankProgram(rank_pb2_grpc.RankServicer):
+    """See the module.
+
+    Args:
+        settings: Of the program.
+        token: Of the fleet.
+    """
+
+    def __init__(self, settings: RankSettings, token: FleetToken) -> None:
+        self._settings = settings
+        self._token = token
+        self._channels = Channels()
+        self._transport = GrpcTransport(self._channels, token)
+        self._tamperer = FrameTamperer.parse(settings.fault_injection)
+        self._tasks = BackgroundTasks("rank")
+        self._words: asyncio.Queue[rank_pb2.RankWord | None] = asyncio.Queue()
+        self._engine: asyncio.subprocess.Process | None = None
+        self._begin: rank_pb2.RankBegin | None = None
+        self._serve = rank_pb2.RankServe()
+        self._pool_fd = -1
+        self._pool: PoolView | None = None
+        self._handoffs: RankHandoffs | None = None
+        self._source: PoolSource | None = None
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    # ---------------------------------------------------------------- the leader speaks
+
+    async def Link(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[rank_pb2.LeaderWord], context: Any
+    ) -> AsyncIterator[rank_pb2.RankWord]:
+        """The leader's stream; a second leader is refused."""
+        if self._begin is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this rank has a leader")
+        self._begin = rank_pb2.RankBegin()
+        self._tasks.vital(self._listen(request_iterator), "listen", self._broke)
+        try:
+            while (word := await self._next_word()) is not None:
+                yield word
+        finally:
+            self._end(0)
+
+    async def _next_word(self) -> rank_pb2.RankWord | None:
+        try:
+            async with asyncio.timeout(_BEAT_S):
+                return await self._words.get()
+        except TimeoutError:
+            return rank_pb2.RankWord(beat=pb.Renew())
+
+    async def _listen(self, words: AsyncIterator[rank_pb2.LeaderWord]) -> None:
+        async for word in words:
+            await self._on_word(word)
+        self._end(0)
+
+    async def _on_word(self, word: rank_pb2.LeaderWord) -> None:
+        kind = word.WhichOneof("word")
+        if kind == "begin":
+            self._begin = word.begin
+            self._start_engine(word.begin)
+        elif kind == "serve":
+            self._serve_pool(word.serve)
+        elif self._pool is None or self._handoffs is None:
+            raise ValueError(f"{kind} before serve")
+        elif kind == "hold":
+            self._handoffs.hold(word.hold)
+        elif kind == "publish":
+            self._handoffs.publish(word.publish)
+            self._say(published=word.publish.serial)
+        elif kind == "revoke":
+            self._handoffs.revoke(word.revoke.name)
+        elif kind == "take":
+            self._tasks.vital(self._take(word.take, self._pool), "take", self._broke)
+
+    async def _take(self, word: rank_pb2.RankTake, pool: PoolView) -> None:
+        self._say(taken=await take(word, pool, self._transport))
+
+    def _say(self, **word: Any) -> None:
+        self._words.put_nowait(rank_pb2.RankWord(**word))
+
+    # ---------------------------------------------------------------- the engine process
+
+    def _start_engine(self, begin: rank_pb2.RankBegin) -> None:
+        server = socket.create_server((self._settings.host, 0))
+        server.setblocking(False)
+        secret = secrets.token_hex(16)
+        self._tasks.vital(self._run_engine(begin, server, secret), "engine", self._broke)
+        listens = rank_pb2.RankListens(port=server.getsockname()[1], secret=secret)
+        self._say(listens=listens)
+
+    async def _run_engine(
+        self, begin: rank_pb2.RankBegin, server: socket.socket, secret: str
+    ) -> None:
+        """Wait for the leader's two connections, hand them to the engine, and wait for its end."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(server)
+            async with asyncio.timeout(_CONNECT_S):
+                orders, store = await _accept(server, secret)
+                undo.enter_context(orders)
+                loader, _ = await _accept(server, secret)
+                undo.enter_context(loader)
+            self._pool_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+            fds = (orders.fileno(), loader.fileno(), self._pool_fd)
+            settings = msgspec.json.decode(begin.engine_settings, type=EngineSettings)
+            settings = settings.on(len(os.sched_getaffinity(0)))
+            threads = str(settings.threads)
+            self._engine = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "engine.cpu.parallel.rank", str(begin.rank)),
+                *(*map(str, fds), store, msgspec.json.encode(settings).decode()),
+                pass_fds=fds,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": threads,
+                    "MKL_NUM_THREADS": threads,
+                    "OMP_WAIT_POLICY": "passive",
+                },
+            )
+        code = await self._engine.wait()
+        self._end(min(abs(code), 1))  # 0: its leader's engine has ended
+
+    # ---------------------------------------------------------------- the pool
+
+    def _serve_pool(self, serve: rank_pb2.RankServe) -> None:
+        rank = self._begin.rank if self._begin is not None else 0
+        whole = geometry_of(serve.kv_group, serve.num_blocks)
+        heads = owned_heads(rank, serve.ranks, whole.num_kv_heads)
+        part = rank_geometries(whole, serve.ranks)[rank]
+        self._serve = serve
+        self._pool = PoolView(map_pool(self._pool_fd, part), part, heads.start)
+        self._handoffs = RankHandoffs(self._pool, lambda name: self._say(given_back=name))
+        self._source = PoolSource(
+            self._pool,
+            serve.incarnation,
+            self._held,
+            refusal=self._refusal,
+            tamperer=self._tamperer,
+        )
+        self._say(serves=rank_pb2.RankServes())
+
+    def _held(self, key: Key) -> HeldKv | None:
+        return self._handoffs.find(key) if self._handoffs is not None else None
+
+    def _refusal(self, request: pb.PullRequest) -> str:
+        """As at the leader: a router's word for this request, from who asked for it."""
+        if not self._token.accepted or self._handoffs is None:
+            return ""
+        reader, holder = request.reader_incarnation, self._serve.incarnation
+        why = refusal(
+            request.capability, self._token, request.request_id, holder, reader, time.time()
+        )
+        asked = self._handoffs.reader_of((request.request_id, request.attempt, request.generation))
+        if not why and asked and reader != asked:
+            why = "another reader's"
+        if not why or (why == "missing" and self._serve.unsigned_pulls):
+            return ""
+        _LOG.warning("a pull of KV of %s is refused: %s", request.request_id, why)
+        return why
+
+    def source(self) -> PoolSource:
+        """What may be pulled; nothing before the leader has said so.
+
+        Raises:
+            ValueError: It has not.
+        """
+        if self._source is None:
+            raise ValueError("this rank serves no pool yet")
+        return self._source
+
+    # ---------------------------------------------------------------- the end
+
+    def _broke(self, error: Exception) -> None:
+        _LOG.error("the rank fails: %s: %s", type(error).__name__, error)
+        self._end(1)
+
+    def _end(self, code: int) -> None:
+        if not self.ended.done():
+            self.ended.set_result(code)
+        self._words.put_nowait(None)
+
+    async def close(self) -> None:
+        """End the engine process and all connections."""
+        if self._engine is not None and self._engine.returncode is None:
+            self._engine.kill()
+            await self._engine.wait()
+        await self._tasks.close()
+        await self._channels.close()
+
+
+class _LatePool:
+    """``transport.FrameSource`` of a program that has no pool yet."""
+
+    def __init__(self, program: RankProgram) -> None:
+        self._program = program
+
+    def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
+        """See ``FrameSource``."""
+        return self._program.source().frames(request, room)
+
+    async def lend(self, request: pb.PullRequest) -> Loan:
+        """See ``FrameSource``."""
+        return await self._program.source().lend(request)
+
+    def may_attach(self, request: pb.PullRequest) -> bool:
+        """See ``FrameSource``."""
+        return self._program.source().may_attach(request)
+
+
+async def _accept(server: socket.socket, secret: str) -> tuple[socket.socket, str]:
+    """A connection of the leader's engine, and where the ranks meet; others are closed."""
+    loop = asyncio.get_running_loop()
+    while True:
+        connection, _ = await loop.sock_accept(server)
+        try:
+            async with asyncio.timeout(5.0):
+                hello = await read_hello(connection)
+        except (OSError, ValueError, msgspec.DecodeError):
+            connection.close()
+            continue
+        if secrets.compare_digest(hello.secret, secret):
+            steady(connection)
+            connection.setblocking(True)
+            return connection, hello.store
+        connection.close()
+
+
+async def serve(settings: RankSettings) -> int:
+    """Run one rank until its leader goes; its exit code.
+
+    Raises:
+        InternalError: It would speak plain text to other hosts, and nobody has said that it may.
+        SecretError: The file that holds the token cannot be used.
+    """
+    token = FleetToken.of(settings.fleet_token_file, settings.fleet_token)
+    if not (settings.insecure or is_loopback(settings.host)):
+        raise InternalError(f"host = {settings.host}: a rank speaks plain text; say `insecure`")
+    async with AsyncExitStack() as undo:
+        program = RankProgram(settings, token)
+        undo.push_async_callback(program.close)
+        server = grpc.aio.server(
+            interceptors=[TokenInterceptor(token)],
+            options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
+        )
+        port = listen(server, f"{settings.host}:{settings.port}")
+        rank_pb2_grpc.add_RankServicer_to_server(program, server)
+        await GrpcServer(ServingSide(server, token, b"", -1)).start(_LatePool(program))
+        undo.push_async_callback(server.stop, None)
+        await server.start()
+        sys.stdout.write(f"{settings.host}:{port}\n")
+        sys.stdout.flush()
+        return await program.ended
+
+
+def main() -> None:
+    """Entry of ``python -m fleet.rank``: settings as JSON on standard input."""
+    die_with_parent()
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
+    set_up_logs("text")
+    sys.exit(asyncio.run(serve(settings)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The ranks of a worker's replica that run elsewhere: reached before its engine, ended with it."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import msgspec
+from batonpb import rank_pb2
+
+from engine.core.errors import InternalError
+from engine.process.messages import Ready
+from engine.settings import EngineSettings
+from fleet.worker_settings import WorkerSettings
+from kvtransfer.ranks.link import RankGoneError, RankLink
+from wire.compatibility import kv_group
+from wire.fleet_token import FleetToken
+from wire.grpc_channels import Channels
+
+
+async def open_links(
+    settings: WorkerSettings, token: FleetToken, undo: AsyncExitStack
+) -> tuple[list[RankLink], EngineSettings]:
+    """Links to the programs that are named, and the engine's settings with where its ranks listen.
+
+    Raises:
+        InternalError: One does not answer, or the settings name too few or too many.
+    """
+    addresses, engine = settings.rank_addresses, settings.engine
+    if not addresses:
+        return [], engine
+    if not engine.own_pools or len(addresses) != engine.tensor_parallel - 1:
+        raise InternalError(
+            f"rank_addresses names {len(addresses)} ranks: with tensor_parallel = "
+            f"{engine.tensor_parallel} and rank_memory own it must name all but the leader"
+        )
+    channels = Channels()
+    undo.push_async_callback(channels.close)
+    links = []
+    for number, address in enumerate(addresses, 1):
+        link = RankLink(number, address, channels.to(address), token)
+        undo.push_async_callback(link.close)
+        links.append(link)
+    try:
+        orders = [await link.begin(msgspec.json.encode(engine)) for link in links]
+    except (RankGoneError, TimeoutError) as error:
+        raise InternalError(str(error) or "a rank does not answer") from error
+    return links, msgspec.structs.replace(engine, rank_orders=tuple(orders))
+
+
+async def serve_links(
+    links: Sequence[RankLink], ready: Ready, incarnation: bytes, unsigned_pulls: bool
+) -> None:
+    """Have each rank serve its pool.
+
+    Raises:
+        InternalError: One is gone.
+    """
+    serve = rank_pb2.RankServe(
+        num_blocks=ready.geometry.num_blocks,
+        kv_group=kv_group(ready.geometry),
+        ranks=len(links) + 1,
+        incarnation=incarnation,
+        unsigned_pulls=unsigned_pulls,
+    )
+    try:
+        for link in links:
+            await link.serve(serve)
+    except (RankGoneError, TimeoutError) as error:
+        raise InternalError(str(error) or "a rank does not answer") from error

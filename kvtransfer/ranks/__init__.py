@@ -1,0 +1,1 @@
+"""Ranks of a replica that have pools of their own."""

@@ -1,0 +1,174 @@
+"""The leader's words to a rank that shares no memory with it: one gRPC stream for both lives.
+
+    leader's shell                                   fleet/rank.py, on the rank's host
+      Begin ─────────────────────────────────────▶   start the rank's engine process
+      Serve ─────────────────────────────────────▶   map its pool, answer pulls of its heads
+      Hold, Publish ───────────── published ◀────    (a slice is announced when its rank knows)
+      Revoke ────────────────────given back ◀────    (pages are free when nobody reads them there)
+      Take ─────────────────────────── taken ◀───    (a frame counts when each rank has its own)
+
+When the stream breaks the rank is gone, and the replica with it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import grpc.aio
+from batonpb import prefill_pb2 as pb
+from batonpb import rank_pb2, rank_pb2_grpc
+
+from telemetry.tasks import BackgroundTasks
+from wire.fleet_token import FleetToken
+
+_BEGIN_S = 60.0
+_SILENT_S = 5.0  # a rank speaks every half second
+
+
+class RankGoneError(Exception):
+    """The stream to a rank broke; the text says which."""
+
+
+class RankLink:
+    """One rank, as the leader's shell sees it.
+
+    Args:
+        rank: Its number.
+        address: Of its program, for words and for pulls of its heads.
+        channel: To that address; whoever owns it closes it.
+        token: For the call.
+    """
+
+    def __init__(
+        self, rank: int, address: str, channel: grpc.aio.Channel, token: FleetToken
+    ) -> None:
+        self.rank = rank
+        self.address = address
+        stub = rank_pb2_grpc.RankStub(channel)
+        self._call: Any = stub.Link(metadata=token.metadata)
+        self._words: asyncio.Queue[rank_pb2.LeaderWord] = asyncio.Queue()
+        self._serials = count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._on_given_back: dict[str, Callable[[], None]] = {}
+        loop = asyncio.get_running_loop()
+        self._listens: asyncio.Future[rank_pb2.RankListens] = loop.create_future()
+        self._serves: asyncio.Future[None] = loop.create_future()
+        self.broken: asyncio.Future[str] = loop.create_future()
+        self._tasks = BackgroundTasks("rank link")
+        self._tasks.vital(self._speak(), "speak", self._broke)
+        self._tasks.vital(self._listen(), "listen", self._broke)
+
+    async def begin(self, engine_settings: bytes) -> str:
+        """Have the rank's engine process started; where it is reached: ``HOST:PORT/SECRET``.
+
+        Raises:
+            RankGoneError: Nobody answers there.
+        """
+        begin = rank_pb2.RankBegin(rank=self.rank, engine_settings=engine_settings)
+        self._say(begin=begin)
+        listens = await self._until(self._listens)
+        host = self.address.rpartition(":")[0]
+        return f"{host}:{listens.port}/{listens.secret}"
+
+    async def serve(self, serve: rank_pb2.RankServe) -> None:
+        """Have the pool mapped and its heads served.
+
+        Raises:
+            RankGoneError: It broke meanwhile.
+        """
+        self._say(serve=serve)
+        await self._until(self._serves)
+
+    def hold(self, hold: rank_pb2.RankHold, on_given_back: Callable[[], None]) -> None:
+        """A prompt has its pages; ``on_given_back`` is called once, some time after ``revoke``."""
+        self._on_given_back[hold.name] = on_given_back
+        self._say(hold=hold)
+
+    def publish(self, name: str, kv_slice: pb.KvSlice) -> "asyncio.Future[None]":
+        """A rectangle of the rank's heads is computed; done when it may be pulled there."""
+        serial, known = self._expect()
+        self._say(publish=rank_pb2.RankPublish(serial=serial, name=name, kv_slice=kv_slice))
+        return known
+
+    def revoke(self, name: str) -> None:
+        """The hand-off ends: no more of it may be sent."""
+        self._say(revoke=rank_pb2.RankRevoke(name=name))
+
+    async def take(self, what: rank_pb2.RankTake) -> rank_pb2.RankTaken:
+        """Have the rank pull slices into its own pool.
+
+        Raises:
+            RankGoneError: The link broke; it is not known what it wrote.
+        """
+        serial, taken = self._expect()
+        numbered = rank_pb2.RankTake()
+        numbered.CopyFrom(what)
+        numbered.serial = serial
+        self._say(take=numbered)
+        found: rank_pb2.RankTaken = await taken
+        return found
+
+    async def close(self) -> None:
+        """End the rank."""
+        self._call.cancel()
+        await self._tasks.close()
+        self._broke(RankGoneError("closed"))
+
+    def _expect(self) -> tuple[int, "asyncio.Future[Any]"]:
+        serial = next(self._serials)
+        answer = self._waiting[serial] = asyncio.get_running_loop().create_future()
+        if self.broken.done():
+            self._end(answer)
+        return serial, answer
+
+    def _say(self, **word: Any) -> None:
+        self._words.put_nowait(rank_pb2.LeaderWord(**word))
+
+    async def _until(self, answer: "asyncio.Future[Any]") -> Any:
+        async with asyncio.timeout(_BEGIN_S):
+            await asyncio.wait([answer, self.broken], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise RankGoneError(self.broken.result())
+        return answer.result()
+
+    async def _speak(self) -> None:
+        while True:
+            await self._call.write(await self._words.get())
+
+    async def _listen(self) -> None:
+        while True:
+            async with asyncio.timeout(_SILENT_S):
+                word = await self._call.read()
+            if word is grpc.aio.EOF:
+                raise RankGoneError("it ended")
+            match word.WhichOneof("word"):
+                case "listens":
+                    self._listens.set_result(word.listens)
+                case "serves":
+                    self._serves.set_result(None)
+                case "published":
+                    self._answer(word.published, None)
+                case "taken":
+                    self._answer(word.taken.serial, word.taken)
+                case "given_back":
+                    self._on_given_back.pop(word.given_back)()
+
+    def _answer(self, serial: int, answer: object) -> None:
+        waiting = self._waiting.pop(serial)
+        if not waiting.done():
+            waiting.set_result(answer)
+
+    def _broke(self, error: Exception) -> None:
+        if not self.broken.done():
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            details = details or f"it says nothing for {_SILENT_S:.0f} s"
+            self.broken.set_result(f"rank {self.rank} at {self.address} is gone: {details}")
+        for answer in self._waiting.values():
+            self._end(answer)
+        self._waiting.clear()
+
+    def _end(self, answer: "asyncio.Future[Any]") -> None:
+        if not answer.done():
+            answer.set_exception(RankGoneError(self.broken.result()))
+            answer.exception()  # marks it as seen, should nobody wait any more
