@@ -1,6 +1,6 @@
 """CPU time that a reader of lent pages takes, beside a bare memcpy, in one thread of one process.
 
-    python -m loadtest.bench.lent_pages [--rounds 7] [--tokens 1024]
+    python -m loadtest.bench.kv.lent_pages [--rounds 7] [--tokens 1024]
 
 ``loadtest.bench.handoff`` times whole hand-offs between processes and needs a quiet machine. This
 one counts the thread's own CPU time, so that other work disturbs it by the memory only.
