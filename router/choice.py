@@ -60,6 +60,7 @@ class RunResult(NamedTuple):
 
 
 ONE_TOKEN = RunResult(1)  # nearly every run
+_MOST_APART = 16  # tokens that wait for a client: of more it gets the texts as one
 
 
 class ChoiceRecord:
@@ -99,6 +100,7 @@ class ChoiceRecord:
         self.stop_reason: str | int | None = None
         self.completion_tokens = 0
         self._pending = Delta(index)
+        self._texts: list[str] = []  # of single tokens, ahead of what is pending
         # Nothing but text can come, token by token, until the end.
         self.plain = not (
             shown.stops
@@ -127,19 +129,37 @@ class ChoiceRecord:
         self._ids.append(token_id)
         self.next_index += 1
         self.completion_tokens += 1
-        self._pending.text += self._detokenizer.push(token_id)
+        text = self._detokenizer.push(token_id)
+        if text:
+            if self._pending.text:
+                self._set_apart()
+            self._texts.append(text)
+            if len(self._texts) > _MOST_APART:
+                self._texts = ["".join(self._texts)]
         return True
 
-    def take_plain(self) -> str:
-        """The text that the client has not got yet, of a plain answer that goes on."""
-        pending = self._pending
-        text, pending.text = pending.text, ""
-        return text
+    def _set_apart(self) -> None:
+        """What is pending of a plain answer is a text of its own: of a token before this one."""
+        self._texts.append(self._pending.text)
+        self._pending.text = ""
+
+    def take_texts(self) -> list[str]:
+        """Of a plain answer, the text of each token that the client has not got yet.
+
+        What `take` has comes behind them. With a client that is far behind they are one.
+        """
+        texts, self._texts = self._texts, []
+        if self._pending.text and self.finish_reason is None:
+            texts.append(self._pending.text)
+            self._pending.text = ""
+        return texts
 
     def push(self, run: TokenRun) -> RunResult:
         """Take a run of tokens of this choice."""
         if self.finish_reason is not None:
             return RunResult()
+        if self.plain and self._pending.text:
+            self._set_apart()
         if run.index > self.next_index:
             return RunResult(gap=True)
         if self._silent:
@@ -247,6 +267,7 @@ class ChoiceRecord:
         pending = self._pending
         return bool(
             pending.text
+            or self._texts
             or pending.finish_reason
             or pending.reasoning
             or pending.calls
@@ -259,10 +280,13 @@ class ChoiceRecord:
         if not self.has_news:
             return None
         pending, self._pending = self._pending, Delta(self.index)
+        if self._texts:
+            pending.text = "".join(self._texts) + pending.text
+            self._texts = []
         return pending
 
     def release_payload(self) -> None:
         """Drop what only a running request needs."""
-        self._ids, self._pending = array("I"), Delta(self.index)
+        self._ids, self._pending, self._texts = array("I"), Delta(self.index), []
         self._content, self._arguments = [], {}
         self._checked_schema, self._checked_tools = "", {}

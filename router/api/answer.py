@@ -388,21 +388,25 @@ class Answer(Exchange):
     def _collect(self) -> bytes:
         """All that is new, as one piece: one write, however far the client is behind."""
         if len(self._active) == 1 and 0 in self._shown:
-            text = self._active[0].record.take_plain()
-            if text is not None:
-                self._text.text = text
-                return self._layout.delta(0, self._text) if text else b""
+            record = self._active[0].record
+            if record.is_plain:
+                return b"".join(map(self._text_event, record.take_texts()))
         pieces = []
         for prompt, active in enumerate(self._active):
             if active.request.wants_prompt_logprobs and prompt not in self._with_logprobs:
                 continue  # its prompt logprobs come first
-            for delta in active.record.take():
+            deltas = [Delta(0, text=text) for text in active.record.take_texts()]
+            for delta in deltas + active.record.take():
                 active.record.sent = True  # not before: until then it may be placed again
                 if prompt not in self._shown and (delta.text or delta.calls or delta.reasoning):
                     self._shown.add(prompt)
                     self._context.observer.first_byte(active, monotonic_ns())
                 pieces.append(self._layout.delta(prompt, delta))
         return b"".join(pieces)
+
+    def _text_event(self, text: str) -> bytes:
+        self._text.text = text
+        return self._layout.delta(0, self._text)
 
     async def _write(self, send: Send, body: bytes) -> None:
         if body and not self._gone:

@@ -7,10 +7,13 @@ has the token: it writes to the connection itself, without a task to wake. The b
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from starlette.types import Scope
+
+from router.http.pace import Pace
 
 _EXTENSION = "baton.connection"
 
@@ -57,19 +60,26 @@ class Deliveries:
     """The streams that have news.
 
     All are written to in one pass, when the frames that are here have been taken in: two tokens of
-    one stream go out as one piece.
+    one stream go out as one piece. While the loop is behind, the pass waits for more of them
+    (``pace.py``).
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Callable[[], None], None] = {}
+        self._pace = Pace()
 
     def add(self, deliver: Callable[[], None]) -> None:
         """Call ``deliver``, which must not raise, in the next pass."""
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._deliver)
+            loop, hold_ns = asyncio.get_running_loop(), self._pace.hold_ns
+            if hold_ns:
+                loop.call_later(hold_ns / 1e9, self._deliver)
+            else:
+                loop.call_soon(self._deliver)
         self._waiting[deliver] = None
 
     def _deliver(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for deliver in waiting:
             deliver()
+        self._pace.passed(time.monotonic_ns(), time.thread_time_ns())

@@ -221,12 +221,19 @@ class RequestRecord:
         """Everything that the client has not got yet."""
         return [delta for choice in self.choices if (delta := choice.take()) is not None]
 
-    def take_plain(self) -> str | None:
-        """New text, where nothing else can be new; None: `take` must be asked."""
+    def take_texts(self) -> list[str]:
+        """New texts, one of each token, where an answer is nothing else; `take` has what is left.
+
+        So a stream has the same chunks whether its tokens were written one by one or together.
+        """
         choice = self.choices[0]
-        if not choice.plain or choice.finish_reason or self.error or len(self.choices) > 1:
-            return None
-        return choice.take_plain()
+        return choice.take_texts() if choice.plain and len(self.choices) == 1 else []
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `take_texts` has all that there is for the client now."""
+        choice = self.choices[0]
+        return choice.plain and not (choice.finish_reason or self.error or len(self.choices) > 1)
 
     def release_payload(self) -> None:
         """The answer was written: keep its figures for ``explain``, drop its tokens."""

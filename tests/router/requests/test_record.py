@@ -77,16 +77,42 @@ def test_the_short_way_of_plain_answers_gives_what_the_long_way_gives(model, ids
             part = run(at, some, reason="length" if last else "")
             results = [record.on_run(part, at + 1) for record in (quick, slow)]
             assert results[0] == results[1]
-        text = quick.take_plain()
-        slow_ways.append(text is None)
-        taken = shown(quick) if text is None else text
-        assert taken == shown(slow)
+        slow_ways.append(not quick.is_plain)
+        assert "".join(quick.take_texts()) + shown(quick) == shown(slow)
         at += size
     first, second = quick.choices[0], slow.choices[0]
     for name in ("token_ids", "next_index", "completion_tokens", "finish_reason"):
         assert getattr(first, name) == getattr(second, name)
     assert quick.last_token_ns == slow.last_token_ns
     assert slow_ways.count(True) <= 1  # the end
+
+
+@given(
+    ids=st.lists(st.integers(0, 49_000), min_size=3, max_size=16),
+    taken=st.lists(st.booleans(), min_size=16, max_size=16),
+)
+def test_a_plain_answer_has_the_same_pieces_whenever_they_are_taken(model, ids, taken):
+    at_once, now_and_then = (RequestRecord(request(), model.tokenizer) for _ in range(2))
+    pieces = {}
+    for record in (at_once, now_and_then):
+        record.next_attempt()
+        pieces[record] = []
+    for at, token in enumerate(ids):
+        part = run(at, [token], reason="length" if at + 1 == len(ids) else "")
+        for record, takes in ((at_once, True), (now_and_then, taken[at] or at + 1 == len(ids))):
+            record.on_run(part, at + 1)
+            if takes:
+                pieces[record] += record.take_texts()
+                pieces[record] += [(delta.text, delta.finish_reason) for delta in record.take()]
+    assert pieces[now_and_then] == pieces[at_once]
+
+
+def test_a_client_that_is_far_behind_gets_one_piece(model):
+    record = RequestRecord(request(), model.tokenizer)
+    record.next_attempt()
+    for at in range(1000):
+        record.on_run(run(at, [IDS[at % len(IDS)]]), at + 1)
+    assert len(record.take_texts()) <= 17
 
 
 @pytest.mark.parametrize(
@@ -98,7 +124,8 @@ def test_only_answers_of_text_alone_have_a_short_way(model, asked):
     record = RequestRecord(asked, model.tokenizer)
     record.next_attempt()
     record.on_run(run(0, IDS[:1]), 1)
-    assert record.take_plain() is None
+    assert not record.is_plain
+    assert record.take_texts() == []
 
 
 @settings(max_examples=200, deadline=None)
