@@ -192,6 +192,8 @@ def distrust(reason: str) -> str:
         )
     if "WRONG_VERSION_NUMBER" in reason or "wrong version number" in reason.lower():
         return "it speaks plain text, and this process TLS: set `pools: {tls: …}` for both"
+    if "tcp handshaker" in reason:  # a connection that ended while it began, with TLS or without
+        return ""
     if "handshake" in reason.lower() or "SSL_ERROR" in reason:
         return f"no TLS connection comes about: {_tail(reason)}"
     return ""

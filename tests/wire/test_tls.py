@@ -262,3 +262,9 @@ def test_channels_and_ports_are_made_at_one_place() -> None:
         if re.search(r"secure_channel\(|secure_port\(", file.read_text(encoding="utf-8"))
     }
     assert elsewhere == {"wire/grpc_options.py", "fleet/pools/ray_health.py"}
+
+
+def test_a_connection_that_ended_as_it_began_says_nothing_of_trust() -> None:
+    """Seen of plain-text workers that stopped."""
+    shut = "UNKNOWN: ipv4:127.0.0.1:39093: tcp handshaker shutdown"
+    assert distrust(f"failed to connect to all addresses; last error: {shut}") == ""
