@@ -17,7 +17,7 @@ _CLEARLY_FASTER = 1.25
 _TRY_AGAIN_PULLS = 32  # so often a transport that was measured to be slower may show itself
 FIRST_COOL_DOWN_NS = 5_000_000_000
 MAX_COOL_DOWN_NS = 80_000_000_000
-_INT8_CODED_BYTES_PER_S = 250e6  # of plain KV, to int8 at one end and back at the other
+_INT8_CODED_BYTES_PER_S = 200e6  # of plain KV, to int8 at one end and back at the other
 
 
 def int8_pays(plain_bytes: int, int8_bytes: int, bytes_per_s: float) -> bool:
