@@ -67,6 +67,7 @@ class PoolsConfig(BaseModel):
             are accepted. Without, `baton up` tells the workers its own.
         unsigned_pulls: KV is also handed to whoever has no capability of a router: for as long as
             routers or workers of versions run that know none.
+        int8_chunks: In ``numerics: fast``, KV may travel as int8 over links so slow that it pays.
         routers: Processes that share the port; ``auto`` is one for every `CORES_OF_A_ROUTER` cores
             of the host. What each of them holds, and what they share: ``docs/operations.md``.
     """
@@ -84,6 +85,7 @@ class PoolsConfig(BaseModel):
     insecure: bool = False
     token_file: AbsoluteFile | None = None
     unsigned_pulls: bool = False
+    int8_chunks: bool = True
 
     @field_validator("ports")
     @classmethod

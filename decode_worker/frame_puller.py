@@ -8,11 +8,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from batonpb import common_pb2, rank_pb2
 from batonpb import prefill_pb2 as pb
-from batonpb import rank_pb2
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
 from decode_worker.parts import WorkerParts
@@ -27,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 _BUDGET_TIMES = 4  # as long as the edge's bandwidth says, and so long on top of it
 _BUDGET_S = 1.0
+_ENCODINGS = (common_pb2.PLAIN, common_pb2.INT8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class _Attempt:
     generation: int
     epoch: int
     bound: bytes
+    encoding: common_pb2.ChunkEncoding = common_pb2.PLAIN
 
 
 class FramePuller:
@@ -151,7 +153,7 @@ class FramePuller:
                 self._perform(machine.frame_bad(kv_slice, epoch))
             else:
                 moved_bytes = len(taken) * kv_slice.payload_bytes(self._pool.geometry)
-                self._metrics.inc("baton_pulled_bytes", moved_bytes, transport=FALLBACK)
+                self._note_moved(moved_bytes, attempt)
                 self._perform(machine.frame_stored(kv_slice, epoch, now_ns))
         if missed:
             why = "; ".join(one.reason for one in taken if one.reason)
@@ -162,8 +164,11 @@ class FramePuller:
         """Pull what is missing, and take each frame that comes off it; why it broke, or ""."""
         loop = asyncio.get_running_loop()
         edge = self._peers.edge(attempt.target.worker_id)
-        size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in missing)
-        budget_s = _BUDGET_TIMES * size / edge.rate(attempt.way).bytes_per_s + _BUDGET_S
+        size, int8_size = (self._size(missing, one) for one in _ENCODINGS)
+        target, way = attempt.target, attempt.way
+        encoding = self._peers.encoding(target, way, size, int8_size)
+        attempt = replace(attempt, encoding=encoding)
+        budget_s = _BUDGET_TIMES * size / edge.rate(way).bytes_per_s + _BUDGET_S
         began_s = loop.time()
         peer = attempt.target.worker_id
         try:
@@ -182,11 +187,17 @@ class FramePuller:
                 return ""
             if not missing:
                 # While prefill computes, only the time of the pull says how fast the edge is.
-                edge.note(attempt.way, size, loop.time() - began_s)
+                elapsed_s = loop.time() - began_s
+                edge.note(way, size, elapsed_s, int8=encoding == common_pb2.INT8)
                 return ""
             kind, reason = "short", "brought fewer frames than were asked for"
         self._note_failure(attempt, kind)
         return f"a pull from {peer} by {attempt.way} {reason}"
+
+    def _size(self, kv_slices: Iterable[KvSlice], encoding: common_pb2.ChunkEncoding) -> int:
+        """Bytes on the wire."""
+        geometry = self._pool.geometry
+        return sum(chunk.payload_bytes(kv_slice, geometry, encoding) for kv_slice in kv_slices)
 
     def _request(self, missing: Sequence[KvSlice], attempt: _Attempt) -> pb.PullRequest:
         return pb.PullRequest(
@@ -197,6 +208,7 @@ class FramePuller:
             kv_slices=[kv_slice.to_wire() for kv_slice in missing],
             reader_incarnation=self._reader,
             capability=attempt.target.capability,
+            encoding=attempt.encoding,
         )
 
     def _note_failure(self, attempt: _Attempt, kind: str) -> None:
@@ -231,8 +243,8 @@ class FramePuller:
         for (_, kv_slice), fault in zip(wanted, faults, strict=True):
             match fault:
                 case None:
-                    moved_bytes = kv_slice.payload_bytes(self._pool.geometry)
-                    self._metrics.inc("baton_pulled_bytes", moved_bytes, transport=attempt.way)
+                    moved_bytes = self._size([kv_slice], attempt.encoding)
+                    self._note_moved(moved_bytes, attempt)
                     actions = machine.frame_stored(kv_slice, epoch, time.monotonic_ns())
                 case chunk.GoneError():
                     actions = machine.frame_gone(kv_slice, epoch)
@@ -256,6 +268,11 @@ class FramePuller:
             else:
                 faults.append(None)
         return faults
+
+    def _note_moved(self, moved_bytes: int, attempt: _Attempt) -> None:
+        encoding = common_pb2.ChunkEncoding.Name(attempt.encoding).lower()
+        labels = {"transport": attempt.way, "encoding": encoding}
+        self._metrics.inc("baton_pulled_bytes", moved_bytes, **labels)
 
     def _note_damage(self, fault: Exception, attempt: _Attempt) -> None:
         if isinstance(fault, chunk.ChunkError):

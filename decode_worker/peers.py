@@ -16,7 +16,7 @@ from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.kv_slice import FRAME_BYTES, KvSlice
 from kvtransfer.ranks.rank_side import take
 from kvtransfer.transport import FrameStream, Peer, TransportError
-from kvtransfer.transports import connect_all
+from kvtransfer.transports import FALLBACK, connect_all
 from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 from wire.tls import FleetTls, distrust
@@ -157,6 +157,16 @@ class Peers:
         """Size of the frames to ask a worker for, by the transport that is best now."""
         best = self.ways(target, now_ns)[:1]
         return self._transports[best[0]].frame_bytes if best else FRAME_BYTES
+
+    def encoding(
+        self, target: PrefillTarget, way: str, plain_bytes: int, int8_bytes: int
+    ) -> common_pb2.ChunkEncoding:
+        """In what to ask a worker for so much KV: INT8 by gRPC, if both have it and it pays."""
+        both = (self._capabilities, self._peer(target).capabilities)
+        if way != FALLBACK or not all(common_pb2.INT8 in one.encodings for one in both):
+            return common_pb2.PLAIN
+        pays = self.edge(target.worker_id).asks_int8(way, plain_bytes, int8_bytes)
+        return common_pb2.INT8 if pays else common_pb2.PLAIN
 
     def pull(self, target: PrefillTarget, request: pb.PullRequest, way: str) -> FrameStream:
         """Ask for frames by one transport.

@@ -8,6 +8,7 @@ from batonpb import common_pb2
 
 from engine.process.messages import Ready
 from fleet.worker_settings import WorkerSettings
+from kvtransfer.int8_chunks import ENCODES
 from kvtransfer.ranks.pools import RankPools
 from kvtransfer.transport import TransportServer
 from registry.types import WorkerRecord
@@ -31,6 +32,12 @@ def capabilities_of(
     settings: WorkerSettings, ready: Ready, senders: Sequence[TransportServer], pool: RankPools
 ) -> common_pb2.Capabilities:
     """What its peers must know to work with it."""
+    int8 = (
+        settings.int8_chunks
+        and settings.engine.numerics == "fast"
+        and ready.geometry.dtype == ENCODES
+        and not pool.links  # ranks elsewhere send and take what is in their pools
+    )
     return common_pb2.Capabilities(
         wire=own_wire(),
         kv_groups=[kv_group(ready.geometry)],
@@ -43,6 +50,7 @@ def capabilities_of(
             common_pb2.HeadRange(head_begin=heads.start, head_count=len(heads), address=address)
             for heads, address in pool.served_elsewhere
         ],
+        encodings=[common_pb2.INT8] if int8 else [],
     )
 
 

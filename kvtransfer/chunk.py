@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from batonpb import prefill_pb2 as pb
+from batonpb.common_pb2 import INT8, PLAIN, ChunkEncoding
 from google.protobuf.message import DecodeError
 
 from engine.core.geometry import KvGeometry
+from kvtransfer.int8_chunks import decode_int8, encode_int8, wire_geometry
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.native.moves import digests_bytes, native_pool
 
@@ -32,7 +34,7 @@ class ChunkError(ValueError):
 
     Args:
         message: What differs.
-        cause: "torn", "size", "claim", "place" or "digest", for metrics.
+        cause: "torn", "encoding", "size", "claim", "place" or "digest", for metrics.
     """
 
     def __init__(self, message: str, cause: str) -> None:
@@ -90,9 +92,19 @@ class PoolView:
         return ()
 
     def copy_out(
-        self, table: Sequence[int], kv_slice: KvSlice, bound: bytes, into: memoryview
+        self,
+        table: Sequence[int],
+        kv_slice: KvSlice,
+        bound: bytes,
+        into: memoryview,
+        encoding: ChunkEncoding = PLAIN,
     ) -> bytes:
         """Copy ``kv_slice`` in wire order into a buffer of its size; its ``digests``."""
+        if encoding == INT8:
+            plain = memoryview(bytearray(kv_slice.payload_bytes(self.geometry)))
+            self.copy_out(table, kv_slice, bound, plain)
+            encode_int8(plain, self.geometry.head_dim, into)
+            return digests(into, kv_slice, wire_geometry(self.geometry), bound)
         if self.native is not None:
             pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
             return self.native.gather(pages, kv_slice, _seed(kv_slice, bound), into)
@@ -106,8 +118,14 @@ class PoolView:
         bound: bytes,
         payload: memoryview | bytes,
         said: bytes,
+        encoding: ChunkEncoding = PLAIN,
     ) -> bool:
         """Scatter wire bytes into the pages of ``table`` if they are what the digests say."""
+        if encoding == INT8:
+            if digests(payload, kv_slice, wire_geometry(self.geometry), bound) != said:
+                return False
+            self.write(table, kv_slice, decode_int8(payload, self.geometry.head_dim))
+            return True
         if self.native is not None:
             pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
             return self.native.scatter(pages, kv_slice, _seed(kv_slice, bound), payload, said)
@@ -189,9 +207,14 @@ def _seed(kv_slice: KvSlice, bound: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(bound + layers))
 
 
+def payload_bytes(kv_slice: KvSlice, geometry: KvGeometry, encoding: ChunkEncoding = PLAIN) -> int:
+    """Bytes of a slice on the wire."""
+    return kv_slice.payload_bytes(wire_geometry(geometry) if encoding == INT8 else geometry)
+
+
 def make_room(header: pb.ChunkHeader, kv_slice: KvSlice, geometry: KvGeometry) -> int:
     """Bytes of a frame in front of its payload; its digests may be filled in afterwards."""
-    header.payload_bytes = kv_slice.payload_bytes(geometry)
+    header.payload_bytes = payload_bytes(kv_slice, geometry, header.encoding)
     header.digests = bytes(digests_bytes(kv_slice))
     return int(_LENGTH.size + header.ByteSize())
 
@@ -231,13 +254,18 @@ def decode(frame: bytes | memoryview) -> tuple[pb.ChunkHeader, memoryview]:
     return header, payload
 
 
-def check_size(payload: memoryview | bytes, expected: KvSlice, geometry: KvGeometry) -> None:
+def check_size(
+    payload: memoryview | bytes,
+    expected: KvSlice,
+    geometry: KvGeometry,
+    encoding: ChunkEncoding = PLAIN,
+) -> None:
     """Whether a payload has the size of what was asked for.
 
     Raises:
         ChunkError: It has not.
     """
-    if len(payload) != expected.payload_bytes(geometry):
+    if len(payload) != payload_bytes(expected, geometry, encoding):
         raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
 
 
@@ -256,18 +284,27 @@ def check_claim(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None
 
 @dataclass(frozen=True, slots=True)
 class ByteFrame:
-    """A frame as ``encode`` made it; see ``transport.Frame``."""
+    """A frame as ``encode`` made it; see ``transport.Frame``.
+
+    Args:
+        frame: As it came.
+        encoding: That was asked for.
+    """
 
     frame: bytes | memoryview
+    encoding: ChunkEncoding = PLAIN
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
         """Verify, then scatter."""
         header, payload = decode(self.frame)
         if header.HasField("error"):
             raise GoneError(header.error.message)
-        check_size(payload, kv_slice, pool.geometry)
+        if header.encoding != self.encoding:
+            asked, came = (ChunkEncoding.Name(one) for one in (self.encoding, header.encoding))
+            raise ChunkError(f"asked for {asked}, got {came}", "encoding")
+        check_size(payload, kv_slice, pool.geometry, self.encoding)
         check_claim(header, kv_slice, bound)
-        if not pool.place(blocks, kv_slice, bound, payload, header.digests):
+        if not pool.place(blocks, kv_slice, bound, payload, header.digests, self.encoding):
             raise ChunkError(f"digest mismatch at {kv_slice}", "digest")
 
 

@@ -17,6 +17,19 @@ _CLEARLY_FASTER = 1.25
 _TRY_AGAIN_PULLS = 32  # so often a transport that was measured to be slower may show itself
 FIRST_COOL_DOWN_NS = 5_000_000_000
 MAX_COOL_DOWN_NS = 80_000_000_000
+_INT8_CODED_BYTES_PER_S = 200e6  # of plain KV, to int8 at one end and back at the other
+
+
+def int8_pays(plain_bytes: int, int8_bytes: int, bytes_per_s: float) -> bool:
+    """Whether the wire saves more time with int8 than both ends need for it.
+
+    Args:
+        plain_bytes: Of a pull, as it is.
+        int8_bytes: Of the same pull in int8.
+        bytes_per_s: Of the wire.
+    """
+    saved_s = (plain_bytes - int8_bytes) / bytes_per_s
+    return saved_s > plain_bytes / _INT8_CODED_BYTES_PER_S
 
 
 class EdgeRate:
@@ -60,7 +73,9 @@ def _median_byte(pulls: Iterable[tuple[float, int]]) -> float:
 class _Way:
     """One transport."""
 
-    rate: EdgeRate
+    rate: EdgeRate  # of plain pulls
+    int8_rate: EdgeRate  # of KV, not of the wire
+    int8_pulls: int = 0
     cool_until_ns: int = 0
     cool_down_ns: int = FIRST_COOL_DOWN_NS  # the next time that it fails
 
@@ -75,21 +90,21 @@ class Edge:
     def __init__(self, fallback: str = "grpc") -> None:
         self._fallback = fallback
         self._ways: dict[str, _Way] = {}
-        self._last = fallback  # that moved something
+        self._last = self.rate(fallback)  # of what moved something
         self._passed_over = 0  # how often the first of the list was
 
     @property
     def measured(self) -> bool:
         """Whether a hand-off said anything yet."""
-        return self.rate(self._last).measured
+        return self._last.measured
 
     @property
     def bytes_per_s(self) -> float:
         """As measured by the transport that moved something last, or what is assumed."""
-        return self.rate(self._last).bytes_per_s
+        return self._last.bytes_per_s
 
     def rate(self, name: str) -> EdgeRate:
-        """Bandwidth by one transport."""
+        """Bandwidth by one transport, of plain pulls."""
         return self._way(name).rate
 
     def ways(self, usable: Sequence[str], now_ns: int) -> list[str]:
@@ -118,12 +133,25 @@ class Edge:
                 best = warm[0]
         return [best, *(name for name in warm if name == self._fallback != best)]
 
-    def note(self, name: str, payload_bytes: int, seconds: float) -> None:
-        """A whole pull went well."""
+    def asks_int8(self, name: str, plain_bytes: int, int8_bytes: int) -> bool:
+        """Whether a pull is to ask for int8, where both ends have it.
+
+        Only plain pulls tell how fast the wire is, so the first one is plain, and each 32nd.
+        """
+        way = self._way(name)
+        if not way.rate.measured or not int8_pays(plain_bytes, int8_bytes, way.rate.bytes_per_s):
+            return False
+        way.int8_pulls += 1
+        return bool(way.int8_pulls % _TRY_AGAIN_PULLS)
+
+    def note(self, name: str, plain_bytes: int, seconds: float, *, int8: bool = False) -> None:
+        """A whole pull of so much KV went well."""
         way = self._way(name)
         way.cool_down_ns = FIRST_COOL_DOWN_NS
-        way.rate.note(payload_bytes, seconds)
-        self._last = name
+        rate = way.int8_rate if int8 else way.rate
+        rate.note(plain_bytes, seconds)
+        if rate.measured or not int8:
+            self._last = rate
 
     def failed(self, name: str, now_ns: int) -> None:
         """A pull went wrong: leave this transport alone for a while."""
@@ -139,4 +167,4 @@ class Edge:
             way.cool_until_ns, way.cool_down_ns = 0, FIRST_COOL_DOWN_NS
 
     def _way(self, name: str) -> _Way:
-        return self._ways.setdefault(name, _Way(EdgeRate()))
+        return self._ways.setdefault(name, _Way(EdgeRate(), EdgeRate()))

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import numpy as np
 from batonpb import prefill_pb2 as pb
+from batonpb.common_pb2 import ChunkEncoding
 
 from kvtransfer.chunk import ByteFrame
 from kvtransfer.transport import (
@@ -55,15 +56,18 @@ class GrpcTransport:
         method: Any = self._channels.to(peer.target.address).unary_stream(
             PULL, request_serializer=pb.PullRequest.SerializeToString
         )
-        return _GrpcFrames(method(request, metadata=self._token.metadata))
+        return _GrpcFrames(method(request, metadata=self._token.metadata), request.encoding)
 
     async def close(self) -> None:
         """Nothing is the transport's own."""
 
 
 class _GrpcFrames:
-    def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, bytes]") -> None:
+    def __init__(
+        self, call: "grpc.aio.UnaryStreamCall[Any, bytes]", encoding: ChunkEncoding
+    ) -> None:
         self._call = call
+        self._encoding = encoding
 
     async def read(self) -> Sequence[Frame]:
         try:
@@ -75,7 +79,9 @@ class _GrpcFrames:
             if task is not None and task.cancelling():
                 raise  # it is we who are cancelled, not the call
             raise TransportGoneError("its channel was closed") from error
-        return [ByteFrame(frame)] if isinstance(frame, bytes) else []  # gRPC's mark for the end
+        if not isinstance(frame, bytes):
+            return []  # gRPC's mark for the end
+        return [ByteFrame(frame, self._encoding)]
 
     def close(self) -> None:
         self._call.cancel()

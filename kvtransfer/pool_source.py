@@ -4,7 +4,7 @@ What may be read, and until when the pages are held, ``kvtransfer.sender.Handoff
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -58,6 +58,7 @@ class PoolSource:
         note_sent: Called with payload bytes that leave, or are lent.
         refusal: Why a reader may not have what it asks for; "" if it may.
         tamperer: Damages frames on purpose (fault injection), or None.
+        encodings: In which frames may leave beside PLAIN. Who asks for another gets PLAIN.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PoolSource:
         note_sent: Callable[[int], None] = lambda _: None,
         refusal: Callable[[pb.PullRequest], str] = lambda _: "",
         tamperer: FrameTamperer | None = None,
+        encodings: Collection[common_pb2.ChunkEncoding] = (),
     ) -> None:
         self._pool = pool
         self._incarnation = incarnation
@@ -75,6 +77,7 @@ class PoolSource:
         self._note_sent = note_sent
         self._refusal = refusal
         self._tamperer = tamperer
+        self._encodings = encodings
 
     async def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
         """Frames of the slices asked for, in that order, while the hand-off is open."""
@@ -117,6 +120,8 @@ class PoolSource:
         if held is None or not held.machine.may_read(kv_slice):
             return await _say(self._gone(request, kv_slice), b"", room)
         header = self._header(request, kv_slice)
+        encoding = request.encoding if request.encoding in self._encodings else common_pb2.PLAIN
+        header.encoding = encoding
         room_bytes = chunk.make_room(header, kv_slice, self._pool.geometry)
         size_bytes = room_bytes + header.payload_bytes
         frame = await room(size_bytes)
@@ -124,7 +129,9 @@ class PoolSource:
         if not held.machine.may_read(kv_slice):  # room may have been long in coming
             return await _say(self._gone(request, kv_slice), b"", room)
         blocks = held.machine.blocks
-        digests = await _while_open(held, lambda: self._copy(blocks, kv_slice, bound, payload))
+        digests = await _while_open(
+            held, lambda: self._copy(blocks, kv_slice, bound, payload, encoding)
+        )
         if digests is None:  # revoked while we read: the bytes may belong to someone else
             return await _say(self._gone(request, kv_slice), b"", room)
         header.digests = digests
@@ -144,10 +151,15 @@ class PoolSource:
         return chunk.binding(*key, self._incarnation)
 
     def _copy(
-        self, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes, payload: memoryview
+        self,
+        blocks: Sequence[int],
+        kv_slice: KvSlice,
+        bound: bytes,
+        payload: memoryview,
+        encoding: common_pb2.ChunkEncoding,
     ) -> bytes:
         """Write the payload, and give its digests; runs in a thread."""
-        return self._pool.holding(kv_slice)[0].copy_out(blocks, kv_slice, bound, payload)
+        return self._pool.holding(kv_slice)[0].copy_out(blocks, kv_slice, bound, payload, encoding)
 
     def _digests(
         self, blocks: Sequence[int], kv_slices: Sequence[KvSlice], bound: bytes

@@ -145,6 +145,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             lambda sent_bytes: metrics.inc("baton_transfer_bytes", sent_bytes, direction="sent"),
             self._refusal,
             tamperer,
+            capabilities.encodings,
         )
         """What decode workers pull from, by whatever transport."""
         self._handoffs: dict[Key, Handoff] = {}

@@ -311,7 +311,10 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         ),
     ),
     "baton_transfer_seconds": _seconds("First chunk asked for to commit."),
-    "baton_pulled_bytes": _count("KV payload bytes that were pulled and verified.", "transport"),
+    "baton_pulled_bytes": _count(
+        "KV payload bytes that were pulled and verified, as they were on the wire.",
+        *("transport", "encoding"),
+    ),
     "baton_transfer_fallbacks": _count(
         "Pulls that gRPC had to finish, by the transport that could not: late, broke, short, "
         "damaged.",

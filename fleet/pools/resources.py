@@ -97,6 +97,7 @@ def worker_settings(
         "tls": msgspec.to_builtins(config.tls_files),
         "insecure": config.pools.insecure,
         "unsigned_pulls": config.pools.unsigned_pulls,
+        "int8_chunks": config.pools.int8_chunks,
         "host": host,
         "log_dir": log_dir,
         "log_format": config.logs.format,

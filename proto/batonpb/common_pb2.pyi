@@ -1,10 +1,18 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ChunkEncoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLAIN: _ClassVar[ChunkEncoding]
+    INT8: _ClassVar[ChunkEncoding]
+PLAIN: ChunkEncoding
+INT8: ChunkEncoding
 
 class WireRange(_message.Message):
     __slots__ = ("min", "max")
@@ -33,7 +41,7 @@ class KvGroup(_message.Message):
     def __init__(self, id: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., components: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("wire", "kv_groups", "numerics_id", "weights_digest", "model", "max_context_tokens", "transports", "rank_heads")
+    __slots__ = ("wire", "kv_groups", "numerics_id", "weights_digest", "model", "max_context_tokens", "transports", "rank_heads", "encodings")
     WIRE_FIELD_NUMBER: _ClassVar[int]
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +50,7 @@ class Capabilities(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     RANK_HEADS_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     wire: WireRange
     kv_groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
     numerics_id: str
@@ -50,7 +59,8 @@ class Capabilities(_message.Message):
     max_context_tokens: int
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
     rank_heads: _containers.RepeatedCompositeFieldContainer[HeadRange]
-    def __init__(self, wire: _Optional[_Union[WireRange, _Mapping]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., numerics_id: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., rank_heads: _Optional[_Iterable[_Union[HeadRange, _Mapping]]] = ...) -> None: ...
+    encodings: _containers.RepeatedScalarFieldContainer[ChunkEncoding]
+    def __init__(self, wire: _Optional[_Union[WireRange, _Mapping]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., numerics_id: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., rank_heads: _Optional[_Iterable[_Union[HeadRange, _Mapping]]] = ..., encodings: _Optional[_Iterable[_Union[ChunkEncoding, str]]] = ...) -> None: ...
 
 class HeadRange(_message.Message):
     __slots__ = ("head_begin", "head_count", "address")

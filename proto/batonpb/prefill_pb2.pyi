@@ -176,7 +176,7 @@ class CommitRecord(_message.Message):
     def __init__(self, rectangles: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., manifest_digest: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slices", "reader_incarnation", "capability")
+    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slices", "reader_incarnation", "capability", "encoding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,7 @@ class PullRequest(_message.Message):
     KV_SLICES_FIELD_NUMBER: _ClassVar[int]
     READER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     generation: int
@@ -191,7 +192,8 @@ class PullRequest(_message.Message):
     kv_slices: _containers.RepeatedCompositeFieldContainer[KvSlice]
     reader_incarnation: bytes
     capability: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slices: _Optional[_Iterable[_Union[KvSlice, _Mapping]]] = ..., reader_incarnation: _Optional[bytes] = ..., capability: _Optional[bytes] = ...) -> None: ...
+    encoding: _common_pb2.ChunkEncoding
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slices: _Optional[_Iterable[_Union[KvSlice, _Mapping]]] = ..., reader_incarnation: _Optional[bytes] = ..., capability: _Optional[bytes] = ..., encoding: _Optional[_Union[_common_pb2.ChunkEncoding, str]] = ...) -> None: ...
 
 class KvSlice(_message.Message):
     __slots__ = ("kv_group", "layer_begin", "layer_count", "head_begin", "head_count", "block_begin", "block_count", "valid_tokens")
@@ -214,7 +216,7 @@ class KvSlice(_message.Message):
     def __init__(self, kv_group: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_count: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_count: _Optional[int] = ..., block_begin: _Optional[int] = ..., block_count: _Optional[int] = ..., valid_tokens: _Optional[int] = ...) -> None: ...
 
 class ChunkHeader(_message.Message):
-    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slice", "payload_bytes", "digests", "error", "pages")
+    __slots__ = ("request_id", "attempt", "generation", "source_incarnation", "kv_slice", "payload_bytes", "digests", "error", "pages", "encoding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +226,7 @@ class ChunkHeader(_message.Message):
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     generation: int
@@ -233,7 +236,8 @@ class ChunkHeader(_message.Message):
     digests: bytes
     error: _common_pb2.Error
     pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slice: _Optional[_Union[KvSlice, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    encoding: _common_pb2.ChunkEncoding
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., source_incarnation: _Optional[bytes] = ..., kv_slice: _Optional[_Union[KvSlice, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., encoding: _Optional[_Union[_common_pb2.ChunkEncoding, str]] = ...) -> None: ...
 
 class PoolRequest(_message.Message):
     __slots__ = ("serial", "attach", "pull", "let_go")

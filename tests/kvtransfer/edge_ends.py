@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 import numpy as np
@@ -53,7 +53,10 @@ def slices() -> list[KvSlice]:
 
 
 def pull_request(
-    kv_slices: list[KvSlice], incarnation: bytes, generation: int = KEY[2]
+    kv_slices: list[KvSlice],
+    incarnation: bytes,
+    generation: int = KEY[2],
+    encoding: common_pb2.ChunkEncoding = common_pb2.PLAIN,
 ) -> pb.PullRequest:
     return pb.PullRequest(
         request_id=KEY[0],
@@ -61,13 +64,14 @@ def pull_request(
         generation=generation,
         source_incarnation=incarnation,
         kv_slices=[kv_slice.to_wire() for kv_slice in kv_slices],
+        encoding=encoding,
     )
 
 
 class SendingEnd:
     """A pool of noise in which one hand-off lies, complete."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: str = "", encodings: Sequence[common_pb2.ChunkEncoding] = ()) -> None:
         self.incarnation = secrets.token_bytes(16)
         file = os.memfd_create("test-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, GEOMETRY.pool_bytes)
@@ -95,6 +99,7 @@ class SendingEnd:
             self.incarnation,
             self._find,
             tamperer=FrameTamperer.parse(fault),
+            encodings=encodings,
         )
 
     def scribble(self, seed: int) -> None:
@@ -138,6 +143,8 @@ class SendingEnd:
 class ReadingEnd:
     """A pool of zeros, and one transport."""
 
+    encoding = common_pb2.PLAIN  # that it asks for
+
     def __init__(self, name: str, token: str = TOKEN) -> None:
         self.channels = Channels()
         self.transport: Transport = TRANSPORTS[name].connect(self.channels, FleetToken(token))
@@ -145,7 +152,8 @@ class ReadingEnd:
 
     async def read(self, peer: Peer, kv_slices: list[KvSlice]) -> list[Frame]:
         """The frames of one pull, not stored; the pull stays open."""
-        pull = self.transport.pull(peer, pull_request(kv_slices, peer.target.incarnation))
+        request = pull_request(kv_slices, peer.target.incarnation, encoding=self.encoding)
+        pull = self.transport.pull(peer, request)
         frames: list[Frame] = []
         while came := await pull.read():
             frames += came

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.edge import FIRST_COOL_DOWN_NS, MAX_COOL_DOWN_NS, Edge, EdgeRate
+from kvtransfer.edge import FIRST_COOL_DOWN_NS, MAX_COOL_DOWN_NS, Edge, EdgeRate, int8_pays
 
 BOTH = ["shared_memory", "grpc"]
 MIB = 1 << 20
@@ -72,3 +72,43 @@ def test_what_one_life_could_not_do_the_next_may() -> None:
     edge.failed("shared_memory", 0)
     edge.begin_life()
     assert edge.ways(BOTH, 1) == BOTH
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "pays"), [(5e6 / 8, True), (1e9 / 16, True), (1e9 / 8, False), (500e6, False)]
+)
+def test_int8_pays_where_the_wire_is_slower_than_what_is_saved_by_it(
+    bytes_per_s: float, pays: bool
+) -> None:
+    """Vectors of 64 values: 128 bytes plain, 68 in int8. 5 Mbit/s, half and all of 1 Gbit/s, and
+    gRPC on the loopback."""
+    assert int8_pays(128 * MIB, 68 * MIB, bytes_per_s) == pays
+
+
+def test_where_int8_hardly_saves_anything_the_wire_must_be_slower_still() -> None:
+    assert int8_pays(100, 50, 90e6)
+    assert not int8_pays(100, 90, 90e6)
+    assert not int8_pays(100, 100, 1.0)
+
+
+def test_int8_is_asked_for_once_a_plain_pull_has_said_that_the_wire_is_slow() -> None:
+    edge, size = Edge(), (128 * MIB, 68 * MIB)
+    assert not edge.asks_int8("grpc", *size), "nothing is known yet"
+    edge.note("grpc", MIB, 1.0)
+    assert edge.asks_int8("grpc", *size)
+    edge.note("grpc", MIB, 0.5, int8=True)
+    assert edge.bytes_per_s == pytest.approx(2 * MIB), "what routers are told is what it delivers"
+    assert edge.rate("grpc").bytes_per_s == pytest.approx(MIB)
+    asked = [edge.asks_int8("grpc", *size) for _ in range(64)]
+    assert asked.count(False) == 2, "now and then the wire is measured again"
+    for _ in range(9):
+        edge.note("grpc", 10 * MIB, 0.01)  # it has become fast
+    assert not any(edge.asks_int8("grpc", *size) for _ in range(64))
+    assert edge.bytes_per_s == pytest.approx(1000 * MIB)
+
+
+def test_a_pull_in_int8_that_was_too_small_to_tell_leaves_what_is_known() -> None:
+    edge = Edge()
+    edge.note("grpc", MIB, 1.0)
+    edge.note("grpc", 100, 1.0, int8=True)
+    assert edge.bytes_per_s == pytest.approx(MIB)

@@ -43,7 +43,7 @@ async def test_the_tokens_do_not_show_the_transport(transport: str) -> None:
             await router.submit("a", PROMPT, prefill)
             await same_tokens(router, "a", PROMPT)
             pulled = await counted(decode.record, "baton_pulled_bytes")
-            assert pulled == {f'transport="{transport}"': PROMPT_BYTES}
+            assert pulled == {f'encoding="plain",transport="{transport}"': PROMPT_BYTES}
             assert await counted(decode.record, "baton_transfer_fallbacks") == {}
             await router.baseline()
             await other.baseline()
@@ -80,7 +80,7 @@ async def test_a_transport_that_fails_is_replaced_counted_and_tried_again(
             fallbacks = await counted(decode.record, "baton_transfer_fallbacks")
             assert list(fallbacks) == [failed]
             pulled = await counted(decode.record, "baton_pulled_bytes")
-            assert list(pulled) == ['transport="grpc"']
+            assert list(pulled) == ['encoding="plain",transport="grpc"']
             assert not router.asks
 
             monkeypatch.undo()

@@ -61,7 +61,8 @@ async def test_a_hand_off_by_tls_and_with_the_routers_word(tmp_path: Path) -> No
         context.load_cert_chain(folder / "fleet.pem", folder / "fleet.key")
         async with httpx.AsyncClient(verify=context) as prometheus:
             text = (await prometheus.get(page)).text
-        assert f'baton_pulled_bytes_total{{transport="grpc"}} {PROMPT_BYTES}' in text.replace(
+        labels = 'encoding="plain",transport="grpc"'
+        assert f"baton_pulled_bytes_total{{{labels}}} {PROMPT_BYTES}" in text.replace(
             'model="emulated",', ""
         ), "of the first, and nothing of the second"
         plain = MiniRouter(decode)
