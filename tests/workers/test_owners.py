@@ -6,6 +6,7 @@ from unittest.mock import AsyncMock, Mock
 
 from batonpb import decode_pb2 as pb
 from batonpb.common_pb2 import WorkerIdentity
+from batonpb.common_pb2 import PLAIN
 from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published, Renew
 
 from decode_worker.handoff import Handoff
@@ -45,6 +46,7 @@ async def test_pulls_that_raise_are_failed_pulls() -> None:
     peers = Mock(greet=greet)
     peers.ways.return_value = ["grpc"]
     peers.address.return_value = ""
+    peers.encoding.return_value = PLAIN
     peers.edge.return_value = Edge()
     peers.frame_bytes.return_value = FRAME_BYTES
     peers.pull.side_effect = RuntimeError("by design")
