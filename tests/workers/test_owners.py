@@ -5,8 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 from batonpb import decode_pb2 as pb
-from batonpb.common_pb2 import WorkerIdentity
-from batonpb.common_pb2 import PLAIN
+from batonpb.common_pb2 import PLAIN, WorkerIdentity
 from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published, Renew
 
 from decode_worker.handoff import Handoff
