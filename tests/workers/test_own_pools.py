@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,29 @@ from tests.workers.harness import MiniRouter, WorkerProcess, routed, workers
 from tests.workers.late_heads import LATE_S
 from tests.workers.test_tensor_parallel import PROMPT, SAMPLED, SMOLLM2, both_ways, gone
 from tests.workers.test_transports import counted
+
+
+@asynccontextmanager
+async def late_prefill(model: str, **fields: object) -> AsyncIterator[WorkerProcess]:
+    """A prefill worker whose KV of one head is late."""
+    program = "tests.workers.late_heads"
+    worker = await WorkerProcess.start("prefill-0", program, model=model, **fields)
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
+async def no_token_before_the_last_head(late: WorkerProcess, decode: WorkerProcess) -> None:
+    """Decode answers as it would alone, and not before the late head is there."""
+    async with routed(decode) as router:
+        await router.submit("a", PROMPT, late)
+        await router.until(lambda: router.tokens["a"].get(0))
+        await asyncio.sleep(LATE_S / 2)
+        assert len(router.tokens["a"][0]) == 1, "prefill's own token, and no more"
+        await router.ended("a")
+        await golden(router, "a")
+        await router.baseline()
 
 
 async def go_on_alone(router: MiniRouter, name: str) -> None:
@@ -61,12 +86,8 @@ async def test_a_rank_that_dies_in_a_hand_off_ends_its_replica(tmp_path: Path) -
     """The shell may still serve what it maps; else the other end computes. Nothing is held."""
     model = write_llama(tmp_path / "tiny", heads=6, kv_heads=3)
     own = {"rank_memory": "own", "tensor_parallel": 2}
-    prefill, decode = await asyncio.gather(
-        WorkerProcess.start("prefill-0", "tests.workers.late_heads", model=model, **own),
-        WorkerProcess.start("decode-0", model=model),
-    )
-    try:
-        async with routed(decode) as router:
+    async with late_prefill(model, **own) as prefill, workers("decode-0", model=model) as ends:
+        async with routed(ends[0]) as router:
             await router.submit("cut off", PROMPT, prefill)
             await router.until(lambda: router.tokens["cut off"].get(0))
             os.kill(prefill.record.ranks[1], signal.SIGKILL)
@@ -77,29 +98,16 @@ async def test_a_rank_that_dies_in_a_hand_off_ends_its_replica(tmp_path: Path) -
                 await go_on_alone(router, "cut off")
             await router.baseline()
             await golden(router, "cut off")
-    finally:
-        await asyncio.gather(prefill.stop(), decode.stop())
 
 
 @pytest.mark.slow
 async def test_no_rank_decodes_before_the_last_one_has_its_heads(tmp_path: Path) -> None:
     """Three ranks pull a head each; the third one's comes late."""
     model = write_llama(tmp_path / "tiny", heads=6, kv_heads=3)
-    program, grpc = "tests.workers.late_heads", {"transports": ("grpc",)}
-    late = await WorkerProcess.start("prefill-0", program, model=model, **grpc)
-    try:
-        fields = {"tensor_parallel": 3, "rank_memory": "own"}
-        async with workers("decode-0", model=model, **fields) as (decode,):
-            async with routed(decode) as router:
-                await router.submit("a", PROMPT, late)
-                await router.until(lambda: router.tokens["a"].get(0))
-                await asyncio.sleep(LATE_S / 2)
-                assert len(router.tokens["a"][0]) == 1, "prefill's own token, and no more"
-                await router.ended("a")
-                await golden(router, "a")
-                await router.baseline()
-    finally:
-        await late.stop()
+    own = {"tensor_parallel": 3, "rank_memory": "own"}
+    async with late_prefill(model, transports=("grpc",)) as late:
+        async with workers("decode-0", model=model, **own) as (decode,):
+            await no_token_before_the_last_head(late, decode)
 
 
 @pytest.mark.slow

@@ -14,8 +14,12 @@ import pytest
 from tests.engine.tiny_llama import write_llama
 from tests.workers.apart import RankApart, led, ranks_apart
 from tests.workers.harness import WorkerProcess, routed, workers
-from tests.workers.late_heads import LATE_S
-from tests.workers.test_own_pools import go_on_alone, golden
+from tests.workers.test_own_pools import (
+    go_on_alone,
+    golden,
+    late_prefill,
+    no_token_before_the_last_head,
+)
 from tests.workers.test_tensor_parallel import PROMPT, SMOLLM2, both_ways
 from tests.workers.test_transports import counted
 
@@ -111,21 +115,9 @@ async def test_smollm2_apart(widths: tuple[int, int]) -> None:
 async def test_no_rank_decodes_before_the_last_one_has_its_heads(tmp_path: Path) -> None:
     """One late edge of three, to ranks that pull for themselves."""
     model = write_llama(tmp_path / "tiny", heads=6, kv_heads=3)
-    program, grpc = "tests.workers.late_heads", {"transports": ("grpc",)}
-    late = await WorkerProcess.start("prefill-0", program, model=model, **grpc)
-    try:
-        async with ranks_apart(2) as ranks:
-            async with workers("decode-0", model=model, **led(ranks)) as (decode,):
-                async with routed(decode) as router:
-                    await router.submit("a", PROMPT, late)
-                    await router.until(lambda: router.tokens["a"].get(0))
-                    await asyncio.sleep(LATE_S / 2)
-                    assert len(router.tokens["a"][0]) == 1, "prefill's own token, and no more"
-                    await router.ended("a")
-                    await golden(router, "a")
-                    await router.baseline()
-    finally:
-        await late.stop()
+    async with late_prefill(model, transports=("grpc",)) as late, ranks_apart(2) as ranks:
+        async with workers("decode-0", model=model, **led(ranks)) as (decode,):
+            await no_token_before_the_last_head(late, decode)
 
 
 @pytest.mark.slow
@@ -135,22 +127,23 @@ async def test_a_rank_of_decode_that_dies_or_freezes_ends_its_replica(
 ) -> None:
     """In a hand-off; prefill's blocks come free, its own and at its rank."""
     model = write_llama(tmp_path / "tiny", heads=6, kv_heads=3)
-    program, grpc = "tests.workers.late_heads", {"transports": ("grpc",)}
-    prefill = await WorkerProcess.start("prefill-0", program, model=model, **grpc)
-    async with ranks_apart(2) as ranks, workers("decode-0", model=model, **led(ranks)) as ends:
-        (decode,) = ends
-        async with routed(decode) as router, routed(prefill) as other:
-            await router.submit("cut off", PROMPT, prefill)
-            await router.until(lambda: router.tokens["cut off"].get(0))
-            victim, began_s = ranks[1].process, time.monotonic()
-            engines = psutil.Process(victim.pid).children()
-            os.kill(victim.pid, fate)
-            for engine in engines if fate == signal.SIGSTOP else ():
-                engine.suspend()
-            assert await asyncio.wait_for(decode.process.wait(), 25) == 1
-            assert time.monotonic() - began_s < 20
-            await other.baseline(10)
-            _, alive = psutil.wait_procs(engines, timeout=5 if fate == signal.SIGKILL else 0)
-            assert fate == signal.SIGSTOP or not alive
-            assert await asyncio.wait_for(ranks[0].process.wait(), 5) == 0, "with its leader"
-    await prefill.stop()
+    async with (
+        late_prefill(model, transports=("grpc",)) as prefill,
+        ranks_apart(2) as ranks,
+        workers("decode-0", model=model, **led(ranks)) as (decode,),
+        routed(decode) as router,
+        routed(prefill) as other,
+    ):
+        await router.submit("cut off", PROMPT, prefill)
+        await router.until(lambda: router.tokens["cut off"].get(0))
+        victim, began_s = ranks[1].process, time.monotonic()
+        engines = psutil.Process(victim.pid).children()
+        os.kill(victim.pid, fate)
+        for engine in engines if fate == signal.SIGSTOP else ():
+            engine.suspend()
+        assert await asyncio.wait_for(decode.process.wait(), 25) == 1
+        assert time.monotonic() - began_s < 20
+        await other.baseline(10)
+        _, alive = psutil.wait_procs(engines, timeout=5 if fate == signal.SIGKILL else 0)
+        assert fate == signal.SIGSTOP or not alive
+        assert await asyncio.wait_for(ranks[0].process.wait(), 5) == 0, "with its leader"
