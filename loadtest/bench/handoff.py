@@ -33,6 +33,7 @@ import grpc.aio
 import numpy as np
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
+from batonpb.common_pb2 import PLAIN, ChunkEncoding
 from batonpb.decode_pb2 import PrefillTarget, Submission
 from google.protobuf import json_format
 
@@ -203,6 +204,12 @@ class OnePeer:
     def address(self, target: PrefillTarget, kv_slice: KvSlice) -> str:
         """All heads are at the worker's own."""
         return target.address
+
+    def encoding(
+        self, target: PrefillTarget, way: str, plain_bytes: int, int8_bytes: int
+    ) -> ChunkEncoding:
+        """As it is in the pool."""
+        return PLAIN
 
     def edge(self, worker_id: str) -> Edge:
         """To the one worker."""

@@ -1,5 +1,8 @@
 """What the hand-off's benches draw, and what they say of a peer that is not there."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -35,3 +38,19 @@ def test_a_peer_that_is_not_built_says_how_to(monkeypatch, tmp_path: Path) -> No
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     with pytest.raises(peers.PeerError, match="--build"):
         peers.rates(peers.ENGINES[0], 1 << 20, 1 << 20, 1)
+
+
+def test_a_hand_off_goes_by_each_transport() -> None:
+    """The bench stands where a worker's `Peers` does, and must know what a puller asks them."""
+    asked = ["--rounds", "1", "--tokens", "512"]
+    done = subprocess.run(
+        [sys.executable, "-m", "loadtest.bench.handoff", *asked],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rates = dict(re.findall(r"^  (\S.*?) {2,}([\d.]+) GB/s", done.stdout, re.MULTILINE))
+    assert {"shared_memory", "pair", "grpc"} <= rates.keys(), done.stdout
+    assert all(float(rate) > 0 for rate in rates.values())
