@@ -1,5 +1,6 @@
 """The model that the fleet serves, as the router knows it: names, text, limits. No weights."""
 
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -75,13 +76,16 @@ class ServedModel:
             settings.max_adapters,
             settings.max_adapter_rank,
         )
-        return cls(
+        model = cls(
             artifact,
             settings.model_names,
             adapters=adapters,
             max_context_tokens=settings.max_context_tokens,
             chat_template=Path(template).read_text("utf-8") if template else None,
         )
+        # Requests do not wait for it: until it is there they are encoded more slowly.
+        threading.Thread(target=model.tokenizer.speed_up, name="tokenizer", daemon=True).start()
+        return model
 
     def check_name(self, name: str) -> str:
         """Return ``name`` if the fleet serves it.

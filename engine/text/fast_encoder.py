@@ -1,0 +1,61 @@
+"""Text to ids by `fastokens`, ten times as fast as `tokenizers`, where both give the same ids.
+
+`tokenizers` says what is right: the other one is taken in only if it agrees on `_probes`, and what
+it refuses is asked of `tokenizers`.
+"""
+
+from collections.abc import Iterator
+
+import fastokens
+from tokenizers import Tokenizer
+
+# Of a kind of tokenizer that it does not know, or of a text: such as a byte without a token.
+REFUSALS = (ValueError, RuntimeError)
+_HARD = (
+    "",
+    " ",
+    "Hello, world!  It's 12,345.67 o'clock\r\n\tdon't WE'LL  \n\n\n x",
+    "a\u0301 e\u0301 \u1100\u1161 \uff71 \ufb01 \u0130 \u017f \u212a Ⅻ ǅ ² ½ ١٢٣ ß \u0378",
+    "中文 日本語 한국어 עברית العربية हिन्दी ไทย \U00013000",
+    "😀👨\u200d👩\u200d👧\u00a0\u2028\ufeff\ufffd\x00\x7f\U0010ffff",
+    "    def f(x):\n        return x**2  # ___ ... !!! <|x|> [INST] </s>",
+)
+_VOCABULARY_STEP = 7  # each seventh token's text is in a probe
+_TOKENS_IN_PROBE = 64
+
+
+def open_fast_encoder(backend: Tokenizer) -> fastokens.Tokenizer | None:
+    """The same tokenizer in `fastokens`; None if it cannot be, or gives other ids."""
+    try:
+        fast = fastokens.Tokenizer.from_json_str(backend.to_str())
+    except REFUSALS:
+        return None
+    same = all(
+        _agree(fast, backend, text, special)
+        for text in _probes(backend)
+        for special in (False, True)
+    )
+    return fast if same else None
+
+
+def _agree(fast: fastokens.Tokenizer, backend: Tokenizer, text: str, special: bool) -> bool:
+    try:
+        ids: list[int] = fast.encode(text, add_special_tokens=special).ids
+    except REFUSALS:
+        return True
+    right: list[int] = backend.encode(text, add_special_tokens=special).ids
+    return ids == right
+
+
+def _probes(backend: Tokenizer) -> Iterator[str]:
+    """Texts that are hard to cut, and much of the vocabulary, in the order of ids and reversed."""
+    yield from _HARD
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    yield "x".join(added[:_TOKENS_IN_PROBE])
+    yield " ".join(added[:_TOKENS_IN_PROBE])
+    size = backend.get_vocab_size(with_added_tokens=False)
+    ids = list(range(0, size, _VOCABULARY_STEP))
+    for first in range(0, len(ids), _TOKENS_IN_PROBE):
+        some = ids[first : first + _TOKENS_IN_PROBE]
+        yield backend.decode(some, skip_special_tokens=False)
+        yield backend.decode(some[::-1], skip_special_tokens=False)
