@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import fastokens
 from tokenizers import Tokenizer, decoders
@@ -101,13 +101,15 @@ class TextTokenizer:
             add_special_tokens: Whether to put what the model wants in front (such as a BOS token).
                 A chat template writes these itself.
         """
+        ids: list[int]
         if (fast := self._fast) is not None:
             with contextlib.suppress(*REFUSALS):  # the other may not refuse it
                 ids = fast.encode(text, add_special_tokens=add_special_tokens).ids
-                return cast(list[int], ids)
+                return ids
         # A batch, though it is one text: `tokenizers` lets go of the GIL only for batches.
         [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return cast(list[int], found.ids)
+        ids = found.ids
+        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, special ones included; empty for an unknown id."""
