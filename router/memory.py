@@ -14,6 +14,7 @@ import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,6 +55,21 @@ class LargeWork:
             return
         self._trims_soon = False
         loop.run_in_executor(self._threads, give_back)
+
+
+class OneByOne:
+    """Work of some milliseconds on the event loop, one piece in each of the loop's turns."""
+
+    def __init__(self) -> None:
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
+            WeakKeyDictionary()
+        )
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """``work()``, after what came before it, and after what else the loop has to do."""
+        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            await asyncio.sleep(0)
+            return work()
 
 
 def give_back() -> None:

@@ -19,7 +19,7 @@ from router.api.bodies.rendering import rendering_of
 from router.api.call_headers import client_id_of
 from router.api.structured_output import checked_schema, checked_tools
 from router.api.tools import messages_of, offered
-from router.memory import LargeWork
+from router.memory import LargeWork, OneByOne
 from router.request import GenerationRequest, Mode, Shown, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -32,10 +32,12 @@ _MODES: dict[str, Mode] = {
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
-_LARGE_BYTES = 16 * 1024
+_LARGE_BYTES = 32 * 1024  # from these on a thread is cheaper than what waits for the loop
+_ONE_BY_ONE_BYTES = 4 * 1024  # that many take some 0.4 ms: other answers get a turn between two
 MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # of one call; their JSON takes fifty times that
 
 _LARGE_WORK = LargeWork()  # of this process: threads cost memory
+_ONE_BY_ONE = OneByOne()
 
 _T = TypeVar("_T")
 
@@ -406,5 +408,12 @@ def _first(*values: _T | None) -> _T:
 
 
 async def off_loop(size: int, work: Callable[[], _T]) -> _T:
-    """``work()`` on a body of ``size`` bytes: in a thread if it could delay other answers."""
-    return await _LARGE_WORK.run(size, work) if size > _LARGE_BYTES else work()
+    """``work()`` on a body of ``size`` bytes, so that it does not delay other answers.
+
+    Large ones go to a thread. Of those that are worked on here, one is in each turn of the loop.
+    """
+    if size > _LARGE_BYTES:
+        return await _LARGE_WORK.run(size, work)
+    if size <= _ONE_BY_ONE_BYTES:
+        return work()
+    return await _ONE_BY_ONE.run(work)
