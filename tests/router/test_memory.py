@@ -1,6 +1,7 @@
 """Work on bodies beside the event loop, and on it."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -18,7 +19,7 @@ async def test_others_have_a_turn_between_two_pieces_of_work():
     works = (one_by_one.run(lambda: order.append("work")) for _ in range(4))
     await asyncio.gather(*works, other())
     assert order.count("work") == 4
-    assert all(pair != ("work", "work") for pair in zip(order, order[1:], strict=False))
+    assert all(pair != ("work", "work") for pair in pairwise(order))
 
 
 async def test_work_that_fails_leaves_the_next_one_its_turn():
