@@ -70,9 +70,9 @@ class BatchState:
         self.events.clear()
         return taken
 
-    def has_decodes(self) -> bool:
-        """Whether the next step writes answers, beside what it computes of prompts."""
-        return any(sequence.decodes for sequence in self.running)
+    def count_decodes(self) -> int:
+        """How many answers the next step writes, beside what it computes of prompts."""
+        return sum(sequence.decodes for sequence in self.running)
 
     def equal_steps(self, plan: StepPlan) -> int:
         """For how many steps ``plan`` stays the next one, while nobody says anything to the engine.

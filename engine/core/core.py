@@ -16,7 +16,8 @@ from engine.core.tiers.places import TierPlaces
 from engine.core.tiers.tiers import Copied, Copy, KvTiers
 from telemetry.running_mean import RunningMean
 
-CHUNK_TIME_NS = 250_000_000  # a step with decodes in it takes no longer
+CHUNK_TIME_NS = 100_000_000  # a step with decodes in it, or twice the decodes' own time
+_LONGEST_CHUNK_TIME_NS = 250_000_000  # and that no longer than this
 LONE_CHUNK_TIME_NS = 1_000_000_000  # nobody waits but the client who may cancel
 _MIN_CHUNK_TOKENS = 64
 _SAMPLE_WEIGHT = 0.3  # of a step's time: the means follow within a few steps
@@ -231,10 +232,14 @@ class EngineCore:
         limit = self.scheduler.config.max_step_tokens
         if not self._token_ns.value:
             return limit
+        decodes = self.batch.count_decodes()
         time_ns: float = LONE_CHUNK_TIME_NS
-        if self.batch.has_decodes():
-            time_ns = CHUNK_TIME_NS - self._decode_ns.value
-        return min(limit, max(_MIN_CHUNK_TOKENS, int(time_ns / self._token_ns.value)))
+        if decodes:
+            decode_ns = self._decode_ns.value
+            fair_ns = max(CHUNK_TIME_NS - decode_ns, decode_ns)
+            time_ns = min(fair_ns, _LONGEST_CHUNK_TIME_NS - decode_ns)
+        prompt_tokens = max(_MIN_CHUNK_TOKENS, int(time_ns / self._token_ns.value))
+        return min(limit, decodes + prompt_tokens)
 
     def _fit_times(self, plan: StepPlan, duration_ns: int) -> None:
         """Learn from a step what prompt tokens and decodes cost."""

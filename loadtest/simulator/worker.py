@@ -343,7 +343,7 @@ class SimulatedWorker:
         """How long a prompt would take from now on, by what only the simulator knows."""
         pool, timing, steps = self.core.pool, self._timing, self._steps
         total_s = 0.0
-        if steps is not None and not self.core.batch.has_decodes():
+        if steps is not None and not self.core.batch.count_decodes():
             total_s = (steps.began_ns - self._clock.now_ns) / 1e9  # done of the step under way
         for item in [*self.core.batch.running, *self.core.batch.queue]:
             if not isinstance(item, TokenSequence) or item.decodes:

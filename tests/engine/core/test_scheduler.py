@@ -392,19 +392,25 @@ def test_a_probe_leaves_no_hash_behind():
     assert core.pool.counts().cached == 0
 
 
-@pytest.mark.parametrize(("decodes", "most"), [(False, 512), (True, 128)])
-def test_chunks_are_bounded_in_time(decodes, most):
-    """At 2 ms a token, 250 ms hold 125 tokens; alone a prompt may take a second."""
-    core = make_core(blocks=256, step_tokens=512)
-    core.scheduler.submit(request("a", list(range(3000)), ticket=1), 0)
-    if decodes:
-        core.scheduler.submit(request("b", [1], ticket=0, max_tokens=99), 0)
-    for now_ns in range(3):
+@pytest.mark.parametrize(
+    ("decode_ms", "prompt_tokens"),
+    [(0, 512), (20, 160), (80, 160), (150, 192), (240, 64)],
+    ids=["alone", "of 100 ms", "as much as the decodes", "250 ms together", "some all the same"],
+)
+def test_chunks_are_bounded_in_time(decode_ms, prompt_tokens):
+    """At 0.5 ms a prompt token."""
+    core = make_core(blocks=512, step_tokens=512)
+    if decode_ms:
+        core.scheduler.submit(request("answer", [1], ticket=0, max_tokens=99), 0)
+    for now_ns in range(9):
+        if now_ns == 4:  # by then it is known what the answer's steps take
+            core.scheduler.submit(request("prompt", list(range(6000)), ticket=1), now_ns)
         plan = core.plan(now_ns)
-        tokens = sum(len(row.tokens) for row in plan.rows)
-        core.apply(plan, core.runner.execute(plan), now_ns, 2_000_000 * tokens)
-    tokens = sum(len(row.tokens) for row in core.plan(9).rows)
-    assert most // 2 < tokens <= most
+        tokens = sum(len(row.tokens) for row in plan.rows if not row.decodes)
+        took_ns = 500_000 * tokens + decode_ms * 1_000_000 * any(r.decodes for r in plan.rows)
+        core.apply(plan, core.runner.execute(plan), now_ns, took_ns)
+    rows = [row for row in core.plan(9).rows if not row.decodes]
+    assert sum(len(row.tokens) for row in rows) == pytest.approx(prompt_tokens, rel=0.15)
 
 
 @settings(max_examples=examples(60), deadline=None)
