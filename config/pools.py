@@ -59,6 +59,8 @@ class PoolsConfig(BaseModel):
     """How many replicas each pool has. A fleet of one pool only is the colocated mode.
 
     Attributes:
+        roles: ``auto`` chooses ``prefill`` and ``decode`` for one host, by what was measured on it
+            (``fleet/host_roles.py``); until then they are a pair.
         kv_tiers: Below each worker's pool: ``docs/kv-tiers.md``.
         ports: ``FIRST-LAST`` that workers listen on, for firewalls; None: the kernel chooses.
         tls: Certificates of all routers and workers. Without, they speak plain text.
@@ -74,6 +76,7 @@ class PoolsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
+    roles: Literal["fixed", "auto"] = "fixed"
     prefill: Annotated[int, Field(ge=0, le=512)] = 1
     decode: Annotated[int, Field(ge=0, le=512)] = 1
     routers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
@@ -106,6 +109,14 @@ class PoolsConfig(BaseModel):
         tiers = self.kv_tiers.memory_mb or self.kv_tiers.disk_mb
         if self.tensor_parallel.memory == "own" and tiers:
             raise ValueError("kv_tiers need `tensor_parallel: {memory: shared}`")
+        return self
+
+    @model_validator(mode="after")
+    def _roles_are_said_once(self) -> Self:
+        if self.roles == "auto" and {"prefill", "decode"} & self.model_fields_set:
+            raise ValueError("`roles: auto` chooses prefill and decode: leave these out")
+        if self.roles == "auto" and max(self.ranks) > 1:
+            raise ValueError("`roles: auto` chooses among workers of one rank: say prefill, decode")
         return self
 
     def width(self, role: Literal["prefill", "decode"]) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from fleet.cli.common import (
     show_error,
 )
 from fleet.cli.reconcile import reconcile_running
+from fleet.host_roles import known, measure, settled
 from fleet.local import state as fleet_state
 from fleet.local.cluster_pools import LeaseTakenError, call_cluster
 from fleet.local.log_files import terminal
@@ -92,12 +94,15 @@ def up(
     def say(line: str) -> None:
         console.print(f"[dim]{time.monotonic() - began_s:6.1f} s[/]  {escape(line)}")
 
+    if address is not None and config.pools.roles == "auto":
+        fail("pools.roles = auto is for a fleet on one host: say prefill and decode")
     if reconcile or (dry_run and address is None):
-        reconcile_running(config_file, config, dry_run=dry_run)
+        reconcile_running(config_file, settled(config, known(config)), dry_run=dry_run)
         return
     if dry_run and address is not None:
         _show_plan(config, address)
         return
+    config = _with_roles(config, say)
     supervisor = Supervisor(
         config,
         config_file,
@@ -105,7 +110,7 @@ def up(
         address,
         take_over=take_over,
         leave=leave,
-        reread=lambda: read_fleet_file(config_file, port)[1],
+        reread=lambda: _with_roles(read_fleet_file(config_file, port)[1], say),
     )
     try:
         supervisor.run(lambda: _announce(console, supervisor, config))
@@ -114,6 +119,21 @@ def up(
         os._exit(1)
     except _REFUSALS as error:
         fail(str(error))
+
+
+def _with_roles(config: FleetConfig, say: Callable[[str], None]) -> FleetConfig:
+    """The configuration with its workers, by what was measured on this host, or is now."""
+    if config.pools.roles != "auto":
+        return config
+    measured = None
+    if config.pools.engine.emulated is None and (measured := known(config)) is None:
+        say("roles: auto: measuring this host, once for this model (some 5 s)")
+        try:
+            measured = measure(config)
+        except RuntimeError as error:
+            say(f"note: {error}")
+    say(f"roles: {measured or 'a prefill and a decode worker: nothing was measured'}")
+    return settled(config, measured)
 
 
 def _show_plan(config: FleetConfig, address: str) -> None:

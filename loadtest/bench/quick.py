@@ -1,14 +1,24 @@
-"""The engine beside the dense program of ``dense.py``, in some seconds: for `baton doctor`."""
+"""The engine in some seconds: beside the dense program of ``dense.py``, and prompts beside answers.
 
+For `baton doctor` and for `roles: auto`, which runs it in a process of its own:
+
+    python -m loadtest.bench.quick MODEL [--threads N] [--dtype bf16] ...
+"""
+
+import json
 import statistics
 import time
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
 
 from engine.artifacts.artifact import resolve_model
 from engine.core.geometry import BLOCK_TOKENS
+from engine.cpu.native.library import choose_native
+from engine.llm import DEFAULT_MODEL
 from engine.loading.open import load_weights
+from engine.numerics import Numerics, numerics_of
 from loadtest.bench.dense import DenseLlama
 from loadtest.bench.engine import WARM_TOKENS, EngineUnderTest
 
@@ -16,6 +26,8 @@ PROMPT_TOKENS = 128
 BATCH = 4
 _ROUNDS = 2
 _STEPS = 4
+_MIXED_BATCH, _MIXED_PROMPTS = 8, 4
+_MIXED_CONTEXT, _MIXED_PROMPT_TOKENS = 64, 256
 
 
 class Speed(NamedTuple):
@@ -79,6 +91,70 @@ def _measure(model: str, dtype: str) -> Speed:
     return Speed(_ratio(prefills[1:]), _ratio(steps[_STEPS:]))  # the first ones warm the caches
 
 
+class Beside(NamedTuple):
+    """What the answers of a worker see of a prompt that comes to it.
+
+    Attributes:
+        decode_s: A step of 8 answers, alone.
+        longest_s: The longest step while prompts are read beside them, median over prompts.
+        prompt_tokens_per_s: Of these prompts.
+    """
+
+    decode_s: float
+    longest_s: float
+    prompt_tokens_per_s: float
+
+
+def measure_beside(
+    model: str, dtype: str, threads: int, *, numerics: Numerics, weights: str, kv: str
+) -> Beside:
+    """Read prompts beside answers; the first of them teach the scheduler what a token costs."""
+    torch.set_num_threads(threads)
+    tokens = _MIXED_PROMPT_TOKENS + _MIXED_BATCH * (_MIXED_CONTEXT + WARM_TOKENS)
+    engine = EngineUnderTest(
+        resolve_model(model), dtype, numerics, 2 * -(-tokens // BLOCK_TOKENS), weights, kv
+    )
+    engine.warm(_MIXED_BATCH, _MIXED_CONTEXT)
+    decode_s = statistics.median(_step_s(engine) for _ in range(_STEPS))
+    prompts: list[list[float]] = []
+    for _ in range(_MIXED_PROMPTS):
+        engine.submit(_MIXED_PROMPT_TOKENS, max_tokens=1)
+        steps: list[float] = []
+        while len(engine.core.batch.running) > _MIXED_BATCH or engine.core.batch.queue:
+            steps.append(_step_s(engine))
+        prompts.append(steps)
+    learnt = prompts[_MIXED_PROMPTS // 2 :]
+    longest_s = statistics.median(max(steps) for steps in learnt)
+    prompt_s = statistics.median(sum(steps) for steps in learnt)
+    return Beside(decode_s, longest_s, _MIXED_PROMPT_TOKENS / prompt_s)
+
+
+def _step_s(engine: EngineUnderTest) -> float:
+    began = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - began
+
+
 def _ratio(times: list[tuple[float, float]]) -> float:
     dense = statistics.median(dense for dense, _ in times)
     return dense / statistics.median(engine for _, engine in times)
+
+
+def main(
+    model: Annotated[str, typer.Argument()] = DEFAULT_MODEL,
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    dtype: Annotated[str, typer.Option()] = "bf16",
+    numerics: Annotated[str, typer.Option()] = "exact",
+    native: Annotated[str, typer.Option()] = "auto",
+    weights: Annotated[str, typer.Option()] = "none",
+    kv: Annotated[str, typer.Option()] = "",
+) -> None:
+    """Print what answers see of a prompt beside them, as JSON."""
+    choose_native(native)
+    how = numerics_of(numerics)
+    beside = measure_beside(model, dtype, threads, numerics=how, weights=weights, kv=kv)
+    typer.echo(json.dumps(beside._asdict()))
+
+
+if __name__ == "__main__":
+    typer.run(main)

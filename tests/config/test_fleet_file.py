@@ -18,7 +18,7 @@ def problem(tmp_path: Path, text: str) -> str:
     return str(caught.value).replace(f"{file}", "fleet.yaml")
 
 
-@pytest.mark.parametrize("name", ["local", "local-2x2", "local-colocated"])
+@pytest.mark.parametrize("name", ["local", "local-pair", "local-2x2", "local-colocated"])
 def test_the_deployed_files_are_right_and_of_different_fleets(name: str) -> None:
     config = load_config(DEPLOY / f"{name}.yaml")
     assert config.fleet == name
@@ -101,6 +101,8 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
         ),
         ("redis: localhost", "must be `embedded` or a URL"),
         ("pools: {prefill: 0, decode: 0}", "needs at least one worker"),
+        ("pools: {roles: auto, decode: 2}", "`roles: auto` chooses prefill and decode"),
+        ("pools: {roles: auto, tensor_parallel: 2}", "among workers of one rank"),
         (
             "max_batch_requests: 600",
             "max_step_tokens = 512: must be at least max_batch_requests (6",

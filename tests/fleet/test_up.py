@@ -22,13 +22,14 @@ from fleet.process_key import ProcessKey
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 LOCAL = (ROOT / "deploy" / "local.yaml").read_text()
+PAIR = (ROOT / "deploy" / "local-pair.yaml").read_text()
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Served:
     """A fleet started as a user does."""
 
-    def __init__(self, command: list[str], folder: Path, config: str = LOCAL) -> None:
+    def __init__(self, command: list[str], folder: Path, config: str = PAIR) -> None:
         file = folder / "fleet.yaml"
         file.write_text(re.sub(r"(?m)^fleet:.*", "fleet: up-test", config))
         self.output = folder / "output"
@@ -64,7 +65,7 @@ def wait_for(condition: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.1)
 
 
-Serve = Callable[[list[str]], Served]
+Serve = Callable[..., Served]
 
 
 @pytest.fixture
@@ -73,8 +74,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     started: list[Served] = []
 
-    def start(command: list[str]) -> Served:
-        started.append(Served(command, tmp_path))
+    def start(command: list[str], config: str = PAIR) -> Served:
+        started.append(Served(command, tmp_path, config))
         return started[-1]
 
     yield start
@@ -137,6 +138,24 @@ def test_the_whole_story_from_make_serve_to_an_empty_machine(serve: Serve) -> No
     assert not Path(state.run_folder).exists()
     assert fleet_state.load("up-test") is None
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
+
+
+def test_the_local_file_has_the_workers_that_were_measured_for(serve: Serve) -> None:
+    served = serve(["make", "serve"], LOCAL)
+    url = served.wait_ready()
+    said = " ".join(served.output.read_text().split())
+    roles = re.search(r"roles: (one worker|a prefill and a decode worker).*: beside a prompt", said)
+    assert roles, said
+    expected = {"decode-0"} if roles[1] == "one worker" else {"prefill-0", "decode-0"}
+    assert {worker["id"] for worker in fleet_of(url)["workers"]} == expected
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(model="default", messages=QUESTION, temperature=0)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    state = fleet_state.load("up-test")
+    assert state is not None
+    served.process.send_signal(signal.SIGINT)
+    served.process.wait(15)
+    wait_for(lambda: not list(fleet_state.processes_of(state.run_folder)), 1)
 
 
 @pytest.mark.slow
