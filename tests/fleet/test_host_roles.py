@@ -6,7 +6,7 @@ import pytest
 
 from config.fleet_file import FleetConfig
 from fleet import host_roles
-from fleet.host_roles import LONGEST_WAIT_S, Measured, known, measure, settled
+from fleet.host_roles import MOST_WAIT_S, Measured, known, measure, settled
 
 AUTO = FleetConfig.model_validate({"pools": {"roles": "auto"}})
 
@@ -22,10 +22,10 @@ def sizes(config: FleetConfig) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("longest_s", "expected"), [(LONGEST_WAIT_S, (0, 1)), (LONGEST_WAIT_S + 0.01, (1, 1))]
+    ("mixed_s", "expected"), [(MOST_WAIT_S, (0, 1)), (MOST_WAIT_S + 0.01, (1, 1))]
 )
-def test_one_worker_where_streams_wait_little(longest_s: float, expected: tuple[int, int]) -> None:
-    config = settled(AUTO, Measured(0.02, longest_s, 1000.0))
+def test_one_worker_where_streams_wait_little(mixed_s: float, expected: tuple[int, int]) -> None:
+    config = settled(AUTO, Measured(0.02, mixed_s, 1000.0))
     assert sizes(config) == expected
     assert FleetConfig.model_validate_json(config.to_json()) == config, "as workers read it"
 
@@ -41,7 +41,7 @@ def test_numbers_that_were_said_stay() -> None:
 
 def test_it_is_measured_on_the_real_engine_and_kept(cache: Path) -> None:
     measured = measure(AUTO)
-    assert 0 < measured.decode_s < measured.longest_s
+    assert 0 < measured.decode_s < measured.mixed_s
     assert measured.prompt_tokens_per_s > 0
     assert known(AUTO) == measured
     assert known(AUTO.model_copy(update={"dtype": "fp32"})) is None, "another engine"
