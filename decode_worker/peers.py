@@ -16,7 +16,7 @@ from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.kv_slice import FRAME_BYTES, KvSlice
 from kvtransfer.ranks.rank_side import take
 from kvtransfer.transport import FrameStream, Peer, TransportError
-from kvtransfer.transports import FALLBACK, connect_all
+from kvtransfer.transports import CARRY_INT8, connect_all
 from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 from wire.tls import FleetTls, distrust
@@ -161,9 +161,9 @@ class Peers:
     def encoding(
         self, target: PrefillTarget, way: str, plain_bytes: int, int8_bytes: int
     ) -> common_pb2.ChunkEncoding:
-        """In what to ask a worker for so much KV: INT8 by gRPC, if both have it and it pays."""
+        """In what to ask a worker for so much KV: INT8 if both have it and it pays."""
         both = (self._capabilities, self._peer(target).capabilities)
-        if way != FALLBACK or not all(common_pb2.INT8 in one.encodings for one in both):
+        if way not in CARRY_INT8 or not all(common_pb2.INT8 in one.encodings for one in both):
             return common_pb2.PLAIN
         pays = self.edge(target.worker_id).asks_int8(way, plain_bytes, int8_bytes)
         return common_pb2.INT8 if pays else common_pb2.PLAIN

@@ -1,9 +1,13 @@
 """Ports that a worker may listen on, where a firewall must know them."""
 
+import logging
 import random
 import socket
 
 from engine.core.errors import InternalError
+
+_LOG = logging.getLogger(__name__)
+PORTS_OF_A_WORKER = 3  # gRPC, metrics, KV
 
 
 def free_port(host: str, allowed: str) -> int:
@@ -34,3 +38,19 @@ def free_port(host: str, allowed: str) -> int:
                 continue
         return port
     raise InternalError(f"pools.ports = {allowed}: all are taken on {host}")
+
+
+def kv_listener(host: str, allowed: str, workers: int) -> socket.socket | None:
+    """Listens for readers of KV; None where the range has no port to spare for it.
+
+    Args:
+        host: The address to listen on.
+        allowed: As for `free_port`.
+        workers: That share the range on this host. The other two ports of each come first.
+    """
+    first, _, last = allowed.partition("-")
+    if allowed and int(last) - int(first) + 1 < PORTS_OF_A_WORKER * workers:
+        _LOG.info("no port for KV by TCP: %s has less than three for each worker", allowed)
+        return None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, free_port(host, allowed)), family=family)

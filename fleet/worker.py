@@ -8,6 +8,7 @@ an actor.
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -31,7 +32,7 @@ from engine.process.handle import EngineHandle
 from fleet.canary import Canary
 from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
-from fleet.ports import free_port
+from fleet.ports import free_port, kv_listener
 from fleet.rank_links import open_links, serve_links
 from fleet.worker_identity import capabilities_of, identity_of, record_of
 from fleet.worker_settings import WorkerSettings
@@ -153,7 +154,10 @@ class Worker:
             unsigned = settings.unsigned_pulls
             await serve_links(links, engine.client.ready, identity.incarnation, unsigned)
             pool = RankPools(engine.client.pools, engine.client.ready.geometry, links)
-            side = ServingSide(server, token, identity.incarnation, engine.client.pool_fd)
+            side = ServingSide(
+                *(server, token, identity.incarnation, engine.client.pool_fd),
+                _kv_listener(settings, undo),
+            )
             senders = servers(side, settings.transports)
             capabilities = capabilities_of(settings, engine.client.ready, senders, pool)
             peers = Peers(capabilities, token, tls)
@@ -304,6 +308,15 @@ class Worker:
                 self._parts.metrics.inc("baton_quarantines")
                 await self._fail(f"{load.blocks.quarantined} KV blocks are stuck in quarantine", 1)
                 return
+
+
+def _kv_listener(settings: WorkerSettings, undo: AsyncExitStack) -> socket.socket | None:
+    """For readers by TCP, who get KV in plain text: not where there is TLS."""
+    if settings.tls is not None or (settings.transports and "tcp" not in settings.transports):
+        return None
+    workers = settings.engine.workers_on_host
+    listener = kv_listener(settings.host, settings.ports, workers)
+    return None if listener is None else undo.enter_context(listener)
 
 
 def _failure_counter(metrics: Metrics) -> Callable[[str], None]:

@@ -55,10 +55,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 transport that knows nothing else is asked for.
         """
         if self.tls is not None:
-            if "pair" in self.transports:
+            if plain := {"pair", "tcp"} & set(self.transports):
                 raise InternalError(
-                    "transports: a pair (gloo, NCCL) sends KV in plain text, and this fleet has "
-                    "TLS: leave it out, or `pools: {tls: …}`"
+                    f"transports: {min(plain)} sends KV in plain text, and this fleet has TLS: "
+                    "leave it out, or `pools: {tls: …}`"
                 )
             if self.rank_addresses:
                 raise InternalError(

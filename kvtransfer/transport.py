@@ -5,6 +5,7 @@ nothing else does. A transport may lose, tear or reorder: ``Frame.store`` believ
 that fits the slice that was asked for. How to add one: ``kvtransfer/transports.py``.
 """
 
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -139,12 +140,14 @@ class ServingSide:
         token: That readers must know.
         incarnation: Of the worker.
         pool_fd: Its KV pool, opened for reading; -1 where ranks have pools of their own.
+        listener: A TCP socket that listens for readers; None where KV may not go in plain text.
     """
 
     grpc_server: grpc.aio.Server
     token: FleetToken
     incarnation: bytes
     pool_fd: int
+    listener: socket.socket | None = None
 
 
 class TransportServer(Protocol):

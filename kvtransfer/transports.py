@@ -4,6 +4,9 @@ from collections.abc import Collection
 
 from kvtransfer import grpc_transport, shared_memory, shared_memory_server
 from kvtransfer.pair import pulling, sending
+from kvtransfer.tcp import frames as tcp
+from kvtransfer.tcp.pulling import TcpTransport
+from kvtransfer.tcp.sending import TcpServer
 from kvtransfer.transport import ServingSide, Transport, TransportKind, TransportServer
 from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
@@ -11,10 +14,14 @@ from wire.grpc_channels import Channels
 FALLBACK = "grpc"
 """Reaches every peer, and is taken whenever another one fails."""
 
+CARRY_INT8 = (tcp.NAME, FALLBACK)
+"""Their frames may be in int8 (``kvtransfer/int8_chunks.py``)."""
+
 TRANSPORTS: dict[str, TransportKind] = {
     shared_memory.NAME: TransportKind(
         shared_memory.SharedMemoryTransport, shared_memory_server.SharedMemoryServer
     ),
+    tcp.NAME: TransportKind(TcpTransport, TcpServer),
     sending.NAME: TransportKind(pulling.PairTransport, sending.PairServer, by_default=False),
     FALLBACK: TransportKind(grpc_transport.GrpcTransport, grpc_transport.GrpcServer),
 }

@@ -24,6 +24,11 @@ class Channels:
         self._retired: list[grpc.aio.Channel] = []
         self._tasks = BackgroundTasks("channels")
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether they speak TLS."""
+        return self._tls is not None
+
     def to(self, address: str) -> grpc.aio.Channel:
         """The channel to an address; a new one if our certificate has changed since."""
         shown = self._tls.channel_credentials() if self._tls is not None else None

@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import secrets
+import socket
 import statistics
 import sys
 import time
@@ -119,25 +120,26 @@ async def _serve(tokens: int, scattered: bool) -> None:
     machine = HandoffSender(shape, tokens, 0, FAR_NS, 0)
     machine.admitted(page_table(tokens, scattered))
     for kv_slice in rectangles(shape, tokens):
-        machine.published(
-            Published(
-                request_id="r",
-                layer_begin=kv_slice.layer_begin,
-                layer_count=kv_slice.layer_count,
-                block_begin=kv_slice.block_begin,
-                block_count=kv_slice.block_count,
-                valid_tokens=kv_slice.valid_tokens,
-            )
+        event = Published(
+            request_id="r",
+            layer_begin=kv_slice.layer_begin,
+            layer_count=kv_slice.layer_count,
+            block_begin=kv_slice.block_begin,
+            block_count=kv_slice.block_count,
+            valid_tokens=kv_slice.valid_tokens,
         )
+        machine.published(event)
     incarnation = secrets.token_bytes(16)
     held = HeldKv(machine, lambda _: None)
     source = PoolSource(PoolView(memory, shape), incarnation, lambda _: held)
     server = grpc.aio.server(options=WORKER_OPTIONS)
     port = server.add_insecure_port("127.0.0.1:0")
     server.add_generic_rpc_handlers((_bare_handler(),))
-    sides = servers(ServingSide(server, FleetToken(TOKEN), incarnation, pool_fd), tuple(TRANSPORTS))
-    for side in sides:
-        await side.start(source)
+    listener = socket.create_server(("127.0.0.1", 0))
+    side = ServingSide(server, FleetToken(TOKEN), incarnation, pool_fd, listener)
+    sides = servers(side, tuple(TRANSPORTS))
+    for way in sides:
+        await way.start(source)
     await server.start()
     target = PrefillTarget(
         worker_id="prefill-0", incarnation=incarnation, address=f"127.0.0.1:{port}"
@@ -145,11 +147,10 @@ async def _serve(tokens: int, scattered: bool) -> None:
     offers = [side.offer for side in sides if side.offer is not None]
     capabilities = common_pb2.Capabilities(kv_groups=[kv_group(shape)], transports=offers)
     told = [json_format.MessageToJson(message) for message in (target, capabilities)]
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(told), flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    for side in sides:
-        await side.close()
+    for way in sides:
+        await way.close()
     await server.stop(None)
 
 

@@ -27,10 +27,10 @@ async def test_every_edge_is_measured_by_every_transport_that_both_ends_have(
     assert [(figure.prefill_id, figure.decode_id, figure.transport) for figure in figures] == [
         (prefill, "decode-0", transport)
         for prefill in ("prefill-0", "prefill-1")
-        for transport in ("shared_memory", "grpc")
+        for transport in ("shared_memory", "tcp", "grpc")
     ]
     assert all(figure.bytes_per_s > 1e5 and not figure.why for figure in figures), figures
-    assert len({figure.bytes_per_s for figure in figures}) == 4
+    assert len({figure.bytes_per_s for figure in figures}) == 6
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from config.fleet_file import FleetConfig
 from engine.core.errors import InternalError
-from fleet.ports import free_port
+from fleet.ports import free_port, kv_listener
 
 
 def test_without_a_range_the_kernel_chooses() -> None:
@@ -29,3 +29,16 @@ def test_what_is_no_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="ports"):
         FleetConfig.model_validate({"pools": {"ports": text}})
     assert FleetConfig.model_validate({"pools": {"ports": "12000-12999"}}).pools.ports
+
+
+def test_kv_by_tcp_takes_a_port_only_where_there_are_three_for_each_worker() -> None:
+    with socket.create_server(("127.0.0.9", 0)) as some:
+        first = min(some.getsockname()[1], 65_000)
+    assert kv_listener("127.0.0.9", f"{first}-{first + 4}", 2) is None
+    listener = kv_listener("127.0.0.9", f"{first}-{first + 5}", 2)
+    assert listener is not None
+    with listener:
+        assert first <= listener.getsockname()[1] <= first + 5
+    anywhere = kv_listener("127.0.0.9", "", 2)
+    assert anywhere is not None
+    anywhere.close()

@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import secrets
+import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 
@@ -119,7 +120,8 @@ class SendingEnd:
         token = FleetToken(TOKEN)
         server = grpc.aio.server(interceptors=[TokenInterceptor(token)], options=WORKER_OPTIONS)
         port = server.add_insecure_port("127.0.0.1:0")
-        side = ServingSide(server, token, self.incarnation, self.pool_fd)
+        listener = socket.create_server(("127.0.0.1", 0))
+        side = ServingSide(server, token, self.incarnation, self.pool_fd, listener)
         ways = servers(side, tuple(TRANSPORTS))
         for way in ways:
             await way.start(self.source)

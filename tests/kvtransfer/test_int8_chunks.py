@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvtransfer.chunk import ChunkError, payload_bytes
 from kvtransfer.fault_injection import KINDS
 from kvtransfer.int8_chunks import decode_int8, encode_int8
+from kvtransfer.transports import CARRY_INT8
 from tests.kvtransfer.edge_ends import BLOCKS, GEOMETRY, OURS, SendingEnd, reading_end, slices
 
 DIM = 16
@@ -61,10 +62,11 @@ def test_zeros_stay_zeros_and_what_is_not_finite_makes_its_vector_nan() -> None:
     assert np.isnan(after[2:]).all()
 
 
+@pytest.mark.parametrize("way", CARRY_INT8)
 @pytest.mark.parametrize("damage", ["", *KINDS])
-async def test_a_pull_in_int8_is_verified_like_any_other(damage: str) -> None:
+async def test_a_pull_in_int8_is_verified_like_any_other(damage: str, way: str) -> None:
     end = SendingEnd(f"{damage}:2" if damage else "", encodings=(INT8,))
-    async with end.served() as peer, reading_end("grpc") as ours:
+    async with end.served() as peer, reading_end(way) as ours:
         ours.encoding = INT8
         missing, tries = slices(), 0
         while missing:

@@ -52,5 +52,5 @@ def test_a_hand_off_goes_by_each_transport() -> None:
     )
     assert done.returncode == 0, done.stderr
     rates = dict(re.findall(r"^  (\S.*?) {2,}([\d.]+) GB/s", done.stdout, re.MULTILINE))
-    assert {"shared_memory", "pair", "grpc"} <= rates.keys(), done.stdout
+    assert {"shared_memory", "tcp", "pair", "grpc"} <= rates.keys(), done.stdout
     assert all(float(rate) > 0 for rate in rates.values())

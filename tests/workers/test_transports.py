@@ -35,7 +35,7 @@ async def same_tokens(router: MiniRouter, name: str, prompt: list[int]) -> None:
     assert router.tokens[name] == router.tokens[f"golden {name}"]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "grpc"])
 async def test_the_tokens_do_not_show_the_transport(transport: str) -> None:
     async with workers("prefill-0", "decode-0", prefill_transports=(transport,)) as ends:
         prefill, decode = ends
@@ -80,7 +80,10 @@ async def test_a_transport_that_fails_is_replaced_counted_and_tried_again(
             fallbacks = await counted(decode.record, "baton_transfer_fallbacks")
             assert list(fallbacks) == [failed]
             pulled = await counted(decode.record, "baton_pulled_bytes")
-            assert list(pulled) == ['encoding="plain",transport="grpc"']
+            assert set(pulled) == {  # gRPC finishes the first, the next best has the second
+                'encoding="plain",transport="grpc"',
+                'encoding="plain",transport="tcp"',
+            }
             assert not router.asks
 
             monkeypatch.undo()
@@ -88,7 +91,7 @@ async def test_a_transport_that_fails_is_replaced_counted_and_tried_again(
                 way.begin_life()  # as if the pause were over
             await router.submit("b", [9, *PROMPT], prefill)
             await same_tokens(router, "b", [9, *PROMPT])
-            assert len(await counted(decode.record, "baton_pulled_bytes")) == 2
+            assert len(await counted(decode.record, "baton_pulled_bytes")) == 3
             assert await counted(decode.record, "baton_transfer_fallbacks") == fallbacks
 
 

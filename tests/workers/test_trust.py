@@ -188,8 +188,9 @@ async def test_plain_text_to_other_hosts_must_be_meant(tmp_path: Path) -> None:
         await serve_rank(RankSettings(host="0.0.0.0"))
     with pytest.raises(InternalError, match=r"rank_addresses names 1 ranks: .* = 1 .* all but"):
         await Worker.start(emulated_settings("decode-0", rank_addresses=("there:1",)))
-    with pytest.raises(InternalError, match=r"a pair .* sends KV in plain text"):
-        await Worker.start(emulated_settings("decode-0", tls=tls, transports=("pair",)))
+    for plain in ("pair", "tcp"):
+        with pytest.raises(InternalError, match=rf"{plain} sends KV in plain text"):
+            await Worker.start(emulated_settings("decode-0", tls=tls, transports=(plain,)))
     (tmp_path / "certs" / "fleet.key").unlink()
     with pytest.raises(CertificateError, match=r"fleet\.key cannot be read"):
         await Worker.start(emulated_settings("decode-0", tls=tls))

@@ -1,0 +1,95 @@
+"""What passes over a connection: a hello, then pulls one after the other, each answered by frames.
+
+    reader   hello: PoolRequest.attach {token, incarnation}   pull: PoolRequest.pull              …
+    sender                                                    a length and a frame for each slice  …
+
+Lengths are 4 bytes, little-endian. In place of a frame `ENDED` says that there are no more, and
+`FAILED` that the sender could not go on.
+Messages and bytes are plain text, so a fleet with TLS does not listen (``fleet/worker.py``).
+"""
+
+import asyncio
+import socket
+import struct
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+NAME = "tcp"
+LENGTH = struct.Struct("<I")
+ENDED, FAILED = 0, 0xFFFFFFFF
+MOST_FRAME_BYTES = 64 << 20  # more is no frame
+MOST_MESSAGE_BYTES = 4 << 20
+HELLO_S = 2.0
+_UNHEARD_MS = 20_000  # bytes that nobody has taken for so long end the connection
+
+
+def prepare(link: socket.socket) -> None:
+    """Set a connection so that small messages go at once, and so that it ends with its far end."""
+    link.setblocking(False)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
+
+
+def framed(message: Message) -> bytes:
+    """A message as it goes over the connection."""
+    body = message.SerializeToString()
+    return LENGTH.pack(len(body)) + body
+
+
+async def receive(link: socket.socket, into: memoryview) -> None:
+    """Fill a buffer.
+
+    Raises:
+        OSError: The connection ended before it was full.
+    """
+    loop = asyncio.get_running_loop()
+    while into:
+        count = await loop.sock_recv_into(link, into)
+        if not count:
+            raise ConnectionResetError("the peer closed its socket")
+        into = into[count:]
+
+
+async def receive_length(link: socket.socket) -> int:
+    """The next length; raises as `receive` does."""
+    head = bytearray(LENGTH.size)
+    await receive(link, memoryview(head))
+    return int(LENGTH.unpack(head)[0])
+
+
+async def receive_message(link: socket.socket) -> bytes:
+    """The next message's bytes.
+
+    Raises:
+        OSError: The connection ended.
+        DecodeError: It is longer than any message is.
+    """
+    length = await receive_length(link)
+    if length > MOST_MESSAGE_BYTES:
+        raise DecodeError(f"a message of {length} bytes")
+    body = bytearray(length)
+    await receive(link, memoryview(body))
+    return bytes(body)
+
+
+class Buffers:
+    """Memory for frames that is used again: what the kernel gives anew has to be cleared first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._free: list[memoryview] = []
+
+    def take(self, size_bytes: int) -> memoryview:
+        """A buffer of that size or larger."""
+        while self._free:
+            buffer = self._free.pop()
+            if len(buffer) >= size_bytes:
+                return buffer
+        return np.empty(size_bytes, np.uint8).data
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Nobody reads it any more."""
+        if len(self._free) < self._most:
+            self._free.append(buffer)
