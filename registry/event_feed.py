@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.stream_entries import StreamEntry, StreamMark, parse_entry
-from registry.types import FeedItem, Forget, Heartbeat, Snapshot, hashes_checksum
+from registry.types import FeedItem, Forget, Heartbeat, Refreshed, Snapshot, hashes_checksum
 
 REFRESH_S = 1.0
 FORGET_AFTER_S = 10.0  # of absence from Redis
@@ -150,6 +150,7 @@ class EventFeed:
         self._machine = FeedMachine()
         self._position = b"0-0"
         self._birth: bytes | None = None
+        self._refreshes: dict[bytes, bytes] = {}
         self._present: set[bytes] = set()  # in Redis: of the others there is nothing to read
         self.connected = False
 
@@ -162,7 +163,7 @@ class EventFeed:
         """Ask for the incarnation's snapshot: the reader has lost what it was told."""
         self._machine.wants.add(incarnation)
 
-    async def __aiter__(self) -> AsyncIterator[FeedItem]:
+    async def __aiter__(self) -> AsyncIterator[FeedItem | Refreshed]:
         next_beat_s = 0.0
         while True:
             try:
@@ -179,11 +180,14 @@ class EventFeed:
                 next_beat_s = 0.0
                 await asyncio.sleep(_RETRY_S)
 
-    async def _round(self, beat: bool, now_s: float) -> AsyncIterator[FeedItem]:
+    async def _round(self, beat: bool, now_s: float) -> AsyncIterator[FeedItem | Refreshed]:
         marks: list[dict[bytes, tuple[int, int]]] = []
         if beat:
             await self._notice_another_life(now_s)
-            marks = [part async for part in self._registry.live()]
+            before, self._refreshes = self._refreshes, await self._registry.refreshes()
+            anew = {one for one, at in self._refreshes.items() if before.get(one) != at}
+            yield Refreshed(incarnations=anew)
+            marks = [part async for part in self._registry.marks(self._refreshes)]
         while True:
             after, entries = await self._registry.read_stream(self._position, _STREAM_READ)
             if after == self._position:

@@ -28,7 +28,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -331,14 +331,20 @@ class Registry:
 
     # --- KV events: the reading side -------------------------------------------------------------
 
-    async def live(self) -> AsyncIterator[dict[bytes, tuple[int, int]]]:
+    async def refreshes(self) -> dict[bytes, bytes]:
+        """When each incarnation in the index last refreshed its keys, by its own clock."""
+        (flat,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1, "WITHSCORES"))
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    async def marks(
+        self, incarnations: Collection[bytes]
+    ) -> AsyncIterator[dict[bytes, tuple[int, int]]]:
         """(sequence, checksum) of every incarnation in the index, some at a time.
 
         What has expired is taken off the list here, by Redis' own clock: a host whose clock is
         wrong takes off nobody.
         """
-        (members,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1))
-        for part in slices(members):
+        for part in slices(list(incarnations)):
             (marks,) = await self.send(("MGET", *(self._kv_keys(one)[-1] for one in part)))
             expired = [one for one, mark in zip(part, marks, strict=True) if mark is None]
             if expired:
