@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 
+from registry.event_streams import stream_order
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.stream_entries import StreamEntry, StreamMark, parse_entry
 from registry.types import FeedItem, Forget, Heartbeat, Refreshed, Snapshot, hashes_checksum
@@ -19,7 +20,7 @@ FORGET_AFTER_S = 10.0  # of absence from Redis
 REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
 _RETRY_S = 0.5
 _POLL_S = 0.1
-_STREAM_READ = 32  # entries of up to 32 KiB
+_STREAM_READ = 4  # entries of each stream, of up to 32 KiB
 _LONG_BYTES = 4096  # an entry with more of hashes is read by itself
 
 
@@ -148,7 +149,7 @@ class EventFeed:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._machine = FeedMachine()
-        self._position = b"0-0"
+        self._positions = registry.streams.beginning()
         self._birth: bytes | None = None
         self._refreshes: dict[bytes, bytes] = {}
         self._present: set[bytes] = set()  # in Redis: of the others there is nothing to read
@@ -189,10 +190,10 @@ class EventFeed:
             yield Refreshed(incarnations=anew)
             marks = [part async for part in self._registry.marks(self._refreshes)]
         while True:
-            after, entries = await self._registry.read_stream(self._position, _STREAM_READ)
-            if after == self._position:
+            positions, entries = await self._registry.read_streams(self._positions, _STREAM_READ)
+            if not entries:
                 break
-            self._position = after
+            self._positions = positions
             for fields in entries:
                 entry = parse_entry(fields)
                 if entry is not None:
@@ -215,10 +216,10 @@ class EventFeed:
 
     async def _notice_another_life(self, now_s: float) -> None:
         birth = await self._registry.birth()
-        top = await self._registry.stream_top()
-        came_back_old = _stream_order(top) < _stream_order(self._position)
+        tops, after = await self._registry.stream_tops(), self._positions
+        came_back_old = any(stream_order(tops[key]) < stream_order(after[key]) for key in tops)
         if birth != self._birth or came_back_old:
-            self._position = top
+            self._positions = tops
             self._machine.resync(now_s)
             self._birth = birth
 
@@ -228,8 +229,3 @@ class EventFeed:
             return []  # the worker will publish it, or its incarnation will be dropped
         snapshot, checksum = answer
         return self._machine.on_snapshot(snapshot, checksum)
-
-
-def _stream_order(entry_id: bytes) -> tuple[int, int]:
-    milliseconds, _, counter = entry_id.partition(b"-")
-    return int(milliseconds), int(counter or 0)
