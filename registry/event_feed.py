@@ -19,7 +19,8 @@ REFRESH_S = 1.0
 FORGET_AFTER_S = 10.0  # of absence from Redis
 REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
 _RETRY_S = 0.5
-_POLL_S = 0.1
+_POLL_S = 0.1  # between two reads, so that entries come together
+_MARK_TURNS = 2  # seconds in which the marks of all are read, a part in each
 _STREAM_READ = 4  # entries of each stream, of up to 32 KiB
 _LONG_BYTES = 4096  # an entry with more of hashes is read by itself
 
@@ -152,6 +153,7 @@ class EventFeed:
         self._positions = registry.streams.beginning()
         self._birth: bytes | None = None
         self._refreshes: dict[bytes, bytes] = {}
+        self._turn = 0
         self._present: set[bytes] = set()  # in Redis: of the others there is nothing to read
         self.connected = False
 
@@ -170,7 +172,9 @@ class EventFeed:
             try:
                 now_s = time.monotonic()
                 beat = now_s >= next_beat_s
-                async for item in self._round(beat, now_s):
+                idle = not (beat or self._machine.wants & self._present)
+                wait_s = next_beat_s - now_s if idle else 0.0
+                async for item in self._round(beat, now_s, wait_s):
                     yield item
                 if beat:
                     next_beat_s = now_s + REFRESH_S
@@ -181,19 +185,24 @@ class EventFeed:
                 next_beat_s = 0.0
                 await asyncio.sleep(_RETRY_S)
 
-    async def _round(self, beat: bool, now_s: float) -> AsyncIterator[FeedItem | Refreshed]:
+    async def _round(
+        self, beat: bool, now_s: float, wait_s: float
+    ) -> AsyncIterator[FeedItem | Refreshed]:
         marks: list[dict[bytes, tuple[int, int]]] = []
         if beat:
             await self._notice_another_life(now_s)
             before, self._refreshes = self._refreshes, await self._registry.refreshes()
             anew = {one for one, at in self._refreshes.items() if before.get(one) != at}
             yield Refreshed(incarnations=anew)
-            marks = [part async for part in self._registry.marks(self._refreshes)]
+            self._turn = (self._turn + 1) % _MARK_TURNS
+            due = [one for one in self._refreshes if one[0] % _MARK_TURNS == self._turn]
+            marks = [part async for part in self._registry.marks(due)]
         while True:
-            positions, entries = await self._registry.read_streams(self._positions, _STREAM_READ)
+            after = self._positions
+            after, entries = await self._registry.read_streams(after, _STREAM_READ, wait_s)
             if not entries:
                 break
-            self._positions = positions
+            self._positions, wait_s = after, 0.0
             for fields in entries:
                 entry = parse_entry(fields)
                 if entry is not None:
@@ -203,7 +212,7 @@ class EventFeed:
                 if len(fields.get(b"s", b"")) > _LONG_BYTES:
                     await asyncio.sleep(0)
         if beat:
-            self._present = set().union(*marks)
+            self._present = set(self._refreshes)
             for part in marks:
                 for item in self._machine.on_marks(part):
                     yield item

@@ -71,9 +71,15 @@ class EventStreams:
         found = zip(self._read, answers, strict=True)
         return {key: bytes(entries[0][0]) if entries else b"0-0" for key, entries in found}
 
-    def read(self, positions: Mapping[bytes, bytes], count: int) -> tuple[Any, ...]:
-        """The command that reads up to ``count`` entries of each that come after a position."""
-        return ("XREAD", "COUNT", count, "STREAMS", *positions, *positions.values())
+    def read(
+        self, positions: Mapping[bytes, bytes], count: int, wait_s: float = 0.0
+    ) -> tuple[Any, ...]:
+        """The command that reads up to ``count`` entries of each that come after a position.
+
+        Where there are none, it waits for one.
+        """
+        wait = ("BLOCK", max(int(wait_s * 1000), 1)) if wait_s > 0 else ()
+        return ("XREAD", "COUNT", count, *wait, "STREAMS", *positions, *positions.values())
 
 
 def stream_order(entry_id: bytes) -> tuple[int, int]:

@@ -381,10 +381,13 @@ class Registry:
         return self.streams.top_positions(await self.send(*self.streams.tops()))
 
     async def read_streams(
-        self, after: Mapping[bytes, bytes], count: int
+        self, after: Mapping[bytes, bytes], count: int, wait_s: float = 0.0
     ) -> tuple[dict[bytes, bytes], list[dict[bytes, bytes]]]:
-        """Up to ``count`` entries of each stream, unparsed, and the positions to go on from."""
-        (answer,) = await self.send(self.streams.read(after, count))
+        """Up to ``count`` entries of each stream, unparsed, and the positions to go on from.
+
+        Waits up to ``wait_s`` (below 3) for the first.
+        """
+        (answer,) = await self.send(self.streams.read(after, count, wait_s))
         positions, found = dict(after), list[dict[bytes, bytes]]()
         for key, entries in answer or ():
             positions[bytes(key)] = bytes(entries[-1][0])

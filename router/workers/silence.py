@@ -9,7 +9,7 @@ so many (``WorkerFrame.heard``). So whoever doubts that it lives sends it a hear
 import random
 
 HEARTBEATS_IDLE = 4  # a worker that is idle, and not at rest, is sent one heartbeat in so many
-REST_BEAT_S = 40.0  # to one at rest; it drops a router that it does not hear for a minute
+REST_BEAT_S = 50.0  # to one at rest; it drops a router that it does not hear for a minute
 UNSEEN_BEAT_S = 5.0  # and if Redis does not show that it lives
 STALE_S = 2.5  # it shows that once a second
 _SPREAD = 0.75  # of these times at least: a thousand workers must not be asked at once
