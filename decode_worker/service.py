@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import msgspec
 from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
 from decode_worker.parts import WorkerParts
 from decode_worker.request import DecodeRequest
-from decode_worker.session import RouterSession, StepCounter
+from decode_worker.session import Report, RouterSession, StepCounter
 from decode_worker.tombstones import Tombstones
 from engine.core.errors import (
     BatonError,
@@ -37,6 +38,13 @@ _LOG = logging.getLogger(__name__)
 STATUS_S = 0.25
 DEFAULT_LEASE_MS = 3000
 REMEMBER_S = 5.0  # an ended request can be resumed for so long
+_MEASURED: tuple[Any, ...] = (  # of a report; each canary changes them
+    "steps",
+    "prefill_tokens_per_s",
+    "prefill_token_s",
+    "prefill_context_s",
+    "decode_step_s",
+)
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -63,6 +71,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._tasks = BackgroundTasks("decode service", parts.count_task_failure)
         self.event_sequence = 0
         self._highest_ticket = 0
+        self._rest: Report | None = None  # the last one, if there was no work
         parts.engine.after_step.append(self._after_step)
 
     # ---------------------------------------------------------------- gRPC
@@ -81,7 +90,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
             return
         session = self._session(first.hello.router_id)
-        stream = session.connected()
+        stream = session.connected(may_rest=first.hello.may_rest)
         for request in self._requests.values():
             if request.session is session:
                 request.resumed = False
@@ -108,7 +117,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         try:
             with contextlib.suppress(grpc.RpcError):  # the stream is gone; the lease runs
                 async for frame in frames:
-                    session.renew()
+                    session.hear(stream)
                     self._handle(frame, session)
         finally:
             session.end_stream(stream)
@@ -212,12 +221,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             now_ns = time.monotonic_ns()
             self._parts.engine.watch(now_ns)
             self._tombstones.tick(now_ns)
-            status = self.status()
-            load_age_ns, status.load_age_ns = status.load_age_ns, 0
-            content = status.SerializeToString()
-            status.load_age_ns = load_age_ns
+            report = self._report()
             for session in list(self._sessions.values()):
-                session.report(status, content, now_ns)
+                session.report(report, now_ns)
             for request_id, request in list(self._requests.items()):
                 self._watch(request_id, request, now_ns)
             for router_id, session in list(self._sessions.items()):
@@ -242,6 +248,25 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._step.value = step.step
 
     # ---------------------------------------------------------------- status
+
+    def _report(self) -> Report:
+        """The load as it is to be told now; what a canary does to it is nobody's business."""
+        status, engine = self.status(), self._parts.engine
+        at_rest = not (engine.has_work or self.live_requests) and status.state == "ready"
+        if at_rest and engine.has_canary and self._rest is not None:
+            return self._rest
+        told = common_pb2.WorkerStatus()
+        told.CopyFrom(status)
+        told.load_age_ns = 0
+        report = Report(status=status, content=told.SerializeToString())
+        self._rest = None
+        if at_rest:
+            for field in _MEASURED:
+                told.ClearField(field)
+            told.resting = True
+            report = msgspec.structs.replace(report, at_rest=told.SerializeToString())
+            self._rest = report
+        return report
 
     def status(self, with_capabilities: bool = False) -> common_pb2.WorkerStatus:
         """This worker's load and health."""

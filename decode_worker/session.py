@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 from batonpb import common_pb2
 from batonpb import decode_pb2 as pb
 
@@ -16,8 +17,22 @@ from wire.tokens import pack_tokens
 
 MAX_PENDING_BYTES = 8 << 20  # of new tokens
 MAX_FRAME_BYTES = 1 << 20  # a frame is cut before it grows larger; gRPC refuses 16 MiB
-BEAT_S = 0.9  # while nothing is new; looked at every 250 ms. Silence of 2 s is a death
+BEAT_S = 0.9  # while there is work and no news; looked at every 250 ms. Silence of 2 s is a death
 _RUN_TOKENS = 256  # of one choice in one run: with log-probabilities some 100 KiB
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's load at one time.
+
+    Attributes:
+        status: The load.
+        content: The same without its age, serialized.
+        at_rest: What of that is news where there is no work; empty: there is some.
+    """
+
+    status: common_pb2.WorkerStatus
+    content: bytes
+    at_rest: bytes = b""
 
 
 class RouterSession:
@@ -37,18 +52,25 @@ class RouterSession:
         self._stream = 0
         self._ended_stream = 0
         self._unread_bytes = 0  # of new tokens, since a frame was last taken
-        self._reported = b""  # the last report, but for its age
+        self._reported = b""  # what was news in the last report
+        self._content = b""  # of that one
         self._taken_ns = 0  # when the router was last sent anything
+        self._may_rest = False
+        self._heard = self._answered = 0  # frames of this stream: read, and said to be
 
-    def connected(self) -> int:
-        """Begin a stream and return its number.
+    def connected(self, *, may_rest: bool = False) -> int:
+        """Begin a stream, whose ``hello`` has been read, and return its number.
 
         What the last one did not take is dropped: the router asks for it by ``Resume``.
+
+        Args:
+            may_rest: The router knows that a worker without work may say nothing.
         """
         self.renewed_ns = self.connected_ns = time.monotonic_ns()
         self._frame, self._frame_bytes, self._unread_bytes = pb.WorkerFrame(), 0, 0
         self._full.clear()
-        self._reported = b""
+        self._reported = self._content = b""
+        self._may_rest, self._heard, self._answered = may_rest, 1, 0
         self._stream += 1
         return self._stream
 
@@ -57,9 +79,11 @@ class RouterSession:
         self._ended_stream = max(self._ended_stream, self._stream if stream is None else stream)
         self._dirty.set()
 
-    def renew(self) -> None:
-        """The router is alive: all its requests live on."""
+    def hear(self, stream: int) -> None:
+        """A frame came on that stream: the router is alive, and all its requests live on."""
         self.renewed_ns = time.monotonic_ns()
+        if stream == self._stream:
+            self._heard += 1
 
     async def frames(self, stream: int, step: "StepCounter") -> AsyncIterator[pb.WorkerFrame]:
         """Frames for the stream of that number; it ends when a newer one has begun."""
@@ -77,6 +101,7 @@ class RouterSession:
             else:
                 frame, self._frame, self._frame_bytes = self._frame, pb.WorkerFrame(), 0
             frame.step = step.value
+            frame.heard = self._answered = self._heard
             self._unread_bytes, self._taken_ns = 0, time.monotonic_ns()
             yield frame
             if self._unread_bytes > MAX_PENDING_BYTES:
@@ -181,18 +206,23 @@ class RouterSession:
             self._frame.status.capabilities.CopyFrom(keep)
         self._dirty.set()
 
-    def report(self, status: common_pb2.WorkerStatus, content: bytes, now_ns: int) -> None:
+    def report(self, report: Report, now_ns: int) -> None:
         """Add the worker's load if it is news, or a frame without anything if that is due.
 
+        Without work nothing is due but an answer to what the router sent.
+
         Args:
-            status: The load.
-            content: The same without its age, serialized.
+            report: The load.
             now_ns: Monotonic clock.
         """
-        if content != self._reported:
-            self._reported = content
-            self.status(status)
-        elif now_ns - self._taken_ns >= BEAT_S * 1e9:
+        resting = self._may_rest and bool(report.at_rest)
+        news = report.at_rest if resting else report.content
+        asked = resting and self._heard > self._answered
+        if news != self._reported or (asked and report.content != self._content):
+            self._reported, self._content = news, report.content
+            self.status(report.status)
+            self._frame.status.resting = resting
+        elif asked or (not resting and now_ns - self._taken_ns >= BEAT_S * 1e9):
             self._dirty.set()
 
     def transfers(self, totals: common_pb2.TransferTotals) -> None:

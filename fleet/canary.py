@@ -71,7 +71,7 @@ class Canary:
                 cacheable=False,
             ),
         )
-        self._engine.submit(command, on_report)
+        self._engine.submit(command, on_report, is_canary=True)
         try:
             async with asyncio.timeout(self._interval_s):
                 error = await ended

@@ -10,16 +10,18 @@ import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 
+from registry.event_streams import stream_order
 from registry.redis_store import Registry, RegistryUnavailableError
 from registry.stream_entries import StreamEntry, StreamMark, parse_entry
-from registry.types import FeedItem, Forget, Heartbeat, Snapshot, hashes_checksum
+from registry.types import FeedItem, Forget, Heartbeat, Refreshed, Snapshot, hashes_checksum
 
 REFRESH_S = 1.0
 FORGET_AFTER_S = 10.0  # of absence from Redis
 REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
 _RETRY_S = 0.5
-_POLL_S = 0.1
-_STREAM_READ = 32  # entries of up to 32 KiB
+_POLL_S = 0.1  # between two reads, so that entries come together
+_MARK_TURNS = 2  # seconds in which the marks of all are read, a part in each
+_STREAM_READ = 4  # entries of each stream, of up to 32 KiB
 _LONG_BYTES = 4096  # an entry with more of hashes is read by itself
 
 
@@ -148,8 +150,10 @@ class EventFeed:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._machine = FeedMachine()
-        self._position = b"0-0"
+        self._positions = registry.streams.beginning()
         self._birth: bytes | None = None
+        self._refreshes: dict[bytes, bytes] = {}
+        self._turn = 0
         self._present: set[bytes] = set()  # in Redis: of the others there is nothing to read
         self.connected = False
 
@@ -162,13 +166,15 @@ class EventFeed:
         """Ask for the incarnation's snapshot: the reader has lost what it was told."""
         self._machine.wants.add(incarnation)
 
-    async def __aiter__(self) -> AsyncIterator[FeedItem]:
+    async def __aiter__(self) -> AsyncIterator[FeedItem | Refreshed]:
         next_beat_s = 0.0
         while True:
             try:
                 now_s = time.monotonic()
                 beat = now_s >= next_beat_s
-                async for item in self._round(beat, now_s):
+                idle = not (beat or self._machine.wants & self._present)
+                wait_s = next_beat_s - now_s if idle else 0.0
+                async for item in self._round(beat, now_s, wait_s):
                     yield item
                 if beat:
                     next_beat_s = now_s + REFRESH_S
@@ -179,16 +185,24 @@ class EventFeed:
                 next_beat_s = 0.0
                 await asyncio.sleep(_RETRY_S)
 
-    async def _round(self, beat: bool, now_s: float) -> AsyncIterator[FeedItem]:
+    async def _round(
+        self, beat: bool, now_s: float, wait_s: float
+    ) -> AsyncIterator[FeedItem | Refreshed]:
         marks: list[dict[bytes, tuple[int, int]]] = []
         if beat:
             await self._notice_another_life(now_s)
-            marks = [part async for part in self._registry.live()]
+            before, self._refreshes = self._refreshes, await self._registry.refreshes()
+            anew = {one for one, at in self._refreshes.items() if before.get(one) != at}
+            yield Refreshed(incarnations=anew)
+            self._turn = (self._turn + 1) % _MARK_TURNS
+            due = [one for one in self._refreshes if one[0] % _MARK_TURNS == self._turn]
+            marks = [part async for part in self._registry.marks(due)]
         while True:
-            after, entries = await self._registry.read_stream(self._position, _STREAM_READ)
-            if after == self._position:
+            after = self._positions
+            after, entries = await self._registry.read_streams(after, _STREAM_READ, wait_s)
+            if not entries:
                 break
-            self._position = after
+            self._positions, wait_s = after, 0.0
             for fields in entries:
                 entry = parse_entry(fields)
                 if entry is not None:
@@ -198,7 +212,7 @@ class EventFeed:
                 if len(fields.get(b"s", b"")) > _LONG_BYTES:
                     await asyncio.sleep(0)
         if beat:
-            self._present = set().union(*marks)
+            self._present = set(self._refreshes)
             for part in marks:
                 for item in self._machine.on_marks(part):
                     yield item
@@ -211,10 +225,10 @@ class EventFeed:
 
     async def _notice_another_life(self, now_s: float) -> None:
         birth = await self._registry.birth()
-        top = await self._registry.stream_top()
-        came_back_old = _stream_order(top) < _stream_order(self._position)
+        tops, after = await self._registry.stream_tops(), self._positions
+        came_back_old = any(stream_order(tops[key]) < stream_order(after[key]) for key in tops)
         if birth != self._birth or came_back_old:
-            self._position = top
+            self._positions = tops
             self._machine.resync(now_s)
             self._birth = birth
 
@@ -224,8 +238,3 @@ class EventFeed:
             return []  # the worker will publish it, or its incarnation will be dropped
         snapshot, checksum = answer
         return self._machine.on_snapshot(snapshot, checksum)
-
-
-def _stream_order(entry_id: bytes) -> tuple[int, int]:
-    milliseconds, _, counter = entry_id.partition(b"-")
-    return int(milliseconds), int(counter or 0)

@@ -10,7 +10,7 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     kv:<incarnation>:blocks  list: hashes of the blocks that it held       60 s
     kv:<incarnation>:log  list: batches that came since                    60 s
     kv:<incarnation>:mark sequence and checksum                            60 s
-    kv:events             stream of batches                                MAXLEN ~
+    kv:events:<0 to 7>    streams of batches, see event_streams.py         30 s, 16 MiB
     orders, answer:<id>   what operators ask, see orders.py                10 s, 60 s
     wanted                what they asked of the pools' sizes and nodes    see wanted.py
     lease                 who runs the fleet                               see lease.py
@@ -28,13 +28,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from redis.exceptions import RedisError
 
+from registry import event_streams
 from registry.connection import RedisUrlError, open_redis
+from registry.event_streams import BOUND, EventStreams
 from registry.stream_entries import with_log
 from registry.types import (
     HASH_BYTES,
@@ -49,17 +51,17 @@ SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
 KV_TTL_S = 60.0
 ADAPTERS_TTL_S = TICKETS_TTL_S = 24 * 3600
-STREAM_BATCHES = 4096
 CHUNK_HASHES = 65_536  # of a worker's set are one value in Redis: 1 MiB
 CHUNK_BYTES = CHUNK_HASHES * HASH_BYTES
-BATCH_HASHES = 2048  # so that the stream stays below STREAM_BATCHES x 32 KiB
+BATCH_HASHES = 2048  # in one entry of a stream: 32 KiB
 CHANGES_TTL_S = 24 * 3600
 _CALL_LIMIT_S = 3.0
 _SLICE = 128  # workers whose keys are read at once: below a millisecond
-_REFRESH = """
+_REFRESH = f"""
+{BOUND}
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
 redis.call('ZADD', KEYS[4], ARGV[2], ARGV[3])
-return {redis.call('GET', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
+return {{redis.call('GET', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}}
 """
 
 Command = tuple[Any, ...]
@@ -89,6 +91,7 @@ class Registry:
         self._read: dict[str, dict[str, tuple[bytes, WorkerRecord]]] = {"slot": {}, "worker": {}}
         self.on_skipped: Callable[[str], None] = lambda _: None
         self._prefix = f"baton:{{{fleet}}}:"  # the braces keep a fleet on one cluster node
+        self.streams = EventStreams(self.key("kv:events"))
         self.fleet = fleet
         self.connected = False  # whether Redis answered the last call
         self.errors = 0  # calls that failed
@@ -267,8 +270,10 @@ class Registry:
             commands.append(("RPUSH", log_key, msgspec.msgpack.encode((stored, removed))))
         fields = ("k", "b", "s", stored, "r", removed, "c", int(batch.cleared))
         commands += self._stamp(batch.incarnation, batch.sequence, checksum)
+        commands += self._live_on(batch.incarnation)
         commands.append(self._append(batch.incarnation, batch.sequence, *fields))
-        await self.send(*commands, *self._live_on(batch.incarnation), atomic=True)
+        answers = await self.send(*commands, atomic=True)
+        self.streams.appended(answers[-1])
 
     async def publish_snapshot(self, snapshot: Snapshot, checksum: int) -> None:
         """Replace the worker's whole set; readers are told to read it again."""
@@ -306,10 +311,14 @@ class Registry:
             if it has nothing.
         """
         blocks_key, log_key, mark_key = self._kv_keys(incarnation)
-        keys = (mark_key, blocks_key, log_key, self.key("kv:live"))
+        keys = (mark_key, blocks_key, log_key, self.key("kv:live"), self.streams.key(incarnation))
+        stream_bytes = event_streams.STREAM_BYTES
         # A script: eight commands would take a worker three times as long.
         ((mark, values, batches),) = await self.send(
-            ("EVAL", _REFRESH, len(keys), *keys, int(KV_TTL_S * 1000), _now_ms(), incarnation)
+            (
+                *("EVAL", _REFRESH, len(keys), *keys),
+                *(int(KV_TTL_S * 1000), _now_ms(), incarnation, stream_bytes),
+            )
         )
         return None if mark is None else (*_marked(mark), int(values), int(batches))
 
@@ -331,14 +340,20 @@ class Registry:
 
     # --- KV events: the reading side -------------------------------------------------------------
 
-    async def live(self) -> AsyncIterator[dict[bytes, tuple[int, int]]]:
+    async def refreshes(self) -> dict[bytes, bytes]:
+        """When each incarnation in the index last refreshed its keys, by its own clock."""
+        (flat,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1, "WITHSCORES"))
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    async def marks(
+        self, incarnations: Collection[bytes]
+    ) -> AsyncIterator[dict[bytes, tuple[int, int]]]:
         """(sequence, checksum) of every incarnation in the index, some at a time.
 
         What has expired is taken off the list here, by Redis' own clock: a host whose clock is
         wrong takes off nobody.
         """
-        (members,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1))
-        for part in slices(members):
+        for part in slices(list(incarnations)):
             (marks,) = await self.send(("MGET", *(self._kv_keys(one)[-1] for one in part)))
             expired = [one for one, mark in zip(part, marks, strict=True) if mark is None]
             if expired:
@@ -361,20 +376,23 @@ class Registry:
         packed = with_log(b"".join(values), log)
         return Snapshot(incarnation=incarnation, sequence=sequence, packed=packed), checksum
 
-    async def stream_top(self) -> bytes:
-        """The id of the newest entry; ``0-0`` if there is none."""
-        (entries,) = await self.send(("XREVRANGE", self.key("kv:events"), "+", "-", "COUNT", 1))
-        return bytes(entries[0][0]) if entries else b"0-0"
+    async def stream_tops(self) -> dict[bytes, bytes]:
+        """The id of the newest entry of each stream; ``0-0`` if there is none."""
+        return self.streams.top_positions(await self.send(*self.streams.tops()))
 
-    async def read_stream(self, after: bytes, count: int) -> tuple[bytes, list[dict[bytes, bytes]]]:
-        """Up to ``count`` entries after an id, unparsed, and the id to go on from."""
-        (answer,) = await self.send(
-            ("XREAD", "COUNT", count, "STREAMS", self.key("kv:events"), after)
-        )
-        if not answer:
-            return after, []
-        entries = answer[0][1]
-        return bytes(entries[-1][0]), [fields for _, fields in entries]
+    async def read_streams(
+        self, after: Mapping[bytes, bytes], count: int, wait_s: float = 0.0
+    ) -> tuple[dict[bytes, bytes], list[dict[bytes, bytes]]]:
+        """Up to ``count`` entries of each stream, unparsed, and the positions to go on from.
+
+        Waits up to ``wait_s`` (below 3) for the first.
+        """
+        (answer,) = await self.send(self.streams.read(after, count, wait_s))
+        positions, found = dict(after), list[dict[bytes, bytes]]()
+        for key, entries in answer or ():
+            positions[bytes(key)] = bytes(entries[-1][0])
+            found += (fields for _, fields in entries)
+        return positions, found
 
     # --- plumbing --------------------------------------------------------------------------------
 
@@ -394,8 +412,7 @@ class Registry:
         ]
 
     def _append(self, incarnation: bytes, sequence: int, *fields: Any) -> Command:
-        bound = ("MAXLEN", "~", STREAM_BATCHES, "*")
-        return ("XADD", self.key("kv:events"), *bound, "i", incarnation, "n", sequence, *fields)
+        return self.streams.append(incarnation, "n", sequence, *fields)
 
     async def send(self, *commands: Command, atomic: bool = False) -> Sequence[Any]:
         """One round trip; with ``atomic`` in MULTI/EXEC.

@@ -3,7 +3,7 @@
 Nothing here does I/O, so that the router's prefix index and the tests can use it without Redis.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal
@@ -93,6 +93,12 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True):
     """This incarnation is gone, and all that it held with it."""
 
     incarnation: bytes
+
+
+class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
+    """These have refreshed their keys in Redis since it was last read: their shells run."""
+
+    incarnations: Set[bytes]
 
 
 FeedItem = Snapshot | EventBatch | Heartbeat | Forget

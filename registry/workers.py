@@ -20,7 +20,7 @@ _LAST_HEARTBEAT_S = 1.0
 
 HEARTBEAT_S = 1.0
 POLL_S = 0.25
-WHOLE_S = 2.0  # the list is read so often though nobody said that it changed
+WHOLE_S = 4.0  # the list is read so often though nobody said that it changed
 FORGET_AFTER_S = 10.0  # of absence while Redis answers; a death is reported as state `dead`
 REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
 

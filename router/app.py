@@ -92,7 +92,9 @@ class Router:
             shared_demands,
             self.parts.observer.task_failed,
         )
-        self._feeder = IndexFeeder(self.parts.prefix_index, events, self.parts.metrics)
+        self._feeder = IndexFeeder(
+            self.parts.prefix_index, events, self.parts.metrics, gateway.workers.resting.refreshed
+        )
 
     @contextlib.asynccontextmanager
     async def running(self, app: ASGIApp | None = None) -> AsyncIterator[None]:

@@ -40,6 +40,7 @@ class EngineHandle:
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
+        self._canaries: set[str] = set()  # of those
         self._adapters_asked: dict[str, AdapterRef] = {}  # by live requests
         self._rates = StepRates()
         self._load_ns = time.monotonic_ns()  # when the engine was as ``load`` says
@@ -60,13 +61,27 @@ class EngineHandle:
         )
         return cls(client)
 
-    def submit(self, command: messages.Submit, handler: Handler) -> None:
+    def submit(
+        self, command: messages.Submit, handler: Handler, *, is_canary: bool = False
+    ) -> None:
         """Queue a request; ``handler`` gets all its reports, ``Ended`` last."""
         self._handlers[command.request_id] = handler
+        if is_canary:
+            self._canaries.add(command.request_id)
         self._asked = True
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
         self.client.send(command)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anyone but the worker itself has a request here, or holds its blocks."""
+        return len(self._handlers) > len(self._canaries)
+
+    @property
+    def has_canary(self) -> bool:
+        """Whether the worker has a request of its own here."""
+        return bool(self._canaries)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Names of live requests' adapters: those that are held, and those that are waited for."""
@@ -127,6 +142,7 @@ class EngineHandle:
                 self.sick = report.message
             case ev.Ended():
                 self._adapters_asked.pop(report.request_id, None)
+                self._canaries.discard(report.request_id)
                 handler = self._handlers.pop(report.request_id, None)
                 if handler is not None:
                     handler(report)

@@ -73,7 +73,7 @@ async def _try_out(client: redis.asyncio.Redis, fleet: str) -> None:
         pipe.execute_command("HSET", several[0], "a", 1)
         pipe.execute_command("SADD", several[1], "a")
         pipe.execute_command("ZADD", several[2], 1, "a")
-        pipe.execute_command("XADD", several[3], "MAXLEN", "~", 1, "*", "a", 1)
+        pipe.execute_command("XADD", several[3], "MINID", "~", 1, "*", "a", 1)
         pipe.execute_command("EVAL", "return redis.call('TIME')[1]", 1, key)
         pipe.execute_command("UNLINK", key, *several)
         await pipe.execute()

@@ -161,7 +161,7 @@ class KvTier(_message.Message):
     def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., block_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("identity", "state", "kv_blocks", "running", "waiting", "threads", "transfers", "event_sequence", "steps", "queued_prompt_tokens", "prefill_tokens_per_s", "decode_step_s", "prefill_overhead_s", "edges", "capabilities", "last_error", "adapters", "highest_ticket", "answering", "load_age_ns", "prefill_token_s", "prefill_context_s", "queued_prompt_context", "kv_tiers")
+    __slots__ = ("identity", "state", "kv_blocks", "running", "waiting", "threads", "transfers", "event_sequence", "steps", "queued_prompt_tokens", "prefill_tokens_per_s", "decode_step_s", "prefill_overhead_s", "edges", "capabilities", "last_error", "adapters", "highest_ticket", "answering", "load_age_ns", "prefill_token_s", "prefill_context_s", "queued_prompt_context", "kv_tiers", "resting")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +186,7 @@ class WorkerStatus(_message.Message):
     PREFILL_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PROMPT_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     KV_TIERS_FIELD_NUMBER: _ClassVar[int]
+    RESTING_FIELD_NUMBER: _ClassVar[int]
     identity: WorkerIdentity
     state: str
     kv_blocks: BlockCounts
@@ -210,7 +211,8 @@ class WorkerStatus(_message.Message):
     prefill_context_s: float
     queued_prompt_context: int
     kv_tiers: _containers.RepeatedCompositeFieldContainer[KvTier]
-    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., state: _Optional[str] = ..., kv_blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., threads: _Optional[int] = ..., transfers: _Optional[_Union[TransferTotals, _Mapping]] = ..., event_sequence: _Optional[int] = ..., steps: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., prefill_overhead_s: _Optional[float] = ..., edges: _Optional[_Iterable[_Union[EdgeRate, _Mapping]]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., last_error: _Optional[str] = ..., adapters: _Optional[_Iterable[bytes]] = ..., highest_ticket: _Optional[int] = ..., answering: _Optional[int] = ..., load_age_ns: _Optional[int] = ..., prefill_token_s: _Optional[float] = ..., prefill_context_s: _Optional[float] = ..., queued_prompt_context: _Optional[int] = ..., kv_tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ...) -> None: ...
+    resting: bool
+    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., state: _Optional[str] = ..., kv_blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., threads: _Optional[int] = ..., transfers: _Optional[_Union[TransferTotals, _Mapping]] = ..., event_sequence: _Optional[int] = ..., steps: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., prefill_overhead_s: _Optional[float] = ..., edges: _Optional[_Iterable[_Union[EdgeRate, _Mapping]]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., last_error: _Optional[str] = ..., adapters: _Optional[_Iterable[bytes]] = ..., highest_ticket: _Optional[int] = ..., answering: _Optional[int] = ..., load_age_ns: _Optional[int] = ..., prefill_token_s: _Optional[float] = ..., prefill_context_s: _Optional[float] = ..., queued_prompt_context: _Optional[int] = ..., kv_tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ..., resting: _Optional[bool] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")

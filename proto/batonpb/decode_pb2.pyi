@@ -26,14 +26,16 @@ class RouterFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submission, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., replacement: _Optional[_Union[PrefillReplacement, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("router_id", "router_incarnation", "wire")
+    __slots__ = ("router_id", "router_incarnation", "wire", "may_rest")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
+    MAY_REST_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     router_incarnation: bytes
     wire: _common_pb2.WireRange
-    def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[bytes] = ..., wire: _Optional[_Union[_common_pb2.WireRange, _Mapping]] = ...) -> None: ...
+    may_rest: bool
+    def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[bytes] = ..., wire: _Optional[_Union[_common_pb2.WireRange, _Mapping]] = ..., may_rest: _Optional[bool] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence",)
@@ -150,7 +152,7 @@ class Drain(_message.Message):
     def __init__(self, on: _Optional[bool] = ...) -> None: ...
 
 class WorkerFrame(_message.Message):
-    __slots__ = ("step", "tokens", "routes", "ends", "prefill_needed", "status", "transfers")
+    __slots__ = ("step", "tokens", "routes", "ends", "prefill_needed", "status", "transfers", "heard")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,7 @@ class WorkerFrame(_message.Message):
     PREFILL_NEEDED_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
     step: int
     tokens: _containers.RepeatedCompositeFieldContainer[TokenRun]
     routes: _containers.RepeatedCompositeFieldContainer[RequestRoute]
@@ -165,7 +168,8 @@ class WorkerFrame(_message.Message):
     prefill_needed: _containers.RepeatedCompositeFieldContainer[PrefillNeeded]
     status: _common_pb2.WorkerStatus
     transfers: _common_pb2.TransferTotals
-    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[RequestRoute, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[RequestEnd, _Mapping]]] = ..., prefill_needed: _Optional[_Iterable[_Union[PrefillNeeded, _Mapping]]] = ..., status: _Optional[_Union[_common_pb2.WorkerStatus, _Mapping]] = ..., transfers: _Optional[_Union[_common_pb2.TransferTotals, _Mapping]] = ...) -> None: ...
+    heard: int
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[RequestRoute, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[RequestEnd, _Mapping]]] = ..., prefill_needed: _Optional[_Iterable[_Union[PrefillNeeded, _Mapping]]] = ..., status: _Optional[_Union[_common_pb2.WorkerStatus, _Mapping]] = ..., transfers: _Optional[_Union[_common_pb2.TransferTotals, _Mapping]] = ..., heard: _Optional[int] = ...) -> None: ...
 
 class TokenRun(_message.Message):
     __slots__ = ("request_id", "attempt", "choice", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "has_stop_token", "prompt_logprobs", "embedding")

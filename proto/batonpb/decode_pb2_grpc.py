@@ -50,8 +50,9 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Serve(self, request_iterator, context):
-        """The router's heartbeats come every 500 ms and renew the lease of all its requests. A lost
-        stream is not a cancel: the lease runs, and Resume picks the request up again.
+        """The router's heartbeats come every 500 ms and renew the lease of all its requests; to a worker
+        without work they are rare, and ask it for a frame. A lost stream is not a cancel: the lease
+        runs, and Resume picks the request up again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -71,7 +71,7 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/fleet")
     async def fleet(request: Request) -> dict[str, Any]:
-        """The workers as they last reported, ``age_s`` ago: somewhat more than a second at most."""
+        """The workers as last reported; that was known to hold ``age_s`` ago: 2, rarely 5 s."""
         check_operator(request.headers, router.settings)
         return router.gateway.workers.describe()
 

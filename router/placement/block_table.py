@@ -245,11 +245,13 @@ class NativeBlockTable:
         self, hashes: bytes, live: LiveWorkers, others: Sequence[BlockTable] = ()
     ) -> list[tuple[int, int]]:
         """See ``BlockTable``."""
-        tables = [self, *(other for other in others if isinstance(other, NativeBlockTable))]
-        most = max(len(live.bits) * 8, *(table.room for table in tables))
+        tables = [self]
+        tables += [other for other in others if isinstance(other, NativeBlockTable)]
+        most = max(len(live.bits) * 8, max([table.room for table in tables]))
         live.bits += bytes(most // 8 - len(live.bits))
         for table in tables:
-            table.widen(most)
+            if most > table.room:
+                table.widen(most)
         if most > len(self._workers):
             self._workers, self._lengths = np.zeros(most, np.uint16), np.zeros(most, np.uint32)
             self._found_at = self._workers.ctypes.data, self._lengths.ctypes.data

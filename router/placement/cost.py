@@ -16,7 +16,6 @@ the priors below stand in. A prompt token takes longer the more tokens are befor
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -277,8 +276,7 @@ class _Answer(NamedTuple):
     own_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     prompt_tokens: int
     expected_tokens: int
     choices: int

@@ -28,6 +28,7 @@ class Links:
     def __init__(self) -> None:
         self._hosts: Mapping[str, str] = {}
         self._rates = HostRates({}, {}, {})
+        self.tell = False  # anything of edges that nobody has used
 
     def learn(self, hosts: Mapping[str, str], reported: "Iterable[ReportedEdges]") -> None:
         """Take what was measured in place of what was known.
@@ -38,6 +39,7 @@ class Links:
         """
         self._hosts = hosts if len(set(hosts.values())) > 1 else {}
         self._rates = _host_rates(self._hosts, reported) if self._hosts else HostRates({}, {}, {})
+        self.tell = bool(self._hosts)
 
     def bytes_per_s(self, source_id: str, host: str) -> float:
         """From a worker to a host; 0: nothing tells.
@@ -91,7 +93,9 @@ class ReportedEdges(Mapping[str, float]):
     def get(self, source_id: str, default: float | None = None) -> float | None:  # type: ignore[override]
         """Measured here, or expected by what others measured."""
         found = self._rates().get(source_id)
-        return found or self._links.bytes_per_s(source_id, self.host) or default
+        if found or not self._links.tell:
+            return found or default
+        return self._links.bytes_per_s(source_id, self.host) or default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rates())
@@ -101,6 +105,9 @@ class ReportedEdges(Mapping[str, float]):
 
     def rates(self, source_ids: Iterable[str]) -> list[float]:
         """As ``get``, of several; 0 where nothing tells."""
+        measured = self._rates()
+        if not self._links.tell:
+            return [measured.get(source_id, 0.0) for source_id in source_ids]
         return [self.get(source_id) or 0.0 for source_id in source_ids]
 
     def usual_bytes_per_s(self) -> float:
@@ -109,7 +116,7 @@ class ReportedEdges(Mapping[str, float]):
 
 
 def _measured(edges: Iterable[EdgeRate]) -> dict[str, float]:
-    return {edge.prefill_worker_id: edge.bytes_per_s for edge in edges if edge.bytes_per_s}
+    return {edge.prefill_worker_id: rate for edge in edges if (rate := edge.bytes_per_s)}
 
 
 def _spread(status: WorkerStatus) -> Iterable[EdgeRate]:

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Set
 from typing import Protocol
 
-from registry.types import FeedItem, Snapshot
+from registry.types import FeedItem, Refreshed, Snapshot
 from router.placement.prefix_index import Applied, PrefixIndex
 from telemetry.metrics import Metrics
 from telemetry.tasks import BackgroundTasks
@@ -19,7 +19,7 @@ class EventSource(Protocol):
     def want(self, incarnation: bytes) -> None:
         """Send a snapshot of the incarnation, though nothing was missed on the way."""
 
-    def __aiter__(self) -> AsyncIterator[FeedItem]:
+    def __aiter__(self) -> AsyncIterator[FeedItem | Refreshed]:
         """Items without end."""
 
 
@@ -30,14 +30,20 @@ class IndexFeeder:
         prefix_index: The router's.
         events: Of all workers; None: the index stays empty, and routing goes by load alone.
         metrics: Of the router.
+        on_refreshed: Told which incarnations have refreshed their keys, while Redis answers.
     """
 
     def __init__(
-        self, prefix_index: PrefixIndex, events: EventSource | None, metrics: Metrics
+        self,
+        prefix_index: PrefixIndex,
+        events: EventSource | None,
+        metrics: Metrics,
+        on_refreshed: Callable[[Set[bytes]], None] = lambda _: None,
     ) -> None:
         self._prefix_index = prefix_index
         self._events = events
         self._metrics = metrics
+        self._on_refreshed = on_refreshed
         self._tasks = BackgroundTasks(
             "prefix index", lambda name: metrics.inc("baton_task_failures", task=name)
         )
@@ -57,6 +63,9 @@ class IndexFeeder:
         async for item in events:
             # The source heals gaps in what it read. Here the index has dropped the blocks of a
             # worker that it took for dead, and the worker is alive.
+            if isinstance(item, Refreshed):
+                self._on_refreshed(item.incarnations)
+                continue
             if isinstance(item, Snapshot):
                 result = await self._take_in(item)
                 self._metrics.inc("baton_mirror_snapshots")

@@ -1,6 +1,7 @@
 """Places a request: which workers can serve it, what each choice costs, and the booking."""
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -254,9 +255,8 @@ class Placer:
             raise _unmet(request)
         waits = {role: self._crowding.wait_per_s(role) for role in ("prefill", "decode")}
         compared = Described(placed, asked, rates, waits)
-        limit_s = placed.costs_s[0] + self._settings.tie_s
-        ties = [index for index, cost_s in enumerate(placed.costs_s) if cost_s < limit_s]
-        return compared[self._random.choice(ties)], compared
+        ties = bisect_left(placed.costs_s, placed.costs_s[0] + self._settings.tie_s)
+        return compared[self._random.choice(range(ties))], compared
 
     def _cheapest_of_few(
         self, prompt: "_Prompt", rates: Rates, now_ns: int

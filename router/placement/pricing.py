@@ -34,7 +34,7 @@ from router.placement.edges import ReportedEdges
 from router.placement.worker_load import Rates, Report
 from router.request import Mode
 
-_COLUMNS = 14
+_ROW = Struct("14d")
 _ASKED = Struct("12d")
 NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
 
@@ -65,7 +65,8 @@ class Pricing:
     def __init__(self, library: ctypes.CDLL, workers: int) -> None:
         self._library = library
         self._workers = workers
-        self._rows = np.zeros((workers, _COLUMNS))
+        self._rows = np.zeros((workers, _ROW.size // 8))
+        self._row_bytes = self._rows.reshape(-1).data.cast("B")
         self._names = [""] * workers
         self._edges: list[ReportedEdges] = [ReportedEdges.none()] * workers
         self._booked = np.zeros((workers, 3))
@@ -94,7 +95,9 @@ class Pricing:
             self._at = _Addresses.of(self)
         line, streams = rates.prompt_line(role, report), report.streams
         self._names[index], self._edges[index] = worker_id, report.edges_bytes_per_s
-        self._rows[index] = (
+        _ROW.pack_into(
+            self._row_bytes,
+            _ROW.size * index,
             report.queued_tokens,
             report.queued_context,
             streams,

@@ -75,10 +75,11 @@ class Shortlist:
         self._index_of_worker: dict[str, int] = {}
         self._index_of_incarnation: dict[bytes, int] = {}
         self._slot_of_incarnation: dict[bytes, Slot] = {}  # usable or not
-        self._incarnations: list[bytes] = []  # of usable ones
+        self._found: list[Found] = []  # what is known of usable ones
         self._tier_of_incarnation: dict[bytes, tuple[Slot, str]] = {}  # by its tiers' names
         self._of_role: dict[str, _Indices] = {}
         self._rates = Rates()
+        self._not_in_columns: set[int] = set()  # written when the columns are read
         self._queued_tokens: _Column = np.zeros(0)
         self._streams: _Column = np.zeros(0)
         self._answering: _Column = np.zeros(0)  # streams that stand still while it computes
@@ -123,6 +124,14 @@ class Shortlist:
             if (index := self._index_of[place]) >= 0:
                 self._write(index)
         return self._rates
+
+    def _write(self, index: int) -> None:
+        if self.pricing is None:
+            self._write_columns(index)
+            return
+        slot, report = self._usable[index]
+        self.pricing.write(index, slot.worker_id, slot.role, report, self._rates)
+        self._not_in_columns.add(index)
 
     def _changed_of(self, slots: Slots, news: set[str]) -> list[int] | None:
         """The places of what changed; None where one came or went."""
@@ -177,7 +186,7 @@ class Shortlist:
         self._index_of_worker = {slot.worker_id: index for index, slot in enumerate(slots)}
         self._index_of_incarnation = {slot.incarnation: index for index, slot in enumerate(slots)}
         self._slot_of_incarnation = {slot.incarnation: slot for slot in self._seen}
-        self._incarnations = [slot.incarnation for slot in slots]
+        self._found = [Found(slot, slot.incarnation, report) for slot, report in self._usable]
         self._booked_of = None
         self._tier_of_incarnation = {
             tier_incarnation(slot.incarnation, tier): (slot, tier)
@@ -186,6 +195,7 @@ class Shortlist:
         }
         roles = np.array([slot.role for slot in slots])
         self._of_role = {role: np.flatnonzero(roles == role) for role in sorted(set(roles))}
+        self._not_in_columns.clear()
         columns = np.zeros((6, len(slots)))
         self._queued_tokens, self._streams, self._answering = columns[:3]
         self._token_s, self._block_tokens, self._block_pull_s = columns[3:]
@@ -196,9 +206,11 @@ class Shortlist:
 
     def _read(self, index: int) -> None:
         slot, _ = self._usable[index]
-        self._usable[index] = slot, self._reports.of(slot)
+        report = self._reports.of(slot)
+        self._usable[index] = slot, report
+        self._found[index] = Found(slot, self._found[index].incarnation, report)
 
-    def _write(self, index: int) -> None:
+    def _write_columns(self, index: int) -> None:
         slot, report = self._usable[index]
         self._queued_tokens[index] = report.queued_tokens
         self._streams[index] = report.streams
@@ -207,8 +219,6 @@ class Shortlist:
         self._block_tokens[index] = report.block_tokens
         self._token_s[index] = self._rates.token_s(slot.role, report)
         self._block_pull_s[index] = report.block_bytes / self._rates.edge_bytes_per_s
-        if self.pricing is not None:
-            self.pricing.write(index, slot.worker_id, slot.role, report, self._rates)
 
     # ---------------------------------------------------------------- a prompt
 
@@ -225,6 +235,11 @@ class Shortlist:
                 slot = slot if tier == TIERS[0] else None  # a disk takes as long as computing
             if slot is not None:
                 known[slot] = max(known.get(slot, 0), blocks)
+        if not known:
+            return None, 0
+        most = max(known.items(), key=itemgetter(1))  # nearly always it can: no need to sort
+        if most[0].gives_prefixes:
+            return most
         for slot, blocks in nlargest(_HOLDERS, known.items(), key=itemgetter(1)):
             if slot.gives_prefixes:
                 return slot, blocks
@@ -287,14 +302,9 @@ class Shortlist:
             avoid=of_incarnation.get(avoid, -1),
             first=self._first(),
         )
-        numbers = {index for pair in pairs for index in pair}
-        usable, incarnations, all_booked = self._usable, self._incarnations, self._booked
-        found, booked = {}, {}
-        for index in numbers:
-            slot, report = usable[index]
-            found[index] = Found(slot, incarnations[index], report)
-            if index in all_booked:
-                booked[index] = all_booked[index]
+        all_found, all_booked = self._found, self._booked
+        found = {index: all_found[index] for pair in pairs for index in pair}
+        booked = {index: load for index in found if (load := all_booked.get(index)) is not None}
         return Placements(pairs, costs_s, found, booked, cached, tiers)
 
     def _take_bookings(self, pricing: Pricing, book: LoadBook) -> None:
@@ -342,6 +352,8 @@ class Shortlist:
         Returns:
             Workers, and how many of the prompt's blocks they have; the better ones first.
         """
+        while self._not_in_columns:
+            self._write_columns(self._not_in_columns.pop())
         queued, streams = self._queued_tokens.copy(), self._streams.copy()
         answering = self._answering.copy()
         for worker_id, booked in book.booked():

@@ -112,6 +112,8 @@ class Dispatcher:
         submission = self._submission(active, link, prefill, placement.placed_ns)
         alone = len(submission.prompt_tokens) > self._settings.unary_prompt_bytes
         link.submit(submission, alone=alone)
+        if prefill is not None:  # it hears of this from the decode worker; does it live?
+            prefill.ask()
 
     def _submission(
         self, active: ActiveRequest, link: WorkerLink, prefill: WorkerLink | None, now_ns: int

@@ -82,8 +82,9 @@ class Gateway:
         self.settings = settings
         self.prefix_index = prefix_index
         self.router_id = f"router-{secrets.token_hex(4)}"
+        life = secrets.token_bytes(16)
         hello = Hello(
-            router_id=self.router_id, router_incarnation=secrets.token_bytes(16), wire=own_wire()
+            router_id=self.router_id, router_incarnation=life, wire=own_wire(), may_rest=True
         )
         self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
         self.admission = Admission(settings.max_queued_requests)

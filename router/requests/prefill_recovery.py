@@ -138,6 +138,7 @@ class PrefillRecovery:
         reader = decode.incarnation if decode is not None else b""
         target = prefill_target(link, self._settings.fleet_token, active, reader)
         self._answer(active, PrefillReplacement(prefill=target))
+        link.ask()
 
     def _wait(self, active: ActiveRequest) -> None:
         if active.wants_prefill:

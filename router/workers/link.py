@@ -4,6 +4,8 @@
                                   │                          └─ refused, or too late ─▶ dead
                                   └──silent for silence_s──▶ dead        dead ──first status──▶ live
 
+What counts as silence, and when a worker that has no work is asked: `silence.py`.
+
 A lost stream is not a cancel: the worker keeps its requests by lease, and when the same incarnation
 answers again the listener resumes them. A refused connection means that nobody listens there any
 more, so that incarnation is dead at once. The link goes on trying: a new life may come up.
@@ -27,6 +29,7 @@ from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Heartbeat, Hello, RouterFrame, Submission, WorkerFrame
 from batonpb.decode_pb2_grpc import DecodeStub
 
+from router.workers.silence import HEARTBEATS_IDLE, Exchange, Rest, Silence
 from telemetry.tasks import BackgroundTasks
 from wire.fleet_token import FleetToken
 from wire.grpc_options import ROUTER_OPTIONS, open_channel
@@ -35,37 +38,8 @@ from wire.tls import FleetTls, distrust
 _LOG = logging.getLogger(__name__)
 
 _WATCH_S = 0.1  # between two looks, at least
-_IDLE_BEATS = 4  # a worker that is idle is sent one heartbeat in so many
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 _RETIRED_S = 15.0  # longer than a submission on a call of its own takes
-
-
-class Silence:
-    """How long a worker has sent nothing. Sans-IO.
-
-    While this process's event loop stood still, frames may have lain unread: that time does not
-    count.
-
-    Args:
-        since_ns: When the stream was opened, on the monotonic clock.
-    """
-
-    def __init__(self, since_ns: int) -> None:
-        self._since_ns = since_ns
-        self.late_ns = 0  # how much of the silence does not count
-
-    def grown_ns(self, now_ns: int, heard_ns: int, late_ns: int) -> int:
-        """The silence so far.
-
-        Args:
-            now_ns: The clock.
-            heard_ns: When the last frame came.
-            late_ns: By how much the caller was woken too late.
-        """
-        if heard_ns > self._since_ns:
-            self._since_ns, self.late_ns = heard_ns, 0
-        self.late_ns += max(late_ns, 0)
-        return now_ns - self._since_ns - self.late_ns
 
 
 class LinkListener(Protocol):
@@ -98,7 +72,7 @@ class WorkerLink:
         token: The fleet's token.
         tls: For the connection; None is plain text.
         heartbeat_s: Our heartbeats; they renew the lease of our requests.
-        silence_s: The worker is dead when it sends nothing for so long.
+        silence_s: The worker is dead when it sends nothing for so long, though it should.
         reopen_s: A broken stream must be open again within this time.
         count_failure: Told the name of each background task that raised.
     """
@@ -136,7 +110,11 @@ class WorkerLink:
         self._reopen_s = reopen_s
         self._out: deque[RouterFrame] = deque()
         self._wake = asyncio.Event()
-        self._heard_ns = 0
+        self._exchange = Exchange(0)
+        self._owes = asyncio.Event()  # the worker may: look how long it has been silent
+        self._asks = False  # a heartbeat at once
+        self.rest = Rest()
+        self.heard_ns = 0
         self._sent_s = 0.0  # on the loop's clock: the last frame that is no heartbeat
         self._broken_ns = 0
         self._tasks = BackgroundTasks(f"link {worker_id}", count_failure)
@@ -167,6 +145,17 @@ class WorkerLink:
         """Whether the worker is live, or its stream broke so recently that it may be."""
         return self.live or self._broken_ns != 0
 
+    @property
+    def resting(self) -> bool:
+        """Whether the worker has no work, and owes us nothing."""
+        return self._live and self._exchange.owes_nothing
+
+    def ask(self) -> None:
+        """Have a worker at rest say that it lives; if it does not, that is a silence."""
+        if self.resting:
+            self._asks = True
+            self._wake.set()
+
     def start(self) -> None:
         """Start to connect."""
         self._tasks.keep(self._run, "link")
@@ -194,6 +183,7 @@ class WorkerLink:
         stub = self._stub
         reason = "no connection"
         if stub is not None:
+            self.ask()
             try:
                 await stub.Submit(submission, metadata=self._token.metadata, timeout=10)
             except grpc.aio.AioRpcError as error:
@@ -227,7 +217,7 @@ class WorkerLink:
         failures = 0
         try:
             while True:
-                heard_before = self._heard_ns
+                heard_before = self.heard_ns
                 before, shown = shown, self._credentials()
                 if channel is None or shown is not before:
                     if channel is not None:  # a submission may still be under way there
@@ -241,7 +231,7 @@ class WorkerLink:
                 except Exception:  # noqa: BLE001 - logged; no caller would see it
                     _LOG.exception("the link to %s failed inside the router", self.worker_id)
                     self.die("the router failed to handle what it said")
-                if self._heard_ns != heard_before:
+                if self.heard_ns != heard_before:
                     failures = 0
                 delay_s = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
                 failures += 1
@@ -275,7 +265,8 @@ class WorkerLink:
     async def _serve_once(self, stub: DecodeStub) -> tuple[str, bool]:
         """One stream from open to end; returns why it ended, and whether it was refused."""
         call = stub.Serve(metadata=self._token.metadata)
-        self._heard_ns, opened_ns = self._heard_ns, monotonic_ns()
+        opened_ns = monotonic_ns()
+        self._exchange = Exchange(opened_ns)
         ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
         parts = [
             self._tasks.spawn(_part(partial(self._read, call), ended), "read"),
@@ -294,13 +285,20 @@ class WorkerLink:
         """Ends when the worker has been silent for too long."""
         silence, grown_ns = Silence(opened_ns), 0
         while True:
+            if self._exchange.silent_since_ns is None:
+                self._owes.clear()
+                await self._owes.wait()
+                grown_ns = 0
             left_s = 0 if self._broken_ns else (self._silence_ns - grown_ns) / 1e9
             sleep_s = max(left_s, _WATCH_S)
             slept_ns = monotonic_ns()
             await asyncio.sleep(sleep_s)
             now_ns = monotonic_ns()
             late_ns = now_ns - slept_ns - int(sleep_s * 1e9)
-            grown_ns = silence.grown_ns(now_ns, self._heard_ns, late_ns)
+            since_ns = self._exchange.silent_since_ns
+            if since_ns is None:
+                continue
+            grown_ns = silence.grown_ns(now_ns, since_ns, late_ns)
             if grown_ns > self._silence_ns:
                 self.die(f"silent for {self._silence_ns / 1e9:g} s")
                 return
@@ -320,12 +318,16 @@ class WorkerLink:
                         code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details
                     )
                 return
-            self._heard_ns = monotonic_ns()
+            self.heard_ns = monotonic_ns()
             if frame.HasField("status"):
+                self._exchange.took(frame.heard, self.heard_ns, resting=frame.status.resting)
+                self._owes.set()
                 self._take_status(frame.status, first)
                 first = False
-            elif not (first or frame.tokens):  # nothing is new: the last report holds
-                self.status_ns = self._heard_ns
+            else:
+                self._exchange.took(frame.heard, self.heard_ns)
+                if not (first or frame.tokens):  # nothing is new: the last report holds
+                    self.status_ns = self.heard_ns
             if self.live:
                 self._listener.on_frame(self, frame)
 
@@ -338,7 +340,7 @@ class WorkerLink:
             self.die("the worker has another life", died=True)
         if status.HasField("capabilities"):
             self.capabilities = status.capabilities
-        self.status, self.status_ns = status, self._heard_ns
+        self.status, self.status_ns = status, self.heard_ns
         if goes_on:
             return
         self.incarnation = incarnation
@@ -348,36 +350,43 @@ class WorkerLink:
         self._listener.on_live(self, same_life=same_life)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[RouterFrame, WorkerFrame]") -> None:
+        loop, exchange, sequence = asyncio.get_running_loop(), self._exchange, 0
         await call.write(RouterFrame(hello=self._hello))
-        sequence = 0
-        loop = asyncio.get_running_loop()
-        beat_at = loop.time()
+        exchange.wrote(monotonic_ns())
+        wrote_s = -self._heartbeat_s
         while True:
             # Frames wait until the worker has sent its first status.
             while self._out and self.live:
                 frame = self._out[0]
                 await call.write(frame)
-                self._sent_s = loop.time()
-                beat_at = self._sent_s + self._heartbeat_s  # any frame renews a lease
+                exchange.wrote(monotonic_ns())
+                self._sent_s = wrote_s = loop.time()  # any frame renews a lease
+                self._owes.set()
                 if self._out and self._out[0] is frame:
                     self._out.popleft()
-            if loop.time() >= beat_at:
+            if self._asks or loop.time() >= wrote_s + self._beat_s(loop.time()):
                 sequence += 1
+                self._asks = False
                 await call.write(RouterFrame(heartbeat=Heartbeat(sequence=sequence)))
-                beat_at = loop.time() + self._beat_s(loop.time())
+                exchange.wrote(monotonic_ns(), beat=True)
+                wrote_s = loop.time()
+                self._owes.set()
             self._wake.clear()
-            if self._out and self.live:
+            if self._asks or (self._out and self.live):
                 continue
+            left_s = wrote_s + self._beat_s(loop.time()) - loop.time()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(beat_at - loop.time(), 0)):
+                async with asyncio.timeout(max(left_s, 0)):
                     await self._wake.wait()
 
     def _beat_s(self, now_s: float) -> float:
         """Until the next heartbeat. A worker that has nothing to do holds nothing by a lease."""
+        if self._exchange.at_rest:
+            return self.rest.beat_s
         status = self._status
         idle = status is not None and not (status.running or status.waiting or status.answering)
-        idle = idle and now_s - self._sent_s > _IDLE_BEATS * self._heartbeat_s
-        return self._heartbeat_s * (_IDLE_BEATS if idle else 1)
+        idle = idle and now_s - self._sent_s > HEARTBEATS_IDLE * self._heartbeat_s
+        return self._heartbeat_s * (HEARTBEATS_IDLE if idle else 1)
 
 
 async def _part(

@@ -16,6 +16,7 @@ from registry.workers import WorkerChange
 from router.settings import RouterSettings
 from router.workers.directory import WorkerDirectory
 from router.workers.link import LinkListener, WorkerLink
+from router.workers.resting import RestingWorkers
 from router.workers.transfer_totals import TransferLedger
 from telemetry.tasks import BackgroundTasks
 from wire.compatibility import EMITTED_WIRE, emulation, wire_overlaps
@@ -219,10 +220,14 @@ class WorkerTable:
         self._tasks = BackgroundTasks("workers", count_failure)
         self._closing: set[WorkerLink] = set()
         self.changed = asyncio.Event()
+        self.resting = RestingWorkers(
+            lambda: (slot.link for slot in self._slots.values() if slot.link is not None)
+        )
 
     def start(self) -> None:
         """Follow the directory."""
         self._tasks.keep(self._follow, "directory")
+        self._tasks.keep(self.resting.run, "resting workers")
         self._tasks.keep(self._drop_dead_workers, "drop dead workers")
 
     async def close(self) -> None:

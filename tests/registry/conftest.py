@@ -9,7 +9,7 @@ import pytest
 from fleet.local.redis_server import EmbeddedRedis
 from registry.event_feed import EventFeed
 from registry.redis_store import Registry
-from registry.types import EventBatch, Forget, Heartbeat, Snapshot
+from registry.types import EventBatch, Forget, Heartbeat, Refreshed, Snapshot
 
 
 @pytest.fixture
@@ -38,6 +38,8 @@ class Reader:
 
     async def _run(self) -> None:
         async for item in self.feed:
+            if isinstance(item, Refreshed):
+                continue
             self.items.append(item)
             match item:
                 case Snapshot():

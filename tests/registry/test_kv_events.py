@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from fleet.local.redis_server import EmbeddedRedis
 from registry.event_feed import FeedMachine
+from registry.event_streams import STREAMS
 from registry.kv_events import HashLedger, KvEventPublisher
-from registry.redis_store import STREAM_BATCHES, Registry
+from registry.redis_store import Registry
 from registry.types import EventBatch, Forget, Snapshot, hashes_checksum, split_hashes
 from tests.registry.conftest import Reader, eventually
 
-STREAM = "baton:{test}:kv:events"
+
+def stream_of(incarnation: bytes) -> str:
+    return f"baton:{{test}}:kv:events:{incarnation[0] % STREAMS}"
 
 
 def hashes(count: int) -> list[bytes]:
@@ -170,12 +173,13 @@ async def test_events_lost_from_a_trimmed_stream_are_noticed(
     )
     await eventually(lambda: not reader.feed.connected)
     lost = hashes(3)
+    stream = stream_of(publisher._ledger.incarnation)
     with raw(redis_server) as client:
         for name in lost:
-            before = client.xlen(STREAM)
+            before = client.xlen(stream)
             publisher.publish(stored=[name])
-            await eventually(lambda before=before: client.xlen(STREAM) > before)
-        client.xtrim(STREAM, maxlen=1, approximate=False)
+            await eventually(lambda before=before: client.xlen(stream) > before)
+        client.xtrim(stream, maxlen=1, approximate=False)
     reader.feed._registry = registry
     await eventually(lambda: list(reader.hashes.values()) == [{*held, *lost}])
     assert reader.feed.gaps == 1
@@ -217,7 +221,7 @@ async def test_the_marks_of_many_workers_are_read_some_at_a_time(
             if number != 7:
                 pipe.set(f"baton:{{test}}:kv:{one.hex()}:mark", f"{number} {number + 1}")
         pipe.execute()
-    parts = [part async for part in registry.live()]
+    parts = [part async for part in registry.marks(await registry.refreshes())]
     assert len(parts) == 3 and max(map(len, parts)) <= 128
     read = {one: mark for part in parts for one, mark in part.items()}
     assert read == {one: (n, n + 1) for n, one in enumerate(many) if n != 7}
@@ -225,16 +229,90 @@ async def test_the_marks_of_many_workers_are_read_some_at_a_time(
         assert client.zscore("baton:{test}:kv:live", many[7]) is None, "it had expired"
 
 
-@pytest.mark.slow
-async def test_the_stream_stays_bounded(redis_server: EmbeddedRedis, registry: Registry) -> None:
-    incarnation = secrets.token_bytes(16)
-    batches = [EventBatch(incarnation=incarnation, sequence=n) for n in range(STREAM_BATCHES + 500)]
-    for batch in batches:
-        await registry.publish(batch, 0)
+def away(reader: Reader) -> Registry:
+    """Takes the reader's connection; the answer gives it back."""
+    kept = reader.feed._registry
+    reader.feed._registry = Registry("redis://127.0.0.1:1/0", "test")
+    return kept
+
+
+async def publish_one_by_one(publisher: KvEventPublisher, names: list[bytes]) -> None:
+    """A batch for each: as many entries of the stream."""
+    ledger, registry = publisher._ledger, publisher._registry
+    await publisher.stop()
+    for name in names:
+        ledger.change(stored=[name])
+        await registry.publish(ledger.take_batch(), ledger.checksum)
+    publisher.start()
+
+
+async def test_a_reader_that_was_away_for_less_than_is_kept_has_missed_nothing(
+    publisher: KvEventPublisher, reader: Reader
+) -> None:
+    """4,096 entries were kept of all workers together: a thousand busy ones fill that in 0.1 s."""
+    publisher.publish(stored=hashes(10))
+    await eventually(lambda: len(reader.hashes) == 1 and bool(*reader.hashes.values()))
+    registry = away(reader)
+    await eventually(lambda: not reader.feed.connected)
+    await publish_one_by_one(publisher, hashes(4500))
+    reader.items.clear()
+    reader.feed._registry = registry
+    await eventually(lambda: list(reader.hashes.values()) == [publisher._ledger.hashes])
+    assert not any(isinstance(item, Snapshot) for item in reader.items)
+    assert reader.feed.gaps == 0
+
+
+async def test_a_reader_that_was_away_for_longer_reads_a_snapshot(
+    redis_server: EmbeddedRedis, publisher: KvEventPublisher, reader: Reader, monkeypatch
+) -> None:
+    monkeypatch.setattr("registry.event_streams.KEEP_S", 1.0)
+    publisher.publish(stored=hashes(10))
+    await eventually(lambda: len(reader.hashes) == 1 and bool(*reader.hashes.values()))
+    registry = away(reader)
+    await eventually(lambda: not reader.feed.connected)
+    await publish_one_by_one(publisher, hashes(300))
+    await asyncio.sleep(1.2)
+    await publish_one_by_one(publisher, hashes(300))
     with raw(redis_server) as client:
-        assert client.xlen(STREAM) <= STREAM_BATCHES + 200
+        assert 300 <= client.xlen(stream_of(publisher._ledger.incarnation)) < 450, "old ones went"
+    reader.items.clear()
+    reader.feed._registry = registry
+    await eventually(lambda: list(reader.hashes.values()) == [publisher._ledger.hashes])
+    assert sum(isinstance(item, Snapshot) for item in reader.items) == 1
+    assert reader.feed.gaps == 1
+
+
+async def test_streams_take_no_more_memory_than_they_may(
+    redis_server: EmbeddedRedis, registry: Registry, monkeypatch
+) -> None:
+    monkeypatch.setattr("registry.event_streams.STREAM_BYTES", 1 << 20)
+    incarnation = secrets.token_bytes(16)
+    for number in range(1, 401):
+        batch = EventBatch(incarnation=incarnation, sequence=number, stored=tuple(hashes(500)))
+        await registry.publish(batch, 0)
+    stream = stream_of(incarnation)
+    with raw(redis_server) as client:
+        assert client.memory_usage(stream) > 3 << 20
+        await registry.refresh(incarnation)
+        assert client.memory_usage(stream) < 1.3 * (1 << 20)
+        (last,) = client.xrevrange(stream, count=1)
+        assert last[1][b"n"] == b"400"
         unbounded = [key for key in client.keys("*") if client.ttl(key) < 0]
-        assert set(unbounded) == {STREAM.encode(), b"baton:{test}:kv:live"}
+        assert set(unbounded) == {stream.encode(), b"baton:{test}:kv:live"}
+
+
+async def test_events_of_workers_of_the_version_before_are_read(
+    redis_server: EmbeddedRedis, registry: Registry, reader: Reader
+) -> None:
+    """They have one stream for all. A router of that version finds ours by their marks."""
+    incarnation, held = secrets.token_bytes(16), hashes(3)
+    snapshot = Snapshot(incarnation=incarnation, sequence=1, packed=b"".join(held[:2]))
+    await registry.publish_snapshot(snapshot, snapshot.checksum)
+    await eventually(lambda: reader.hashes == {incarnation: set(held[:2])})
+    fields = {"i": incarnation, "n": 2, "k": "b", "s": held[2], "r": b"", "c": 0}
+    with raw(redis_server) as client:
+        client.xadd("baton:{test}:kv:events", fields, maxlen=4096, approximate=True)
+    await eventually(lambda: reader.hashes == {incarnation: set(held)})
 
 
 NAMES = [bytes([n]) * 16 for n in range(12)]

@@ -294,7 +294,7 @@ class MiniRouter:
         self.asks.extend(frame.prefill_needed)
         if frame.HasField("status"):
             self.status = self._reported = frame.status
-        elif frame == pb.WorkerFrame(step=frame.step):  # a beat: nothing is new
+        elif frame == pb.WorkerFrame(step=frame.step, heard=frame.heard):  # a beat: nothing is new
             self.status = self._reported
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from batonpb import decode_pb2 as pb
 from batonpb.common_pb2 import SamplingParams, WorkerIdentity
 
 from decode_worker.request import DecodeRequest
-from decode_worker.session import MAX_FRAME_BYTES, RouterSession, StepCounter
+from decode_worker.session import MAX_FRAME_BYTES, Report, RouterSession, StepCounter
 from engine.core import events as ev
 from engine.core.params import SampledToken
 from telemetry.tracing import Tracing
@@ -85,7 +85,7 @@ async def test_a_worker_that_has_nothing_new_says_so_once_a_second() -> None:
 
     async def tick(number: int, content: bytes) -> None:
         status = common_pb2.WorkerStatus(load_age_ns=number)
-        session.report(status, content, began_ns + number * tick_ns)
+        session.report(Report(status=status, content=content), began_ns + number * tick_ns)
         await asyncio.sleep(0)
         session._taken_ns = min(session._taken_ns, began_ns + number * tick_ns)
 
@@ -103,6 +103,47 @@ async def test_a_worker_that_has_nothing_new_says_so_once_a_second() -> None:
     await tick(8, b"busy")
     assert taken[-1].HasField("status"), "a router waits for a load without what has ended"
     stream = session.connected()
-    session.report(common_pb2.WorkerStatus(), b"busy", began_ns)
+    session.report(Report(status=common_pb2.WorkerStatus(), content=b"busy"), began_ns)
     assert session._frame.HasField("status"), "another stream knows nothing"
     reading.cancel()
+
+
+def test_a_worker_without_work_says_so_and_then_only_answers() -> None:
+    """A frame a second of each of a thousand workers took a router a quarter of a core."""
+    session, now_ns = RouterSession("router"), 0
+
+    def said(content: bytes, at_rest: bytes) -> pb.WorkerFrame | None:
+        nonlocal now_ns
+        now_ns += 10_000_000_000
+        session._dirty.clear()
+        session._frame = pb.WorkerFrame()
+        session.report(
+            Report(status=common_pb2.WorkerStatus(), content=content, at_rest=at_rest), now_ns
+        )
+        if not session._dirty.is_set():
+            return None
+        session._answered = session._heard
+        return session._frame
+
+    for may_rest in (True, False):
+        stream = session.connected(may_rest=may_rest)
+        first = said(b"idle, 1 step", b"idle")
+        assert first is not None
+        assert first.status.resting == may_rest
+        beat = said(b"idle, 1 step", b"idle")
+        assert (beat is None) == may_rest, "a router of before takes silence for a death"
+    stream = session.connected(may_rest=True)
+    said(b"idle, 1 step", b"idle")
+    assert said(b"idle, 5 steps", b"idle") is None, "what a canary changes can wait"
+    session.hear(stream)
+    answer = said(b"idle, 5 steps", b"idle")
+    assert answer is not None
+    assert answer.HasField("status"), "until the router asks"
+    session.hear(stream)
+    assert said(b"idle, 5 steps", b"idle") == pb.WorkerFrame()
+    session.hear(stream - 1)
+    assert said(b"idle, 5 steps", b"idle") is None, "a frame of an older stream is no question"
+    busy = said(b"busy", b"")
+    assert busy is not None
+    assert not busy.status.resting
+    assert said(b"busy", b"") == pb.WorkerFrame(), "with work there is a beat"

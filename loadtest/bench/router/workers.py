@@ -11,7 +11,8 @@ import contextlib
 import os
 import secrets
 import struct
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import grpc.aio
@@ -22,13 +23,13 @@ from batonpb import decode_pb2 as pb
 from batonpb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 
 from registry.redis_store import Registry
-from registry.types import WorkerRecord
-from registry.workers import Presence
+from registry.types import Snapshot, WorkerRecord
 from telemetry.tasks import BackgroundTasks
 
 FLEET = "bench"
 _STATUS_S = 0.25
-_BEAT_S = 1.0  # as `decode_worker/session.py`: a report only where something is new
+_BEAT_S = 1.0  # as `decode_worker/session.py`: a report only where something is new; and a rest
+_REFRESH_TURNS = 5  # seconds until each worker's own keys are refreshed; they stand for 10
 _TOKENS = [struct.pack("<I", 1000 + 13 * place) for place in range(997)]  # what answers are made of
 _KV_GROUP = common.KvGroup(
     id=0,
@@ -51,6 +52,8 @@ class _Stream:
         self.frame = pb.WorkerFrame()
         self.dirty = asyncio.Event()
         self.ended = False  # any request, since the last report
+        self.may_rest = False
+        self.heard = self.answered = 0  # frames: read, and said to be
 
     def begin(self, submission: pb.Submission) -> None:
         self._running[submission.request_id] = (submission, 0)
@@ -104,6 +107,7 @@ class _Stream:
     def take(self) -> pb.WorkerFrame:
         """Everything since the last time."""
         frame, self.frame = self.frame, pb.WorkerFrame()
+        frame.heard = self.answered = self.heard
         self.dirty.clear()
         return frame
 
@@ -117,6 +121,7 @@ class SteppedWorker(DecodeServicer):
         self.incarnation = secrets.token_bytes(16)
         self._step_s = step_s
         self._steps = 0
+        self._reported = b""
         self._streams: dict[int, _Stream] = {}
         self._busy = asyncio.Event()
         self._tasks = BackgroundTasks("bench worker")
@@ -137,7 +142,6 @@ class SteppedWorker(DecodeServicer):
         """Step for ever."""
         loop = asyncio.get_running_loop()
         next_s = status_s = beat_s = loop.time()
-        reported = b""
         while True:
             streams = self._streams.values()
             if any(stream.running for stream in streams):
@@ -155,16 +159,20 @@ class SteppedWorker(DecodeServicer):
                 continue
             status_s = loop.time() + _STATUS_S
             status = self._status()
-            before, reported = reported, status.SerializeToString()
-            news = before != reported or any(stream.ended for stream in streams)
-            if not news and loop.time() < beat_s:
-                continue
-            beat_s = loop.time() + _BEAT_S
+            before, self._reported = self._reported, status.SerializeToString()
+            news = before != self._reported or any(stream.ended for stream in streams)
+            due = loop.time() >= beat_s
+            if due or news:
+                beat_s = loop.time() + _BEAT_S
             for stream in streams:
+                resting = stream.may_rest and not status.running
                 stream.ended = False
                 if news:
                     stream.frame.status.CopyFrom(status)
-                stream.dirty.set()
+                    stream.frame.status.resting = resting
+                asked = resting and stream.heard > stream.answered
+                if news or asked or (due and not resting):
+                    stream.dirty.set()
 
     def record(self) -> WorkerRecord:
         """For the registry."""
@@ -204,11 +212,13 @@ class SteppedWorker(DecodeServicer):
 
     async def _listen(self, requests: AsyncIterator[pb.RouterFrame], stream: _Stream) -> None:
         async for frame in requests:
+            stream.heard += 1
             if frame.HasField("submit"):
                 stream.begin(frame.submit)
                 self._busy.set()
             elif frame.HasField("hello"):
-                stream.router_id = frame.hello.router_id
+                stream.router_id, stream.may_rest = frame.hello.router_id, frame.hello.may_rest
+                self._reported = b""  # this router is to hear whether there is work
             elif frame.HasField("cancel"):
                 stream.cancel(frame.cancel.request_id)
 
@@ -250,9 +260,28 @@ async def serve(redis: str, count: int, step_s: float) -> None:
     workers = [SteppedWorker(f"decode-{place}", step_s) for place in range(count)]
     for worker in workers:
         await worker.start()
-        Presence(registry, worker.record()).start()
+        empty = Snapshot(incarnation=worker.incarnation, sequence=1, packed=b"")
+        await registry.publish_snapshot(empty, empty.checksum)
+        await registry.register(worker.record())
     print("ready", flush=True)
-    await asyncio.gather(*(worker.run() for worker in workers))
+    await asyncio.gather(_refresh(registry, workers), *(worker.run() for worker in workers))
+
+
+async def _refresh(registry: Registry, workers: Sequence[SteppedWorker]) -> None:
+    """Show in Redis once a second that all live, as each one's publisher would.
+
+    One command for all: a thousand publishers would take the core that the router is to have.
+    """
+    turn = 0
+    while True:
+        now_ms = time.time_ns() // 1_000_000
+        pairs = (part for worker in workers for part in (now_ms, worker.incarnation))
+        await registry.send(("ZADD", registry.key("kv:live"), *pairs))
+        for worker in workers[turn::_REFRESH_TURNS]:
+            await registry.refresh(worker.incarnation)
+            await registry.heartbeat(worker.record())
+        turn = (turn + 1) % _REFRESH_TURNS
+        await asyncio.sleep(1.0)
 
 
 def main(

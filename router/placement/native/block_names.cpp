@@ -49,6 +49,7 @@ void compress(uint64_t state[8], const uint8_t block[kBlockBytes], uint64_t byte
   }
   v[12] ^= bytes;
   if (last) v[14] = ~v[14];
+#pragma GCC unroll 12  // the order of the words is then known when this is compiled
   for (int round = 0; round < kRounds; ++round) {
     const uint8_t* at = kOrder[round % 10];
     mix(v[0], v[4], v[8], v[12], word[at[0]], word[at[1]]);
