@@ -169,7 +169,7 @@ class FramePuller:
         encoding = self._peers.encoding(target, way, size, int8_size)
         attempt = replace(attempt, encoding=encoding)
         budget_s = _BUDGET_TIMES * size / edge.rate(way).bytes_per_s + _BUDGET_S
-        began_s = loop.time()
+        began_s, kv_slices = loop.time(), tuple(missing)
         peer = attempt.target.worker_id
         try:
             request = self._request(missing, attempt)
@@ -180,6 +180,9 @@ class FramePuller:
                 frames.close()
         except TimeoutError:
             kind, reason = "late", f"outlasted its budget of {budget_s:.1f} s"
+            asked = self._size(kv_slices, encoding)
+            came = asked - self._size(list(missing)[1:], encoding)  # less: the next one was due
+            edge.note_late(way, asked, came, loop.time() - began_s)
         except TransportError as error:
             kind, reason = "broke", f"broke: {error}"
         else:

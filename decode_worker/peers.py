@@ -155,8 +155,10 @@ class Peers:
 
     def frame_bytes(self, target: PrefillTarget, now_ns: int) -> int:
         """Size of the frames to ask a worker for, by the transport that is best now."""
-        best = self.ways(target, now_ns)[:1]
-        return self._transports[best[0]].frame_bytes if best else FRAME_BYTES
+        for best in self.ways(target, now_ns)[:1]:
+            fastest_bytes = self._transports[best].frame_bytes
+            return self.edge(target.worker_id).frame_bytes(best, fastest_bytes)
+        return FRAME_BYTES
 
     def encoding(
         self, target: PrefillTarget, way: str, plain_bytes: int, int8_bytes: int

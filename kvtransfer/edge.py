@@ -14,6 +14,8 @@ _ASSUMED_BYTES_PER_S = 200e6  # of an edge that was not measured yet, for a pull
 _SAMPLES = 9
 _LEAST_SAMPLE_BYTES = 1 << 16  # smaller ones say more about latency than about bandwidth
 _CLEARLY_FASTER = 1.25
+_FRAME_S = 1.0  # on the wire, at most
+_LEAST_FRAME_BYTES = 1 << 18
 _TRY_AGAIN_PULLS = 32  # so often a transport that was measured to be slower may show itself
 FIRST_COOL_DOWN_NS = 5_000_000_000
 MAX_COOL_DOWN_NS = 80_000_000_000
@@ -57,8 +59,17 @@ class EdgeRate:
     def note(self, payload_bytes: int, seconds: float) -> None:
         """One pull moved that much in that time."""
         if payload_bytes >= _LEAST_SAMPLE_BYTES and seconds > 0:
-            self._pulls.append((payload_bytes / seconds, payload_bytes))
-            self._bytes_per_s = _median_byte(self._pulls)
+            self._add(payload_bytes / seconds, payload_bytes)
+
+    def note_late(self, asked_bytes: int, less_than_bytes: int, seconds: float) -> None:
+        """One pull outlasted its budget: of what it asked for, less than that much came."""
+        bytes_per_s = less_than_bytes / seconds
+        if bytes_per_s < self._bytes_per_s:  # else it says nothing of the wire
+            self._add(bytes_per_s, asked_bytes)
+
+    def _add(self, bytes_per_s: float, weight_bytes: int) -> None:
+        self._pulls.append((bytes_per_s, weight_bytes))
+        self._bytes_per_s = _median_byte(self._pulls)
 
 
 def _median_byte(pulls: Iterable[tuple[float, int]]) -> float:
@@ -102,6 +113,18 @@ class Edge:
     def bytes_per_s(self) -> float:
         """As measured by the transport that moved something last, or what is assumed."""
         return self._last.bytes_per_s
+
+    def frame_bytes(self, name: str, best_bytes: int) -> int:
+        """Size of frames by one transport: none takes the wire long, or nothing comes in time.
+
+        Args:
+            name: Of the transport.
+            best_bytes: With which it is fastest.
+        """
+        rate = self.rate(name)
+        if not rate.measured:
+            return best_bytes
+        return min(best_bytes, max(round(_FRAME_S * rate.bytes_per_s), _LEAST_FRAME_BYTES))
 
     def rate(self, name: str) -> EdgeRate:
         """Bandwidth by one transport, of plain pulls."""
@@ -151,6 +174,16 @@ class Edge:
         rate = way.int8_rate if int8 else way.rate
         rate.note(plain_bytes, seconds)
         if rate.measured or not int8:
+            self._last = rate
+
+    def note_late(self, name: str, asked_bytes: int, less_than_bytes: int, seconds: float) -> None:
+        """A pull outlasted its budget: its link is no faster than this, in bytes on the wire.
+
+        Without it a link on which every pull is late would never be known to be slow.
+        """
+        rate = self.rate(name)
+        rate.note_late(asked_bytes, less_than_bytes, seconds)
+        if rate.measured:
             self._last = rate
 
     def failed(self, name: str, now_ns: int) -> None:

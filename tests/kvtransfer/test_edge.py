@@ -112,3 +112,39 @@ def test_a_pull_in_int8_that_was_too_small_to_tell_leaves_what_is_known() -> Non
     edge.note("grpc", MIB, 1.0)
     edge.note("grpc", 100, 1.0, int8=True)
     assert edge.bytes_per_s == pytest.approx(MIB)
+
+
+def test_a_link_on_which_each_pull_is_late_is_known_to_be_slow_all_the_same() -> None:
+    """2 Mbit/s. What a pull asks for and how long it waits are the puller's rules; no clock."""
+    edge, plain_bytes, int8_bytes, wire_bytes_per_s = Edge(), 32 * MIB, 17 * MIB, 250e3
+    late = 0
+    while True:
+        int8 = edge.asks_int8("grpc", plain_bytes, int8_bytes)
+        assert int8 == (late > 0)
+        budget_s = 1.0 + 4 * plain_bytes / edge.rate("grpc").bytes_per_s
+        size_bytes = int8_bytes if int8 else plain_bytes
+        if size_bytes <= wire_bytes_per_s * budget_s:
+            break
+        frame_bytes = edge.frame_bytes("grpc", 4 * MIB)
+        came = int(wire_bytes_per_s * budget_s // frame_bytes)
+        edge.note_late("grpc", size_bytes, (came + 1) * frame_bytes, budget_s)
+        late += 1
+    assert late <= 5
+    assert edge.measured and wire_bytes_per_s < edge.bytes_per_s < 2e6
+    assert edge.frame_bytes("grpc", 4 * MIB) < 2 * MIB, "one comes every few seconds, not a minute"
+
+
+def test_one_late_pull_is_not_believed_against_many_that_were_not() -> None:
+    """A peer that stood still for a moment; what came of a late pull says how fast at most."""
+    edge = Edge()
+    for _ in range(5):
+        edge.note("grpc", 32 * MIB, 0.1)
+    fast = edge.bytes_per_s
+    edge.note_late("grpc", 32 * MIB, 4 * MIB, 1.5)
+    assert edge.bytes_per_s == fast
+    assert edge.frame_bytes("grpc", 4 * MIB) == 4 * MIB
+    edge.note_late("shared_memory", 32 * MIB, 32 * MIB, 0.01)
+    assert not edge.rate("shared_memory").measured, "it may be as fast as is assumed"
+    for _ in range(5):
+        edge.note_late("grpc", 32 * MIB, 4 * MIB, 1.5)
+    assert edge.bytes_per_s == pytest.approx(4 * MIB / 1.5)
