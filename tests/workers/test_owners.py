@@ -9,6 +9,7 @@ from batonpb.common_pb2 import PLAIN, WorkerIdentity
 from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published, Renew
 
 from decode_worker.handoff import Handoff
+from decode_worker.pacing import ReceivePacer
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from kvtransfer.edge import Edge
@@ -26,6 +27,7 @@ def handoff_with(peers: object, failures: list[str]) -> tuple[Handoff, Mock]:
         identity=WorkerIdentity(),
         metrics=Mock(),
         count_task_failure=failures.append,
+        pacer=ReceivePacer(0.0),
     )
     submission = pb.Submission(request_id="a", prompt_tokens=pack_tokens(range(40)))
     submission.sampling.max_tokens = 8
