@@ -167,7 +167,8 @@ class Peers:
         both = (self._capabilities, self._peer(target).capabilities)
         if way != FALLBACK or not all(common_pb2.INT8 in one.encodings for one in both):
             return common_pb2.PLAIN
-        pays = self.edge(target.worker_id).asks_int8(way, plain_bytes, int8_bytes)
+        frame_bytes = self._transports[way].frame_bytes
+        pays = self.edge(target.worker_id).asks_int8(way, plain_bytes, int8_bytes, frame_bytes)
         return common_pb2.INT8 if pays else common_pb2.PLAIN
 
     def pull(self, target: PrefillTarget, request: pb.PullRequest, way: str) -> FrameStream:

@@ -20,18 +20,24 @@ _TRY_AGAIN_PULLS = 32  # so often a transport that was measured to be slower may
 FIRST_COOL_DOWN_NS = 5_000_000_000
 MAX_COOL_DOWN_NS = 80_000_000_000
 _INT8_CODED_BYTES_PER_S = 200e6  # of plain KV, to int8 at one end and back at the other
+_INT8_ENCODED_BYTES_PER_S = 300e6  # at the sender, the slower end
 
 
-def int8_pays(plain_bytes: int, int8_bytes: int, bytes_per_s: float) -> bool:
-    """Whether the wire saves more time with int8 than both ends need for it.
+def int8_pays(plain_bytes: int, int8_bytes: int, bytes_per_s: float, frame_bytes: int) -> bool:
+    """Whether a pull is over sooner in int8.
+
+    A frame is coded while others are on the wire. So coding is seen of one frame only, unless the
+    sender is slower with it than the wire.
 
     Args:
-        plain_bytes: Of a pull, as it is.
+        plain_bytes: Of the pull, as it is.
         int8_bytes: Of the same pull in int8.
         bytes_per_s: Of the wire.
+        frame_bytes: Of one frame, as it is, at most.
     """
-    saved_s = (plain_bytes - int8_bytes) / bytes_per_s
-    return saved_s > plain_bytes / _INT8_CODED_BYTES_PER_S
+    moved_s = max(int8_bytes / bytes_per_s, plain_bytes / _INT8_ENCODED_BYTES_PER_S)
+    one_frame_s = min(frame_bytes, plain_bytes) / _INT8_CODED_BYTES_PER_S
+    return moved_s + one_frame_s < plain_bytes / bytes_per_s
 
 
 class EdgeRate:
@@ -156,13 +162,17 @@ class Edge:
                 best = warm[0]
         return [best, *(name for name in warm if name == self._fallback != best)]
 
-    def asks_int8(self, name: str, plain_bytes: int, int8_bytes: int) -> bool:
+    def asks_int8(
+        self, name: str, plain_bytes: int, int8_bytes: int, best_frame_bytes: int
+    ) -> bool:
         """Whether a pull is to ask for int8, where both ends have it.
 
         Only plain pulls tell how fast the wire is, so the first one is plain, and each 32nd.
         """
         way = self._way(name)
-        if not way.rate.measured or not int8_pays(plain_bytes, int8_bytes, way.rate.bytes_per_s):
+        frame_bytes = self.frame_bytes(name, best_frame_bytes)
+        sizes = (plain_bytes, int8_bytes)
+        if not way.rate.measured or not int8_pays(*sizes, way.rate.bytes_per_s, frame_bytes):
             return False
         way.int8_pulls += 1
         return bool(way.int8_pulls % _TRY_AGAIN_PULLS)
