@@ -82,21 +82,23 @@ class FramePuller:
         """
         self.began_ns = self.began_ns or time.monotonic_ns()
         left = list(pull.kv_slices)
-        while left:
+        while left and self._machine.pulls(pull.epoch):
             sizes = [kv_slice.payload_bytes(self._pool.geometry) for kv_slice in left]
             began_s = time.monotonic()
             room = await self._pacer.take(self._owner, target.worker_id, sizes)
             waited_s = time.monotonic() - began_s
             self.waited_s += waited_s
             self._metrics.observe("baton_credit_wait_seconds", waited_s)
-            if not room.frames:
-                return  # the hand-off is over
             part, left = left[: room.frames], left[room.frames :]
-            received_bytes = 0
+            came_bytes = 0
             try:
-                received_bytes = await self._pull_part(part, pull.epoch, target, generation)
+                came_bytes = await self._pull_part(part, pull.epoch, target, generation)
             finally:
-                self._pacer.give_back(room, received_bytes)
+                self._pacer.give_back(room, came_bytes)
+            if not came_bytes:
+                reason = f"nothing came from {target.worker_id} of the frames before"
+                self._perform(self._machine.pull_failed(left, reason, pull.epoch))
+                return
 
     @property
     def waits(self) -> bool:
@@ -110,7 +112,7 @@ class FramePuller:
     async def _pull_part(
         self, kv_slices: Sequence[KvSlice], epoch: int, target: PrefillTarget, generation: int
     ) -> int:
-        """Pull from each address what it has; bytes that came into this process."""
+        """Pull from each address what it has; bytes that came."""
         edges: dict[tuple[str, tuple[RankLink, ...]], list[KvSlice]] = {}
         for kv_slice in kv_slices:
             address = self._peers.address(target, kv_slice)
@@ -132,12 +134,12 @@ class FramePuller:
                 else self._pull_here(some, attempt)
             )
         # All end before it is said that one broke: nobody may still write what is pulled again.
-        received_bytes = 0
+        came_bytes = 0
         for ended in await asyncio.gather(*works, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
-            received_bytes += ended
-        return received_bytes
+            came_bytes += ended
+        return came_bytes
 
     async def _pull_here(self, kv_slices: Sequence[KvSlice], attempt: _Attempt) -> int:
         """One edge whose frames this process stores; bytes that came."""
@@ -197,7 +199,7 @@ class FramePuller:
             why = "; ".join(one.reason for one in taken if one.reason)
             reason = f"a pull from {attempt.target.worker_id} by a rank {why}"
             self._perform(machine.pull_failed(missed, reason, epoch))
-        return 0
+        return size - self._size(missed, common_pb2.PLAIN)
 
     async def _try(self, attempt: _Attempt, missing: deque[KvSlice]) -> str:
         """Pull what is missing, and take each frame that comes off it; why it broke, or ""."""
