@@ -101,6 +101,8 @@ bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench.handoff
 	$(BIN)/python -m loadtest.bench.kv.lent_pages
 	$(BIN)/python -m loadtest.bench.kv.overlap
+	$(BIN)/python -m loadtest.bench.kv.burst
+	$(BIN)/python -m loadtest.bench.kv.tier_writes
 	$(BIN)/python -m loadtest.bench.kv.peers
 
 bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv

@@ -251,13 +251,13 @@ class Mark:
     def now(cls, worker: BenchWorker, answers: list[Answer]) -> "Mark":
         """Of a worker and of its streams."""
         tokens = sum(len(one.tokens_s) for one in answers)
-        shell_s, engine_s = (_cpu_s(pid) for pid in (worker.process.pid, worker.record.pid))
+        shell_s, engine_s = (cpu_s(f"/proc/{p}") for p in (worker.process.pid, worker.record.pid))
         return cls(time.monotonic(), shell_s, engine_s, tokens)
 
 
-def _cpu_s(pid: int) -> float:
-    """CPU time of a process, from its 14th and 15th field: user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def cpu_s(of: str) -> float:
+    """CPU time of a process or a thread, from its 14th and 15th field: user and system."""
+    fields = Path(of, "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
