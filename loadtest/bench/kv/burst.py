@@ -1,14 +1,17 @@
 """What running streams lose while a burst of KV arrives at their worker, paced and not paced.
 
     python -m loadtest.bench.kv.burst [--rounds 3] [--streams 4] [--prompts 8] [--tokens 1024]
-                                      [--transport grpc] [--decode-cores 0 --other-cores 1]
+                                      [--transport grpc] [--shares 0 0.025]
+                                      [--decode-cores 0 --other-cores 1]
 
 A worker with the real engine (SmolLM2, one thread) writes answers. Then several prompts come at
-once whose KV another worker holds: as prefix hits, or as hand-offs. In a round each of two such
-workers, one with the pace and one without, does both; in the next round the other one is first.
+once whose KV another worker holds: as prefix hits, or as hand-offs. In a round each of several such
+workers, which differ in `receive_cpu_share` (0: not paced), does both, in an order that turns.
 
-quiet    gaps between tokens of the streams in the seconds before and after a burst
-burst    the same gaps from the burst's being asked to the last of its KV
+ITL      gaps between tokens of the streams: in the seconds before and after a burst, and from the
+         burst's being asked to the last of its KV. What a burst lost is its p50 (or mean) over
+         that before it and that after it, halfway between, since steps grow with the streams;
+         told is the median burst, and the range
 MB/s     KV that came in, by the time of the burst
 CPU      where the machine has other work, these say more: what the worker's shell takes of a core,
          and CPU time of the engine for a step of the streams
@@ -18,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -35,7 +39,6 @@ from loadtest.bench.kv.workers import (
 )
 
 KINDS = ("prefix hits", "hand-offs")
-SHARES = {"not paced": 0.0, "paced": 0.025}  # `receive_cpu_share`
 _QUIET_S = 2.5
 _STREAM_TOKENS = 1_500
 _WARM_TOKENS = 10
@@ -47,6 +50,8 @@ class Seen:
 
     quiet_s: list[float] = field(default_factory=list)
     burst_s: list[float] = field(default_factory=list)
+    lost_p50: list[float] = field(default_factory=list)  # of each burst
+    lost_mean: list[float] = field(default_factory=list)
     shell: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # of a core
     step_cpu_s: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     bytes_per_s: list[float] = field(default_factory=list)
@@ -54,18 +59,18 @@ class Seen:
 
     def line(self) -> str:
         """Milliseconds, and what was lost of the median."""
-        quiet, burst = statistics.median(self.quiet_s), statistics.median(self.burst_s)
-        mean = statistics.fmean(self.burst_s) / statistics.fmean(self.quiet_s) - 1
+        lost, mean = statistics.median(self.lost_p50), statistics.median(self.lost_mean)
         mb_per_s, lasted_s = (statistics.median(x) for x in (self.bytes_per_s, self.lasted_s))
         shell, step = (
             tuple(statistics.fmean(one) for one in pair) for pair in (self.shell, self.step_cpu_s)
         )
         return (
-            f"ITL p50 {quiet * 1e3:6.1f} → {burst * 1e3:6.1f} ms ({burst / quiet - 1:+.1%}; "
-            f"mean {mean:+.1%})   p99 {p99(self.quiet_s) * 1e3:6.1f} → "
-            f"{p99(self.burst_s) * 1e3:6.1f} ms   {mb_per_s / 1e6:6.1f} "
-            f"MB/s for {lasted_s:.2f} s   ({len(self.burst_s)} gaps)   CPU: shell "
-            f"{shell[0]:.1%} → {shell[1]:.1%}, step {step[0] * 1e3:.1f} → {step[1] * 1e3:.1f} ms"
+            f"ITL p50 {statistics.median(self.burst_s) * 1e3:6.1f} ms, lost {lost:.1%} "
+            f"({min(self.lost_p50):.1%} to {max(self.lost_p50):.1%}), mean {mean:.1%}   p99 "
+            f"{p99(self.quiet_s) * 1e3:6.1f} → {p99(self.burst_s) * 1e3:6.1f} ms   "
+            f"{mb_per_s / 1e6:6.1f} MB/s for {lasted_s:.2f} s   ({len(self.burst_s)} gaps)   CPU: "
+            f"shell {shell[0]:.1%} → {shell[1]:.1%}, "
+            f"step {step[0] * 1e3:.1f} → {step[1] * 1e3:.1f} ms"
         )
 
 
@@ -107,14 +112,18 @@ async def burst(
     marks.append(Mark.now(stream.worker, answers))
     if any(one.ended_s for one in answers):
         raise RuntimeError("a stream ended before the burst did: raise _STREAM_TOKENS")
+    gaps_s: list[list[float]] = []
     for number, (begin, end) in enumerate(itertools.pairwise(marks)):
         is_burst = number == 1
-        for one in answers:
-            gaps_s = seen.burst_s if is_burst else seen.quiet_s
-            gaps_s += one.gaps_s(begin.at_s, end.at_s)
+        gaps_s.append([gap for one in answers for gap in one.gaps_s(begin.at_s, end.at_s)])
         seen.shell[is_burst].append((end.shell_s - begin.shell_s) / (end.at_s - begin.at_s))
         steps = (end.tokens - begin.tokens) / streams
         seen.step_cpu_s[is_burst].append((end.engine_s - begin.engine_s) / steps)
+    before_s, burst_s, after_s = gaps_s
+    seen.quiet_s += before_s + after_s
+    seen.burst_s += burst_s
+    for lost, of in ((seen.lost_p50, statistics.median), (seen.lost_mean, statistics.fmean)):
+        lost.append(2 * of(burst_s) / (of(before_s) + of(after_s)) - 1)
     lasted_s = marks[2].at_s - marks[1].at_s
     seen.lasted_s.append(lasted_s)
     seen.bytes_per_s.append(came_bytes / lasted_s)
@@ -123,7 +132,8 @@ async def burst(
 
 async def measure(options: argparse.Namespace) -> dict[tuple[str, str], Seen]:
     """All rounds."""
-    found = {(kind, name): Seen() for kind in KINDS for name in SHARES}
+    shares = {f"{share:.1%} of a core" if share else "not paced": share for share in options.shares}
+    found = {(kind, name): Seen() for kind in KINDS for name in shares}
     per_burst = options.prompts * (options.tokens // BLOCK_TOKENS + 1)
     async with contextlib.AsyncExitStack() as stack:
         holder = await stack.enter_async_context(
@@ -135,7 +145,7 @@ async def measure(options: argparse.Namespace) -> dict[tuple[str, str], Seen]:
             )
         )
         streams: dict[str, Stream] = {}
-        for name, share in SHARES.items():
+        for name, share in shares.items():
             worker = await stack.enter_async_context(
                 bench_worker(
                     f"decode-{len(streams)}",
@@ -151,7 +161,7 @@ async def measure(options: argparse.Namespace) -> dict[tuple[str, str], Seen]:
                     len(KINDS) * turn + KINDS.index(kind), options.prompts, options.tokens
                 )
                 await hold(holder, wanted)
-                order = list(SHARES) if turn % 2 == 0 else list(SHARES)[::-1]
+                order = list(shares) if turn % 2 == 0 else list(shares)[::-1]
                 for name in order:
                     seen = found[kind, name]
                     await burst(streams[name], holder, kind, wanted, seen, options.streams)
@@ -168,16 +178,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--transport", default="grpc", choices=("grpc", "shared_memory"))
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.025])
     parser.add_argument("--decode-cores", default="0", help="of the workers that write")
-    parser.add_argument("--other-cores", default="1", help="of the worker that has the KV")
+    parser.add_argument("--other-cores", default="1", help="comma-separated: of the rest")
     options = parser.parse_args()
+    os.sched_setaffinity(0, {int(core) for core in options.other_cores.split(",")})
     found = asyncio.run(measure(options))
     sys.stdout.write(
         f"{options.streams} streams, bursts of {options.prompts} prompts of {options.tokens} "
         f"tokens by {options.transport}; {options.rounds} rounds\n"
     )
     for (kind, name), seen in found.items():
-        sys.stdout.write(f"  {kind:12} {name:10} {seen.line()}\n")
+        sys.stdout.write(f"  {kind:12} {name:14} {seen.line()}\n")
 
 
 if __name__ == "__main__":
