@@ -14,7 +14,7 @@ BATON_CONFIG ?= deploy/local.yaml
 PYTEST := $(BIN)/pytest
 SOAKED := tests/kvtransfer/test_handoff_model.py tests/engine/core/test_scheduler.py tests/engine/core/test_speculation.py \
   tests/router/requests/test_stream_model.py tests/router/requests/test_admission.py tests/router/placement/test_block_table.py \
-  tests/router/placement/test_prefix_index.py tests/loadtest/simulator/test_simulator.py
+  tests/workers/test_credit.py tests/router/placement/test_prefix_index.py tests/loadtest/simulator/test_simulator.py
 
 # Thread pools that spin would fight for the cores; the bench sets its own.
 export OMP_WAIT_POLICY ?= passive
@@ -101,6 +101,8 @@ bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench.handoff
 	$(BIN)/python -m loadtest.bench.kv.lent_pages
 	$(BIN)/python -m loadtest.bench.kv.overlap
+	$(BIN)/python -m loadtest.bench.kv.burst
+	$(BIN)/python -m loadtest.bench.kv.tier_writes
 	$(BIN)/python -m loadtest.bench.kv.peers
 
 bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv

@@ -60,17 +60,20 @@ class FramePuller:
         perform: Callable[[list[Action]], None],
     ) -> None:
         self.began_ns = 0  # when the first pull began
+        self.waited_s = 0.0  # for credit, all pulls together
+        self._owner = f"{submission.request_id}/{submission.attempt}"
         self._request_id = submission.request_id
         self._attempt = submission.attempt
         self._machine = machine
         self._pool = parts.pool
         self._reader = parts.identity.incarnation
         self._peers = parts.peers
+        self._pacer = parts.pacer
         self._metrics = parts.metrics
         self._perform = perform
 
     async def pull(self, pull: Pull, target: PrefillTarget, generation: int) -> None:
-        """One pull, to its end.
+        """One pull, to its end: as many frames at once as there is credit for.
 
         Args:
             pull: What to ask for.
@@ -78,44 +81,81 @@ class FramePuller:
             generation: Of the reservation whose pages are written.
         """
         self.began_ns = self.began_ns or time.monotonic_ns()
+        left = list(pull.kv_slices)
+        while left and self._machine.pulls(pull.epoch):
+            sizes = [kv_slice.payload_bytes(self._pool.geometry) for kv_slice in left]
+            began_s = time.monotonic()
+            room = await self._pacer.take(self._owner, target.worker_id, sizes)
+            waited_s = time.monotonic() - began_s
+            self.waited_s += waited_s
+            self._metrics.observe("baton_credit_wait_seconds", waited_s)
+            part, left = left[: room.frames], left[room.frames :]
+            came_bytes = 0
+            try:
+                came_bytes = await self._pull_part(part, pull.epoch, target, generation)
+            finally:
+                self._pacer.give_back(room, came_bytes)
+            if not came_bytes:
+                reason = f"nothing came from {target.worker_id} of the frames before"
+                self._perform(self._machine.pull_failed(left, reason, pull.epoch))
+                return
+
+    @property
+    def waits(self) -> bool:
+        """Whether credit is lacking for frames that the machine has asked for."""
+        return self._pacer.waits(self._owner)
+
+    def drop(self) -> None:
+        """The hand-off is over, or starts over: its credit is for others."""
+        self._pacer.drop(self._owner)
+
+    async def _pull_part(
+        self, kv_slices: Sequence[KvSlice], epoch: int, target: PrefillTarget, generation: int
+    ) -> int:
+        """Pull from each address what it has; bytes that came."""
         edges: dict[tuple[str, tuple[RankLink, ...]], list[KvSlice]] = {}
-        for kv_slice in pull.kv_slices:
+        for kv_slice in kv_slices:
             address = self._peers.address(target, kv_slice)
             takers = tuple(self._pool.elsewhere(kv_slice))
             edges.setdefault((address, takers), []).append(kv_slice)
         key = (self._request_id, self._attempt, generation)
         bound = chunk.binding(*key, target.incarnation)
         works = []
-        for (address, takers), kv_slices in edges.items():
+        for (address, takers), some in edges.items():
             source = target
             if address != target.address:
                 source = PrefillTarget()
                 source.CopyFrom(target)
                 source.address = address
-            attempt = _Attempt(FALLBACK, source, generation, pull.epoch, bound)
+            attempt = _Attempt(FALLBACK, source, generation, epoch, bound)
             works.append(
-                self._pull_apart(kv_slices, attempt, takers)
+                self._pull_apart(some, attempt, takers)
                 if takers
-                else self._pull_here(kv_slices, attempt)
+                else self._pull_here(some, attempt)
             )
         # All end before it is said that one broke: nobody may still write what is pulled again.
+        came_bytes = 0
         for ended in await asyncio.gather(*works, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
+            came_bytes += ended
+        return came_bytes
 
-    async def _pull_here(self, kv_slices: Sequence[KvSlice], attempt: _Attempt) -> None:
-        """One edge whose frames this process stores."""
+    async def _pull_here(self, kv_slices: Sequence[KvSlice], attempt: _Attempt) -> int:
+        """One edge whose frames this process stores; bytes that came."""
         missing = deque(kv_slices)
         reason = f"no transport reaches {attempt.target.worker_id}"
         for way in self._peers.ways(attempt.target, time.monotonic_ns()):
             reason = await self._try(replace(attempt, way=way), missing)
             if not reason or not missing:
-                return
-        self._perform(self._machine.pull_failed(missing, reason, attempt.epoch))
+                break
+        else:
+            self._perform(self._machine.pull_failed(missing, reason, attempt.epoch))
+        return self._size(kv_slices, common_pb2.PLAIN) - self._size(missing, common_pb2.PLAIN)
 
     async def _pull_apart(
         self, kv_slices: Sequence[KvSlice], attempt: _Attempt, takers: Sequence[RankLink]
-    ) -> None:
+    ) -> int:
         """One edge whose frames ranks elsewhere store; one counts when all who need it have it.
 
         They may write from now on until they say what became of it. One that never says is gone,
@@ -124,7 +164,7 @@ class FramePuller:
         machine, epoch = self._machine, attempt.epoch
         wanted = [one for one in kv_slices if machine.frame_arrived(one, epoch)]
         if not wanted:
-            return
+            return 0
         size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in wanted)
         edge = self._peers.edge(attempt.target.worker_id)
         budget_s = _BUDGET_TIMES * size / edge.rate(FALLBACK).bytes_per_s + _BUDGET_S
@@ -159,6 +199,7 @@ class FramePuller:
             why = "; ".join(one.reason for one in taken if one.reason)
             reason = f"a pull from {attempt.target.worker_id} by a rank {why}"
             self._perform(machine.pull_failed(missed, reason, epoch))
+        return size - self._size(missed, common_pb2.PLAIN)
 
     async def _try(self, attempt: _Attempt, missing: deque[KvSlice]) -> str:
         """Pull what is missing, and take each frame that comes off it; why it broke, or ""."""
@@ -169,7 +210,7 @@ class FramePuller:
         encoding = self._peers.encoding(target, way, size, int8_size)
         attempt = replace(attempt, encoding=encoding)
         budget_s = _BUDGET_TIMES * size / edge.rate(way).bytes_per_s + _BUDGET_S
-        began_s = loop.time()
+        began_s, kv_slices = loop.time(), tuple(missing)
         peer = attempt.target.worker_id
         try:
             request = self._request(missing, attempt)
@@ -180,6 +221,9 @@ class FramePuller:
                 frames.close()
         except TimeoutError:
             kind, reason = "late", f"outlasted its budget of {budget_s:.1f} s"
+            asked = self._size(kv_slices, encoding)
+            came = asked - self._size(list(missing)[1:], encoding)  # less: the next one was due
+            edge.note_late(way, asked, came, loop.time() - began_s)
         except TransportError as error:
             kind, reason = "broke", f"broke: {error}"
         else:

@@ -5,6 +5,7 @@ DecodeRequest ──verbs──▶ Handoff ──▶ HandoffReceiver (decides)
       └─HandoffListener───┘  └─────▶ FramePuller   (bytes, into the pool)
 """
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -134,6 +135,11 @@ class Handoff:
                 self._perform(self._machine.revoked(report.generation))
 
     @property
+    def credit_wait_s(self) -> float:
+        """How long pulls have waited for credit, all together; infinite while one does."""
+        return math.inf if self._puller.waits else self._puller.waited_s
+
+    @property
     def needs_peer(self) -> bool:
         """Whether the router is to say who goes on."""
         return self._machine.state is ReceiverState.NO_PEER
@@ -153,7 +159,9 @@ class Handoff:
         self._perform(self._machine.compute_locally())
 
     def tick(self, now_ns: int) -> None:
-        """Notice a peer without progress."""
+        """Notice a peer without progress, unless it is we who do not ask."""
+        if self._puller.waits:
+            self._machine.held_back(now_ns)
         self._perform(self._machine.tick(now_ns))
 
     def end_choices(self, choices: Iterable[int]) -> bool:
@@ -198,6 +206,7 @@ class Handoff:
             case receiver.CloseStream(release=True):
                 self._close_stream(pb.PrefillControl(release=pb.Release()))
             case receiver.CloseStream():
+                self._puller.drop()
                 self._close_stream(pb.PrefillControl(cancel=pb.PrefillCancel()))
             case receiver.AskForPeer(again=True):
                 self._listener.on_peer_still_needed()

@@ -2,6 +2,7 @@
 
 from batonpb import common_pb2
 
+from decode_worker.pacing import ReceivePacer
 from decode_worker.peers import Peers
 from engine.process.handle import EngineHandle
 from kvtransfer.ranks.pools import KvPools
@@ -20,6 +21,7 @@ class WorkerParts:
         eos_token_ids: Of the model.
         metrics: Of this worker.
         tracing: Of this worker.
+        pacer: Of all KV that this worker receives.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class WorkerParts:
         eos_token_ids: tuple[int, ...],
         metrics: Metrics,
         tracing: Tracing,
+        pacer: ReceivePacer,
     ) -> None:
         self.engine = engine
         self.pool = pool
@@ -39,6 +42,7 @@ class WorkerParts:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.metrics = metrics
         self.tracing = tracing
+        self.pacer = pacer
         self.transfers = common_pb2.TransferTotals()
 
     def count_task_failure(self, task: str) -> None:

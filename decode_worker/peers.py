@@ -155,8 +155,10 @@ class Peers:
 
     def frame_bytes(self, target: PrefillTarget, now_ns: int) -> int:
         """Size of the frames to ask a worker for, by the transport that is best now."""
-        best = self.ways(target, now_ns)[:1]
-        return self._transports[best[0]].frame_bytes if best else FRAME_BYTES
+        for best in self.ways(target, now_ns)[:1]:
+            fastest_bytes = self._transports[best].frame_bytes
+            return self.edge(target.worker_id).frame_bytes(best, fastest_bytes)
+        return FRAME_BYTES
 
     def encoding(
         self, target: PrefillTarget, way: str, plain_bytes: int, int8_bytes: int
@@ -165,7 +167,8 @@ class Peers:
         both = (self._capabilities, self._peer(target).capabilities)
         if way not in CARRY_INT8 or not all(common_pb2.INT8 in one.encodings for one in both):
             return common_pb2.PLAIN
-        pays = self.edge(target.worker_id).asks_int8(way, plain_bytes, int8_bytes)
+        frame_bytes = self._transports[way].frame_bytes
+        pays = self.edge(target.worker_id).asks_int8(way, plain_bytes, int8_bytes, frame_bytes)
         return common_pb2.INT8 if pays else common_pb2.PLAIN
 
     def pull(self, target: PrefillTarget, request: pb.PullRequest, way: str) -> FrameStream:

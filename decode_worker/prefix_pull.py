@@ -10,6 +10,7 @@ However it ends, the request goes on: what is not in the cache is computed.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from batonpb import common_pb2, decode_pb2
@@ -27,6 +28,7 @@ from wire.tokens import TOKEN_BYTES, count_tokens, pack_tokens
 _LOG = logging.getLogger(__name__)
 
 _BUDGET_TIMES = 4  # as long as the edge's bandwidth says
+_LOOK_AGAIN_S = 0.1
 _BUDGET_S = 2.0  # and so long on top of it: a busy engine listens between two steps
 
 
@@ -49,6 +51,7 @@ class PrefixPull:
         self._engine_id = f"d/{submission.request_id}/{submission.attempt}"
         self._handoff = Handoff(submission, self._engine_id, parts, self)
         self._budget: asyncio.TimerHandle | None = None
+        self._allowed_s = 0.0  # of the wait for credit, on top of the budget
         self._why_not = ""
         self._told = False
 
@@ -66,6 +69,17 @@ class PrefixPull:
         size_bytes = self._blocks * self._parts.pool.geometry.block_bytes
         rate = self._parts.peers.edge(self._submission.prefill.worker_id).bytes_per_s
         return _BUDGET_S + _BUDGET_TIMES * size_bytes / rate
+
+    def _ran_out(self) -> None:
+        """Time in which our own credit was lacking does not count."""
+        waited_s = self._handoff.credit_wait_s
+        more_s = _LOOK_AGAIN_S if math.isinf(waited_s) else waited_s - self._allowed_s
+        if more_s <= 0:
+            self._give_up("late")
+            return
+        if not math.isinf(waited_s):
+            self._allowed_s = waited_s
+        self._budget = asyncio.get_running_loop().call_later(more_s, self._ran_out)
 
     def _give_up(self, why: str) -> None:
         if not self._told:
@@ -89,7 +103,7 @@ class PrefixPull:
         if isinstance(report, ev.Reserved) and self._budget is None and not self._told:
             # Until now it waited for its turn, as the request would have done.
             loop = asyncio.get_running_loop()
-            self._budget = loop.call_later(self._budget_s(), lambda: self._give_up("late"))
+            self._budget = loop.call_later(self._budget_s(), self._ran_out)
         if not isinstance(report, ev.Ended):
             self._handoff.on_report(report)
             return

@@ -74,6 +74,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Whether each rank has a KV pool of its own."""
         return self.tensor_parallel > 1 and self.rank_memory == "own"
 
+    @property
+    def steps_on_cpu(self) -> bool:
+        """Whether a step needs this host's cores, and so whatever else does takes from it."""
+        return self.device == "cpu" and self.emulated is None and self.model != "emulated"
+
     def on(self, cores: int) -> Self:
         """The same with its number of threads, on a host with so many cores."""
         if self.threads:

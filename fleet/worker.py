@@ -20,6 +20,7 @@ import grpc.aio
 import msgspec
 from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
+from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
 from decode_worker.peers import Peers
 from decode_worker.prefix_pull import PrefixPuller
@@ -358,7 +359,10 @@ def _services(
 ) -> tuple[DecodeService, PrefillService]:
     """Both services around one engine."""
     ready = engine.client.ready
-    parts = WorkerParts(engine, pool, peers, identity, ready.eos_token_ids, metrics, tracing)
+    pacer = ReceivePacer(settings.receive_cpu_share if settings.engine.steps_on_cpu else 0.0)
+    engine.after_step.append(pacer.after_step)
+    known = (ready.eos_token_ids, metrics, tracing)
+    parts = WorkerParts(engine, pool, peers, identity, *known, pacer)
     tamperer = FrameTamperer.parse(settings.fault_injection)
     prefixes = PrefixPuller(parts)
     return (

@@ -29,6 +29,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     insecure: bool = False  # plain text to other hosts is meant
     unsigned_pulls: bool = False  # KV is handed to who shows no capability, too
     int8_chunks: bool = True  # KV may travel as int8 where that pays, never in ``exact``
+    receive_cpu_share: float = 0.025  # of a core, for KV that comes in while answers are written
     host: str = "127.0.0.1"
     log_dir: str = ""
     log_format: LogFormat = "text"

@@ -14,22 +14,30 @@ _ASSUMED_BYTES_PER_S = 200e6  # of an edge that was not measured yet, for a pull
 _SAMPLES = 9
 _LEAST_SAMPLE_BYTES = 1 << 16  # smaller ones say more about latency than about bandwidth
 _CLEARLY_FASTER = 1.25
+_FRAME_S = 1.0  # on the wire, at most
+_LEAST_FRAME_BYTES = 1 << 18
 _TRY_AGAIN_PULLS = 32  # so often a transport that was measured to be slower may show itself
 FIRST_COOL_DOWN_NS = 5_000_000_000
 MAX_COOL_DOWN_NS = 80_000_000_000
 _INT8_CODED_BYTES_PER_S = 200e6  # of plain KV, to int8 at one end and back at the other
+_INT8_ENCODED_BYTES_PER_S = 300e6  # at the sender, the slower end
 
 
-def int8_pays(plain_bytes: int, int8_bytes: int, bytes_per_s: float) -> bool:
-    """Whether the wire saves more time with int8 than both ends need for it.
+def int8_pays(plain_bytes: int, int8_bytes: int, bytes_per_s: float, frame_bytes: int) -> bool:
+    """Whether a pull is over sooner in int8.
+
+    A frame is coded while others are on the wire. So coding is seen of one frame only, unless the
+    sender is slower with it than the wire.
 
     Args:
-        plain_bytes: Of a pull, as it is.
+        plain_bytes: Of the pull, as it is.
         int8_bytes: Of the same pull in int8.
         bytes_per_s: Of the wire.
+        frame_bytes: Of one frame, as it is, at most.
     """
-    saved_s = (plain_bytes - int8_bytes) / bytes_per_s
-    return saved_s > plain_bytes / _INT8_CODED_BYTES_PER_S
+    moved_s = max(int8_bytes / bytes_per_s, plain_bytes / _INT8_ENCODED_BYTES_PER_S)
+    one_frame_s = min(frame_bytes, plain_bytes) / _INT8_CODED_BYTES_PER_S
+    return moved_s + one_frame_s < plain_bytes / bytes_per_s
 
 
 class EdgeRate:
@@ -57,8 +65,17 @@ class EdgeRate:
     def note(self, payload_bytes: int, seconds: float) -> None:
         """One pull moved that much in that time."""
         if payload_bytes >= _LEAST_SAMPLE_BYTES and seconds > 0:
-            self._pulls.append((payload_bytes / seconds, payload_bytes))
-            self._bytes_per_s = _median_byte(self._pulls)
+            self._add(payload_bytes / seconds, payload_bytes)
+
+    def note_late(self, asked_bytes: int, less_than_bytes: int, seconds: float) -> None:
+        """One pull outlasted its budget: of what it asked for, less than that much came."""
+        bytes_per_s = less_than_bytes / seconds
+        if bytes_per_s < self._bytes_per_s:  # else it says nothing of the wire
+            self._add(bytes_per_s, asked_bytes)
+
+    def _add(self, bytes_per_s: float, weight_bytes: int) -> None:
+        self._pulls.append((bytes_per_s, weight_bytes))
+        self._bytes_per_s = _median_byte(self._pulls)
 
 
 def _median_byte(pulls: Iterable[tuple[float, int]]) -> float:
@@ -103,6 +120,18 @@ class Edge:
         """As measured by the transport that moved something last, or what is assumed."""
         return self._last.bytes_per_s
 
+    def frame_bytes(self, name: str, best_bytes: int) -> int:
+        """Size of frames by one transport: none takes the wire long, or nothing comes in time.
+
+        Args:
+            name: Of the transport.
+            best_bytes: With which it is fastest.
+        """
+        rate = self.rate(name)
+        if not rate.measured:
+            return best_bytes
+        return min(best_bytes, max(round(_FRAME_S * rate.bytes_per_s), _LEAST_FRAME_BYTES))
+
     def rate(self, name: str) -> EdgeRate:
         """Bandwidth by one transport, of plain pulls."""
         return self._way(name).rate
@@ -133,13 +162,17 @@ class Edge:
                 best = warm[0]
         return [best, *(name for name in warm if name == self._fallback != best)]
 
-    def asks_int8(self, name: str, plain_bytes: int, int8_bytes: int) -> bool:
+    def asks_int8(
+        self, name: str, plain_bytes: int, int8_bytes: int, best_frame_bytes: int
+    ) -> bool:
         """Whether a pull is to ask for int8, where both ends have it.
 
         Only plain pulls tell how fast the wire is, so the first one is plain, and each 32nd.
         """
         way = self._way(name)
-        if not way.rate.measured or not int8_pays(plain_bytes, int8_bytes, way.rate.bytes_per_s):
+        frame_bytes = self.frame_bytes(name, best_frame_bytes)
+        sizes = (plain_bytes, int8_bytes)
+        if not way.rate.measured or not int8_pays(*sizes, way.rate.bytes_per_s, frame_bytes):
             return False
         way.int8_pulls += 1
         return bool(way.int8_pulls % _TRY_AGAIN_PULLS)
@@ -151,6 +184,16 @@ class Edge:
         rate = way.int8_rate if int8 else way.rate
         rate.note(plain_bytes, seconds)
         if rate.measured or not int8:
+            self._last = rate
+
+    def note_late(self, name: str, asked_bytes: int, less_than_bytes: int, seconds: float) -> None:
+        """A pull outlasted its budget: its link is no faster than this, in bytes on the wire.
+
+        Without it a link on which every pull is late would never be known to be slow.
+        """
+        rate = self.rate(name)
+        rate.note_late(asked_bytes, less_than_bytes, seconds)
+        if rate.measured:
             self._last = rate
 
     def failed(self, name: str, now_ns: int) -> None:

@@ -362,6 +362,15 @@ class HandoffReceiver:
         """The request ended for another reason; wait for ``writing`` == 0 before freeing."""
         return self._close(release=False)
 
+    def pulls(self, epoch: int) -> bool:
+        """Whether frames of a pull of that epoch are still wanted."""
+        is_open = self.state in (ReceiverState.OPENING, ReceiverState.PULLING)
+        return is_open and epoch == self.epoch
+
+    def held_back(self, now_ns: int) -> None:
+        """We lack the credit to ask for frames: that is no stall of the peer's."""
+        self.progress_ns = now_ns
+
     def tick(self, now_ns: int) -> list[Action]:
         """Give up a peer that makes no progress; ask again when nobody answers."""
         if self.state is ReceiverState.NO_PEER:

@@ -311,6 +311,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         ),
     ),
     "baton_transfer_seconds": _seconds("First chunk asked for to commit."),
+    "baton_credit_wait_seconds": _seconds("Of each pull of KV, for credit to receive."),
     "baton_pulled_bytes": _count(
         "KV payload bytes that were pulled and verified, as they were on the wire.",
         *("transport", "encoding"),

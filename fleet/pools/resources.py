@@ -98,6 +98,7 @@ def worker_settings(
         "insecure": config.pools.insecure,
         "unsigned_pulls": config.pools.unsigned_pulls,
         "int8_chunks": config.pools.int8_chunks,
+        "receive_cpu_share": config.pools.receive_cpu_share,
         "host": host,
         "log_dir": log_dir,
         "log_format": config.logs.format,

@@ -39,6 +39,7 @@ from batonpb.decode_pb2 import PrefillTarget, Submission
 from google.protobuf import json_format
 
 from decode_worker.frame_puller import FramePuller
+from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
 from engine.core.events import Published
 from engine.core.geometry import BLOCK_TOKENS, KvGeometry
@@ -61,8 +62,7 @@ CHUNK_TOKENS = 512
 MESSAGE_BYTES = 1 << 20
 TOKEN = "bench"
 BARE = "/baton.bench.Bare/Stream"
-FAR_NS = 1 << 62
-_MEETINGS = 3
+FAR_NS, _MEETINGS = 1 << 62, 3
 
 
 def geometry(tokens: int) -> KvGeometry:
@@ -226,7 +226,8 @@ def parts_of_puller(peer: OnePeer, pool: PoolView) -> SimpleNamespace:
     return SimpleNamespace(
         pool=pool,
         peers=peer,
-        metrics=SimpleNamespace(inc=ignore),
+        pacer=ReceivePacer(0.0),
+        metrics=SimpleNamespace(inc=ignore, observe=ignore),
         identity=SimpleNamespace(incarnation=b""),
     )
 

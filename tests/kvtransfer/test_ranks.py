@@ -11,6 +11,7 @@ from batonpb import rank_pb2
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
 from decode_worker.frame_puller import FramePuller
+from decode_worker.pacing import ReceivePacer
 from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
@@ -90,7 +91,11 @@ class Leader:
             geometry=GEOMETRY, elsewhere=lambda _: takers, holding=lambda _: ()
         )
         parts: Any = SimpleNamespace(
-            pool=pool, identity=Mock(incarnation=b"d"), peers=peers, metrics=Mock()
+            pool=pool,
+            identity=Mock(incarnation=b"d"),
+            peers=peers,
+            metrics=Mock(),
+            pacer=ReceivePacer(0.0),
         )
         submission = Submission(request_id="request", attempt=1)
         self.puller = FramePuller(submission, self.machine, parts, self.actions.extend)

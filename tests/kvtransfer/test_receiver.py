@@ -194,6 +194,14 @@ def test_a_hand_off_is_complete_with_every_layer_block_and_head(published, compl
     assert machine._published.complete(machine.skip_blocks) is complete
 
 
+def test_frames_that_we_lack_the_credit_to_ask_for_are_no_stall_of_the_peer() -> None:
+    machine, _ = pulling()
+    machine.held_back(machine.stall_ns)
+    assert machine.tick(machine.stall_ns + 1) == []
+    (close, ask) = machine.tick(2 * machine.stall_ns + 1)
+    assert isinstance(ask, AskForPeer) and not ask.peer_died, close
+
+
 def python_calls(work: Callable[[], None]) -> int:
     """Calls into Python functions, comparisons of dataclasses among them."""
     count = 0

@@ -16,6 +16,7 @@ from batonpb.common_pb2 import WorkerIdentity
 from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published
 
 from decode_worker.handoff import Handoff
+from decode_worker.pacing import ReceivePacer
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from kvtransfer.kv_slice import FRAME_BYTES
@@ -89,6 +90,7 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
         identity=WorkerIdentity(),
         metrics=Mock(),
         count_task_failure=Mock(),
+        pacer=ReceivePacer(0.0),
     )
     listener = Mock()
     handoff = Handoff(submission, "d/a/1", parts, listener)

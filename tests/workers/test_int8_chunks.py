@@ -105,6 +105,22 @@ async def test_over_a_slow_link_kv_comes_as_int8_in_fast_and_in_nothing_else(
         await router.baseline()
 
 
+async def test_a_link_on_which_plain_pulls_are_late_gets_int8_too() -> None:
+    """256 KB within a second, over 100 KB/s: the first pull cannot end in time."""
+    async with (
+        workers("prefill-0", "decode-0", prefill_transports=("grpc",), numerics="fast") as ends,
+        slow_link(ends[0].record.address, 100e3) as address,
+        routed_by(ends[1], address) as router,
+    ):
+        await router.submit("late", PROMPT, ends[0])
+        end = await router.ended("late")
+        assert not end.HasField("error"), end.error.message
+        assert router.routes["late"].mode == "disaggregated"
+        pulled = await counted(ends[1].record, "baton_pulled_bytes")
+        assert pulled[INT8] > 0
+        assert pulled[INT8] / 12 + pulled.get(PLAIN, 0) / 16 == len(PROMPT) * VECTORS
+
+
 @pytest.mark.slow  # with emulated engines it is tested in every run
 async def test_smollm2_goes_on_from_kv_that_came_as_int8() -> None:
     """Its answers are sane: tokens that the prompt repeats, whatever came in int8."""

@@ -107,6 +107,31 @@ async def test_prefill_and_decode_keep_busy_together_on_two_cores():
             assert together_s < 5 * alone_s
 
 
+@pytest.mark.slow  # the credit itself is tested in every run
+async def test_kv_waits_for_streams_that_run_and_comes_when_they_end() -> None:
+    """The wait is longer than a peer may go without progress: it is not the peer who stalls."""
+    share = {"decode_receive_cpu_share": 0.0002, "prefill_transports": ("grpc",)}
+    async with workers("prefill-0", "decode-0", model=MODEL, kv_blocks=300, **share) as ends:
+        prefill, decode = ends
+        async with routed(decode) as router, routed(prefill, "other") as other:
+            golden = await answer(other, "golden", LONG * 3, None)
+            sampling = {"max_tokens": 1_500, "ignore_eos": True}
+            await router.submit("stream", [9, 8, 7], sampling=sampling)
+            await router.until(lambda: router.tokens["stream"].get(0), 30)
+            began_s = time.monotonic()
+            await router.submit("waits", LONG * 3, prefill, sampling={"max_tokens": 16})
+            await router.until(lambda: router.tokens["waits"].get(0), 30)
+            while time.monotonic() < began_s + 12:
+                await asyncio.sleep(0.2)
+                assert "stream" not in router.ends and len(router.tokens["waits"][0]) == 1
+            await router.send(cancel={"request_id": "stream", "attempt": 1})
+            end = await router.ended("waits", 10)
+            assert not end.HasField("error"), end.error.message
+            assert router.tokens["waits"] == golden
+            assert router.asks == [], "nobody blamed the peer"
+            await router.baseline()
+
+
 async def step_s(router: MiniRouter, name: str) -> float:
     """Median gap between tokens of one stream."""
     await router.submit(name, [9, 8, 7], sampling={"max_tokens": 24, "ignore_eos": True})

@@ -1,0 +1,232 @@
+"""Credit for receiving KV, over all hand-offs and prefix pulls of a worker. Sans-IO.
+
+Two things are given out. Bytes in flight: what was asked for and is not stored yet. And, while
+answers are being written, CPU time of the shell: receiving takes it from the engine's step, which
+waits for its slowest thread. So receiving may take a part of one core, ``cpu_share``. What it took
+is measured: the process's time while something was in flight, less what the process takes of that
+time anyway. What a peer's bytes cost, and so the rate in bytes, follows. Time that was not used is
+saved up for a while, so that a hand-off that comes alone is not held back.
+
+Who is next is decided frame by frame, by self-clocked fair queueing: each hand-off gets as many
+bytes as the others, a small one does not wait behind a large one, and nobody waits for ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+IN_FLIGHT_BYTES = 64 << 20  # the window of one hand-off, in frames of 4 MiB
+SAVED_UP_NS = 4_000_000_000  # of time in which nothing was received
+_ASSUMED_BYTES_PER_CPU_S = 400e6  # from a peer that nothing came from yet
+_REMEMBERED_BYTES = 64 << 20  # of a peer, for what they cost
+_MOST_TIMES_DEARER = 4  # than expected; more is the work of others
+_REMEMBERED_NS = 1_000_000_000  # without receiving, for what else the process does
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The first ``frames`` of a claim may be asked for."""
+
+    claim: int
+    frames: int
+
+
+@dataclass(slots=True)
+class _Claim:
+    owner: str
+    peer: str
+    frame_bytes: tuple[int, ...]
+    tag: int  # of its next frame: the lowest goes first
+    frames: int = 0  # granted
+    in_flight_bytes: int = 0
+
+    @property
+    def last_tag(self) -> int:
+        """What follows it goes behind it."""
+        return self.tag + sum(self.frame_bytes[self.frames + 1 :])
+
+
+@dataclass(slots=True)
+class _Ratio:
+    """``taken`` for each ``given``; older ones fade as more than ``remembered`` is given."""
+
+    taken: float
+    given: float
+    remembered: float
+
+    def add(self, taken: float, given: float) -> None:
+        kept = max(0.0, 1 - given / self.remembered)
+        self.taken, self.given = self.taken * kept + taken, self.given * kept + given
+
+    @property
+    def value(self) -> float:
+        return self.taken / self.given if self.given else 0.0
+
+
+@dataclass(slots=True)
+class _Period:
+    """Of time in which something was in flight, or nothing was."""
+
+    began_ns: int
+    began_cpu_ns: int
+    peer: str = ""  # "": none, or several
+    bytes: int = 0
+    expected_ns: float = 0.0  # of CPU time, for what was granted
+    charged_ns: float = 0.0  # of them: streams were running
+
+
+class ReceiveCredit:
+    """See the module. Times are passed in.
+
+    Args:
+        cpu_share: Of one core, for receiving while answers are written; 0: no limit.
+        in_flight_bytes: Asked for and not stored. A larger frame goes alone.
+        now_ns: The time.
+        cpu_ns: CPU time that the process has taken.
+    """
+
+    def __init__(
+        self,
+        cpu_share: float,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        now_ns: int = 0,
+        cpu_ns: int = 0,
+    ) -> None:
+        self.in_flight_bytes = 0
+        self._cpu_share = cpu_share
+        self._limit_bytes = in_flight_bytes
+        self._decoding = False
+        self._saved_cpu_ns = self._most_saved_cpu_ns = cpu_share * SAVED_UP_NS
+        self._saved_at_ns = now_ns
+        self._waiting: dict[int, _Claim] = {}  # oldest first
+        self._flying: dict[int, _Claim] = {}
+        self._tag = 0  # of the frame that was granted last
+        self._claims = 0
+        self._costs: dict[str, _Ratio] = {}  # CPU ns of a byte from a peer
+        self._else = _Ratio(0.0, 0.0, _REMEMBERED_NS)  # CPU ns that all else takes of a ns
+        self._period = _Period(now_ns, cpu_ns)
+
+    # ---------------------------------------------------------------- events
+
+    def ask(self, owner: str, peer: str, frame_bytes: Sequence[int]) -> int:
+        """A hand-off wants frames of these sizes, in this order; the claim's number."""
+        self._claims += 1
+        before = [claim.last_tag for claim in self._waiting.values() if claim.owner == owner]
+        tag = max([self._tag, *before]) + frame_bytes[0]
+        self._waiting[self._claims] = _Claim(owner, peer, tuple(frame_bytes), tag)
+        return self._claims
+
+    def decoding(self, *, on: bool, now_ns: int) -> None:
+        """Whether answers are being written."""
+        self._save_up(now_ns)
+        self._decoding = on
+
+    def give_back(self, claim: int, received_bytes: int, now_ns: int, cpu_ns: int) -> None:
+        """Nothing of a grant is on its way any more; so much of it came."""
+        self._waiting.pop(claim, None)
+        flown = self._flying.pop(claim, None)
+        if flown is None:
+            return
+        self.in_flight_bytes -= flown.in_flight_bytes
+        self._period.bytes += received_bytes
+        if not self._flying:
+            self._end_period(now_ns, cpu_ns)
+
+    def drop(self, owner: str, now_ns: int, cpu_ns: int) -> list[int]:
+        """A hand-off is over: all that it has is free at once; its claims that still waited."""
+        waited = [number for number, claim in self._waiting.items() if claim.owner == owner]
+        for number in waited:
+            del self._waiting[number]
+        flying = [number for number, claim in self._flying.items() if claim.owner == owner]
+        for number in flying:
+            self.in_flight_bytes -= self._flying.pop(number).in_flight_bytes
+            self._period.peer = ""  # bytes came that nobody counts
+        if flying and not self._flying:
+            self._end_period(now_ns, cpu_ns)
+        return waited
+
+    # ---------------------------------------------------------------- what follows from them
+
+    def grants(self, now_ns: int, cpu_ns: int) -> list[Grant]:
+        """Who may ask for what now. To be asked for after each event, and when it is `due_ns`."""
+        self._save_up(now_ns)
+        granted: dict[int, _Claim] = {}
+        while self._waiting and not self._out_of_time:
+            number = min(self._waiting, key=lambda n: (self._waiting[n].tag, n))
+            claim = self._waiting[number]
+            size_bytes = claim.frame_bytes[claim.frames]
+            if self.in_flight_bytes and self.in_flight_bytes + size_bytes > self._limit_bytes:
+                break
+            if not self.in_flight_bytes:
+                self._begin_period(claim.peer, now_ns, cpu_ns)
+            self._grant(claim, size_bytes)
+            granted[number] = claim
+            if claim.frames == len(claim.frame_bytes):
+                del self._waiting[number]
+            else:
+                claim.tag += claim.frame_bytes[claim.frames]
+        for number, claim in granted.items():
+            self._waiting.pop(number, None)  # the rest is asked for anew
+            self._flying[number] = claim
+        return [Grant(number, claim.frames) for number, claim in granted.items()]
+
+    def due_ns(self, now_ns: int) -> int | None:
+        """When the next frame may go, if it is CPU time that it waits for."""
+        if not self._waiting or not self._out_of_time:
+            return None
+        return now_ns + round(1 - self._saved_cpu_ns / self._cpu_share)
+
+    def bytes_per_s(self, peer: str) -> float:
+        """The rate at which a peer's KV is taken while answers are written; 0: no limit."""
+        return self._cpu_share / self._cost(peer).value * 1e9
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _paced(self) -> bool:
+        return self._decoding and self._cpu_share > 0
+
+    @property
+    def _out_of_time(self) -> bool:
+        return self._paced and self._saved_cpu_ns <= 0
+
+    def _grant(self, claim: _Claim, size_bytes: int) -> None:
+        if self._period.peer != claim.peer:
+            self._period.peer = ""
+        self._tag = claim.tag
+        claim.frames += 1
+        claim.in_flight_bytes += size_bytes
+        self.in_flight_bytes += size_bytes
+        expected_ns = size_bytes * self._cost(claim.peer).value
+        self._period.expected_ns += expected_ns
+        if self._paced:
+            self._saved_cpu_ns -= expected_ns
+            self._period.charged_ns += expected_ns
+
+    def _save_up(self, now_ns: int) -> None:
+        saved_cpu_ns = self._saved_cpu_ns + self._cpu_share * (now_ns - self._saved_at_ns)
+        self._saved_cpu_ns = min(saved_cpu_ns, self._most_saved_cpu_ns)
+        self._saved_at_ns = now_ns
+
+    def _begin_period(self, peer: str, now_ns: int, cpu_ns: int) -> None:
+        """Until now nothing was in flight: that says what all else takes."""
+        idle = self._period
+        self._else.add(cpu_ns - idle.began_cpu_ns, now_ns - idle.began_ns)
+        self._period = _Period(now_ns, cpu_ns, peer)
+
+    def _end_period(self, now_ns: int, cpu_ns: int) -> None:
+        """Nothing is in flight any more: what it took is charged instead of what was expected."""
+        busy = self._period
+        self._period = _Period(now_ns, cpu_ns)
+        anyway_ns = self._else.value * (now_ns - busy.began_ns)
+        took_ns = max(0.0, cpu_ns - busy.began_cpu_ns - anyway_ns)
+        if busy.peer and busy.bytes and took_ns:
+            self._cost(busy.peer).add(took_ns, busy.bytes)
+        if busy.expected_ns:
+            dearer = min(took_ns / busy.expected_ns, _MOST_TIMES_DEARER) - 1
+            self._saved_cpu_ns -= busy.charged_ns * dearer
+
+    def _cost(self, peer: str) -> _Ratio:
+        if peer not in self._costs:
+            assumed_ns = 1e9 / _ASSUMED_BYTES_PER_CPU_S
+            self._costs[peer] = _Ratio(assumed_ns, 1.0, _REMEMBERED_BYTES)
+        return self._costs[peer]

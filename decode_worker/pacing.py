@@ -1,0 +1,94 @@
+"""The credit of a worker, as its hand-offs wait for it: `ReceiveCredit` with a clock."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode_worker.credit import ReceiveCredit
+from engine.core.events import StepDone
+
+
+@dataclass(slots=True)
+class Room:
+    """What may be asked for: ``frames``, none if the hand-off is over. Ends by ``give_back``."""
+
+    claim: int
+    frames: int
+
+
+class ReceivePacer:
+    """One for all hand-offs and prefix pulls of a worker.
+
+    Args:
+        cpu_share: See ``ReceiveCredit``.
+    """
+
+    def __init__(self, cpu_share: float) -> None:
+        now_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
+        self._credit = ReceiveCredit(cpu_share, now_ns=now_ns, cpu_ns=cpu_ns)
+        self._waiting: dict[int, asyncio.Future[int]] = {}
+        self._owners: dict[int, str] = {}  # of claims that wait
+        self._due: asyncio.TimerHandle | None = None
+
+    def after_step(self, step: StepDone) -> None:
+        """The engine says whether it writes answers."""
+        self._credit.decoding(on=bool(step.answering), now_ns=time.monotonic_ns())
+        self._give_out()
+
+    async def take(self, owner: str, peer: str, frame_bytes: Sequence[int]) -> Room:
+        """Wait for room for the first of these frames, one at least.
+
+        Args:
+            owner: The hand-off.
+            peer: Whom it will ask.
+            frame_bytes: Sizes of all frames that it wants.
+        """
+        claim = self._credit.ask(owner, peer, frame_bytes)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[claim], self._owners[claim] = answer, owner
+        self._give_out()
+        try:
+            return Room(claim, await answer)
+        except asyncio.CancelledError:
+            self._end(claim, 0)
+            raise
+
+    def give_back(self, room: Room, received_bytes: int) -> None:
+        """Nothing of it is on its way any more; so much of it came."""
+        self._end(room.claim, received_bytes)
+
+    def drop(self, owner: str) -> None:
+        """A hand-off is over; what waited for room for it gets none."""
+        for claim in self._credit.drop(owner, time.monotonic_ns(), time.process_time_ns()):
+            self._answer(claim, 0)
+        self._give_out()
+
+    def waits(self, owner: str) -> bool:
+        """Whether a hand-off wants frames that it may not ask for yet."""
+        return owner in self._owners.values()
+
+    def _end(self, claim: int, received_bytes: int) -> None:
+        self._waiting.pop(claim, None)
+        self._owners.pop(claim, None)
+        now_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
+        self._credit.give_back(claim, received_bytes, now_ns, cpu_ns)
+        self._give_out()
+
+    def _give_out(self) -> None:
+        now_ns = time.monotonic_ns()
+        for grant in self._credit.grants(now_ns, time.process_time_ns()):
+            self._answer(grant.claim, grant.frames)
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        due_ns = self._credit.due_ns(now_ns)
+        if due_ns is not None:
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_later((due_ns - now_ns) / 1e9, self._give_out)
+
+    def _answer(self, claim: int, frames: int) -> None:
+        self._owners.pop(claim, None)
+        answer = self._waiting.pop(claim, None)
+        if answer is not None and not answer.done():
+            answer.set_result(frames)
