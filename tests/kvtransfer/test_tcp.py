@@ -104,16 +104,21 @@ async def test_strangers_get_nothing_and_disturb_nobody(said: bytes) -> None:
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
         writer.close()
+        with contextlib.suppress(ConnectionResetError):
+            await writer.wait_closed()
         assert set(await ours.fetch(peer, slices())) == {None}
 
 
 async def test_a_length_that_no_frame_has_ends_the_connection() -> None:
     """From something that is no worker, behind a port that was one's."""
 
+    over = asyncio.Event()
+
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(LENGTH.pack(MOST_FRAME_BYTES + 1))
-        await writer.drain()
         writer.close()
+        await writer.wait_closed()
+        over.set()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server, SendingEnd().served() as peer, reading_end(NAME) as ours:
@@ -122,6 +127,7 @@ async def test_a_length_that_no_frame_has_ends_the_connection() -> None:
         with pytest.raises(TransportError, match="a frame of"):
             await ours.read(peer, slices())
         assert not idle(ours)
+        await over.wait()
 
 
 async def test_without_a_listener_there_is_no_offer() -> None:
