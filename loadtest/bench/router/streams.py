@@ -4,8 +4,9 @@
 
 Emulated workers with slow steps, a real Redis, and a router of its own; clients that all read an
 answer at the same time: first half as many, then one and a half times as many. Told is how much
-more the process of the router held at most, for each client more: what it has over from its start
-counts in neither.
+more the process of the router held, for each client more: what it has over from its start counts in
+neither. Once while every client reads its first answer, so that none has ended; and at most, when
+each has one that has ended, too, of which the router keeps a record.
 """
 
 import contextlib
@@ -36,28 +37,37 @@ _WORKERS = 4
 _EVERY_S = 0.25
 
 
-def measure(tree: Path, clients: int) -> tuple[int, int]:
-    """Most bytes of the router while half as many streams were open, and half as many more."""
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of the router: while no stream had ended, and at most."""
+
+    open_bytes: int
+    most_bytes: int
+
+
+def measure(tree: Path, clients: int) -> tuple[Held, Held]:
+    """With half as many streams as clients, and with half as many more."""
     with (
         redis() as url,
         workers(url, _WORKERS, _STEP_S),
         router(tree, url, _WORKERS) as (pid, port),
     ):
         time.sleep(2)
-        return _most_bytes(pid, port, clients // 2), _most_bytes(pid, port, clients + clients // 2)
+        return _held(pid, port, clients // 2), _held(pid, port, clients + clients // 2)
 
 
-def _most_bytes(pid: int, port: int, clients: int) -> int:
-    most = 0
+def _held(pid: int, port: int, clients: int) -> Held:
+    most = first = 0
+    first_end_s = time.monotonic() + _ANSWER_TOKENS * _STEP_S  # later: they have yet to begin
     with _clients(port, clients, _ANSWER_TOKENS) as process:
         while process.poll() is None:
             most = max(most, rss_bytes(pid))
+            first = most if time.monotonic() < first_end_s else first
             time.sleep(_EVERY_S)
         told = process.stdout.read().decode().splitlines() if process.stdout else []
     seen = msgspec.json.decode(told[-1], type=Result) if told else None
     if seen is None or seen.failed or seen.events < clients * _ANSWER_TOKENS // 2:
         raise BenchError(f"not all streams were open: {' '.join(told)}")
-    return most
+    return Held(open_bytes=first, most_bytes=most)
 
 
 def _clients(
@@ -83,9 +93,14 @@ def main(
 ) -> None:
     """Measure once, and print what was seen."""
     few, many = measure(tree.resolve(), clients)
-    each = (many - few) / clients / 1000
-    typer.echo(f"{clients} more streams of up to {_ANSWER_TOKENS} tokens: {each:.1f} KB each")
-    typer.echo(f"the router: {few / 1e6:.0f} MB with the others, {many / 1e6:.0f} MB with these")
+    typer.echo(f"{clients} more streams of up to {_ANSWER_TOKENS} tokens")
+    for name, before, after in (
+        ("while none has ended", few.open_bytes, many.open_bytes),
+        ("at most, with those that have ended", few.most_bytes, many.most_bytes),
+    ):
+        each_kb = (after - before) / clients / 1000
+        sizes = f"{before / 1e6:.0f} MB with the others, {after / 1e6:.0f} MB with these"
+        typer.echo(f"{name}: {each_kb:.1f} KB each ({sizes})")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ async def test_they_say_nothing_and_are_alive(fleet: Fleet) -> None:
 async def test_one_that_hangs_is_noticed_by_redis_and_no_request_waits_for_it(fleet: Fleet) -> None:
     """It was a silence of 2 s before. Redis takes 2.5 s and a look to miss it; then it is asked."""
     fleet.stop("decode-0")
-    assert await fleet.until_dead("decode-0", 8.0) > 3.0, "not before it was asked"
+    assert await fleet.until_dead("decode-0", 10.0) > 3.0, "not before it was asked"
     assert await place(fleet.router, 2) == ["decode-1"] * 2
     fleet.stop("decode-0", signal.SIGCONT)
     await until(lambda: fleet.table.get("decode-0").state == "ready")
@@ -101,7 +101,7 @@ async def test_a_request_at_one_that_hangs_goes_elsewhere_after_two_seconds(flee
     began_s = time.monotonic()
     went = await asyncio.gather(*(place(fleet.router, 1) for _ in range(6)))
     assert set(map(tuple, went)) == {("decode-1",)}
-    assert 1.5 < time.monotonic() - began_s < 4.0
+    assert 1.5 < time.monotonic() - began_s < 6.0, "2 s of silence, and an answer"
     assert fleet.deaths == ["decode-0"]
 
 
