@@ -5,21 +5,25 @@ answers are being written, CPU time of the shell: receiving takes it from the en
 waits for its slowest thread. So receiving may take a part of one core, ``cpu_share``. What it took
 is measured: the process's time while something was in flight, less what the process takes of that
 time anyway. What a peer's bytes cost, and so the rate in bytes, follows. Time that was not used is
-saved up for a while, so that a hand-off that comes alone is not held back.
+saved up for a while, so that a hand-off that comes alone is not held back; and none is held back
+for longer than `MOST_HELD_NS`, so that streams have their pace in a burst, and a worker that has to
+receive more than the pace all the time receives it.
 
 Who is next is decided frame by frame, by self-clocked fair queueing: each hand-off gets as many
 bytes as the others, a small one does not wait behind a large one, and nobody waits for ever.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 IN_FLIGHT_BYTES = 64 << 20  # the window of one hand-off, in frames of 4 MiB
-SAVED_UP_NS = 4_000_000_000  # of time in which nothing was received
+SAVED_UP_NS = 4_000_000_000  # of time in which nothing was received; and the most debt
+MOST_HELD_NS = 2_000_000_000  # of one hand-off, by the pace
 _ASSUMED_BYTES_PER_CPU_S = 400e6  # from a peer that nothing came from yet
 _REMEMBERED_BYTES = 64 << 20  # of a peer, for what they cost
 _MOST_TIMES_DEARER = 4  # than expected; more is the work of others
 _REMEMBERED_NS = 1_000_000_000  # without receiving, for what else the process does
+_NEVER_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class _Claim:
     peer: str
     frame_bytes: tuple[int, ...]
     tag: int  # of its next frame: the lowest goes first
+    urgent_ns: int  # from when on the pace does not hold it
     frames: int = 0  # granted
     in_flight_bytes: int = 0
 
@@ -107,12 +112,17 @@ class ReceiveCredit:
 
     # ---------------------------------------------------------------- events
 
-    def ask(self, owner: str, peer: str, frame_bytes: Sequence[int]) -> int:
-        """A hand-off wants frames of these sizes, in this order; the claim's number."""
+    def ask(
+        self, owner: str, peer: str, frame_bytes: Sequence[int], urgent_ns: int = _NEVER_NS
+    ) -> int:
+        """A hand-off wants frames of these sizes, in this order; the claim's number.
+
+        From ``urgent_ns`` on it is not held back by the pace.
+        """
         self._claims += 1
         before = [claim.last_tag for claim in self._waiting.values() if claim.owner == owner]
         tag = max([self._tag, *before]) + frame_bytes[0]
-        self._waiting[self._claims] = _Claim(owner, peer, tuple(frame_bytes), tag)
+        self._waiting[self._claims] = _Claim(owner, peer, tuple(frame_bytes), tag, urgent_ns)
         return self._claims
 
     def decoding(self, *, on: bool, now_ns: int) -> None:
@@ -150,8 +160,7 @@ class ReceiveCredit:
         """Who may ask for what now. To be asked for after each event, and when it is `due_ns`."""
         self._save_up(now_ns)
         granted: dict[int, _Claim] = {}
-        while self._waiting and not self._out_of_time:
-            number = min(self._waiting, key=lambda n: (self._waiting[n].tag, n))
+        while (number := self._next(now_ns)) is not None:
             claim = self._waiting[number]
             size_bytes = claim.frame_bytes[claim.frames]
             if self.in_flight_bytes and self.in_flight_bytes + size_bytes > self._limit_bytes:
@@ -171,15 +180,23 @@ class ReceiveCredit:
 
     def due_ns(self, now_ns: int) -> int | None:
         """When the next frame may go, if it is CPU time that it waits for."""
-        if not self._waiting or not self._out_of_time:
+        if not self._waiting or not self._out_of_time or self._next(now_ns) is not None:
             return None
-        return now_ns + round(1 - self._saved_cpu_ns / self._cpu_share)
+        urgent_ns = min(claim.urgent_ns for claim in self._waiting.values())
+        return min(urgent_ns, now_ns + round(1 - self._saved_cpu_ns / self._cpu_share))
 
     def bytes_per_s(self, peer: str) -> float:
         """The rate at which a peer's KV is taken while answers are written; 0: no limit."""
         return self._cpu_share / self._cost(peer).value * 1e9
 
     # ---------------------------------------------------------------- inside
+
+    def _next(self, now_ns: int) -> int | None:
+        """Whose frame is the next one, if it need not wait for CPU time."""
+        numbers: Iterable[int] = self._waiting
+        if self._out_of_time:
+            numbers = [n for n, claim in self._waiting.items() if claim.urgent_ns <= now_ns]
+        return min(numbers, key=lambda n: (self._waiting[n].tag, n), default=None)
 
     @property
     def _paced(self) -> bool:
@@ -203,7 +220,8 @@ class ReceiveCredit:
             self._period.charged_ns += expected_ns
 
     def _save_up(self, now_ns: int) -> None:
-        saved_cpu_ns = self._saved_cpu_ns + self._cpu_share * (now_ns - self._saved_at_ns)
+        saved_cpu_ns = max(self._saved_cpu_ns, -self._most_saved_cpu_ns)
+        saved_cpu_ns += self._cpu_share * (now_ns - self._saved_at_ns)
         self._saved_cpu_ns = min(saved_cpu_ns, self._most_saved_cpu_ns)
         self._saved_at_ns = now_ns
 

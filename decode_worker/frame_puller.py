@@ -85,7 +85,7 @@ class FramePuller:
         while left and self._machine.pulls(pull.epoch):
             sizes = [kv_slice.payload_bytes(self._pool.geometry) for kv_slice in left]
             began_s = time.monotonic()
-            room = await self._pacer.take(self._owner, target.worker_id, sizes)
+            room = await self._pacer.take(*(self._owner, target.worker_id, sizes), self.waited_s)
             waited_s = time.monotonic() - began_s
             self.waited_s += waited_s
             self._metrics.observe("baton_credit_wait_seconds", waited_s)

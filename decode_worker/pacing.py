@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decode_worker.credit import ReceiveCredit
+from decode_worker.credit import MOST_HELD_NS, ReceiveCredit
 from engine.core.events import StepDone
 
 
@@ -36,15 +36,19 @@ class ReceivePacer:
         self._credit.decoding(on=bool(step.answering), now_ns=time.monotonic_ns())
         self._give_out()
 
-    async def take(self, owner: str, peer: str, frame_bytes: Sequence[int]) -> Room:
+    async def take(
+        self, owner: str, peer: str, frame_bytes: Sequence[int], waited_s: float = 0.0
+    ) -> Room:
         """Wait for room for the first of these frames, one at least.
 
         Args:
             owner: The hand-off.
             peer: Whom it will ask.
             frame_bytes: Sizes of all frames that it wants.
+            waited_s: It has waited for room so long before.
         """
-        claim = self._credit.ask(owner, peer, frame_bytes)
+        urgent_ns = time.monotonic_ns() + MOST_HELD_NS - round(waited_s * 1e9)
+        claim = self._credit.ask(owner, peer, frame_bytes, urgent_ns)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[claim], self._owners[claim] = answer, owner
         self._give_out()

@@ -75,6 +75,34 @@ def test_what_streams_lose_is_a_part_of_one_core() -> None:
     assert sum(granted(credit, now_ns).values()) >= 50, "nobody loses anything now"
 
 
+def test_nobody_is_held_back_for_longer_than_his_patience() -> None:
+    credit = ReceiveCredit(SHARE, 1 << 40)
+    credit.decoding(on=True, now_ns=0)
+    credit.ask("a", "peer", [4 * MIB] * 100)
+    granted(credit)  # what was saved up is gone
+    held = credit.ask("b", "peer", [4 * MIB] * 4, urgent_ns=50)
+    patient = credit.ask("c", "peer", [1])
+    assert granted(credit, 49) == {}
+    assert credit.due_ns(49) == 50
+    assert granted(credit, 50) == {held: 4}, "all of it, and not the patient one"
+    assert credit.due_ns(50) > 50
+    assert patient in granted(credit, credit.due_ns(50))
+
+
+def test_a_debt_is_forgotten_after_a_while() -> None:
+    """Who had to receive more than the pace for an hour is not held back for an hour."""
+    credit = ReceiveCredit(SHARE, LIMIT_BYTES)
+    credit.decoding(on=True, now_ns=0)
+    for cpu_ns in range(0, 10**10, 10**7):
+        claim = credit.ask("a", "peer", [4 * MIB], urgent_ns=0)
+        assert [grant.claim for grant in credit.grants(0, cpu_ns)] == [claim]
+        credit.give_back(claim, 4 * MIB, 0, cpu_ns + 10**7)
+    waits = credit.ask("b", "peer", [1])
+    assert granted(credit) == {}
+    assert credit.due_ns(0) == pytest.approx(SAVED_UP_NS, rel=0.01)
+    assert granted(credit, credit.due_ns(0)) == {waits: 1}
+
+
 def receive(credit: ReceiveCredit, at_ns: int, cpu_ns: int, *peers: str) -> None:
     """4 MiB from each of these at once, in 10 ms and so much CPU time."""
     claims = [credit.ask(peer, peer, [4 * MIB]) for peer in peers]
@@ -102,9 +130,9 @@ def test_what_took_more_than_was_expected_is_made_up_for() -> None:
     size_bytes, expected_ns = 16 * MIB, 16 * MIB / BYTES_PER_CPU_NS
     claim = credit.ask("a", "peer", [size_bytes])
     credit.grants(0, 0)
-    credit.give_back(claim, size_bytes, 1, round(3 * expected_ns))
+    credit.give_back(claim, size_bytes, 1, round(1.5 * expected_ns))
     credit.ask("a", "peer", [1])
-    debt_ns = 3 * expected_ns - 0.01 * SAVED_UP_NS
+    debt_ns = 1.5 * expected_ns - 0.01 * SAVED_UP_NS
     assert credit.grants(1, 0) == []
     assert credit.due_ns(1) == pytest.approx(debt_ns / 0.01, rel=0.01)
 
