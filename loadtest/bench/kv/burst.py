@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--transport", default="grpc", choices=("grpc", "shared_memory"))
+    parser.add_argument("--transport", default="grpc", choices=("grpc", "tcp", "shared_memory"))
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.025])
     parser.add_argument("--decode-cores", default="0", help="of the workers that write")
     parser.add_argument("--other-cores", default="1", help="comma-separated: of the rest")
