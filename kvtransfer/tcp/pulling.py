@@ -7,7 +7,7 @@ before its end takes its connection along, since the rest of its frames would co
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from batonpb import prefill_pb2 as pb
 
@@ -25,6 +25,7 @@ from kvtransfer.tcp.frames import (
     receive_length,
 )
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
+from telemetry.tasks import BackgroundTasks
 from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 
@@ -45,10 +46,10 @@ class TcpTransport:
 
     def __init__(self, channels: Channels, token: FleetToken) -> None:
         self.buffers = Buffers(_KEPT_BUFFERS)
+        self.tasks = BackgroundTasks("tcp")
         self._plain_text = not channels.encrypted
         self._token = token
         self._idle: list[tuple[bytes, socket.socket]] = []  # by incarnation, the oldest first
-        self._pulls: set[_TcpFrames] = set()
 
     def reaches(self, peer: Peer) -> bool:
         """Whether it listens, and plain text will do."""
@@ -56,9 +57,7 @@ class TcpTransport:
 
     def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
         """Ask a peer for frames."""
-        frames = _TcpFrames(self, peer, request)
-        self._pulls.add(frames)
-        return frames
+        return _TcpFrames(self, peer, request)
 
     async def link_to(self, peer: Peer) -> socket.socket:
         """A connection that carries no pull.
@@ -98,16 +97,9 @@ class TcpTransport:
         while len(self._idle) > _KEPT_LINKS:
             self._idle.pop(0)[1].close()
 
-    def forget(self, frames: "_TcpFrames") -> None:
-        """That pull is closed."""
-        self._pulls.discard(frames)
-
     async def close(self) -> None:
         """End all pulls and connections."""
-        pulls = list(self._pulls)
-        for frames in pulls:
-            frames.close()
-        await asyncio.gather(*(frames.ended() for frames in pulls))
+        await self.tasks.close()
         while self._idle:
             self._idle.pop()[1].close()
 
@@ -129,93 +121,68 @@ class _TcpFrame:
 
 
 class _TcpFrames:
-    """One pull."""
+    """One pull; a frame or two are here before they are asked for."""
 
     def __init__(self, transport: TcpTransport, peer: Peer, request: pb.PullRequest) -> None:
         self._transport = transport
         self._peer = peer
         self._request = request
-        self._link: socket.socket | None = None
-        self._coming: asyncio.Task[Frame | None] | None = None
-        self._left = len(request.kv_slices)
-        self._ended = False
+        self._came: asyncio.Queue[_TcpFrame | TransportError | None] = asyncio.Queue(1)
+        self._receiving: asyncio.Task[None] | None = None
+        self._over = False
 
     async def read(self) -> Sequence[Frame]:
-        if self._ended:
+        if self._over:
             return []
-        if self._coming is None:
-            self._coming = asyncio.create_task(self._begin())
-        frame = await asyncio.shield(self._coming)
-        if frame is None:
-            self._ended = True
+        if self._receiving is None:
+            self._receiving = self._transport.tasks.spawn(self._receive(), "pull")
+        came = await self._came.get()
+        if isinstance(came, _TcpFrame):
+            return [came]
+        self._over = True
+        if came is None:
             return []
-        if not self._ended:  # it may have been closed meanwhile
-            self._coming = asyncio.create_task(self._next())
-        return [frame]
+        raise came
 
     def close(self) -> None:
-        self._ended = True
-        self._transport.forget(self)
-        coming, link = self._coming, self._link
-        self._link = None
-        if coming is not None and not coming.done():
-            coming.cancel()
-            if link is not None:  # only then: its number may be another socket's at once
-                coming.add_done_callback(lambda _: link.close())
-            return
-        if coming is not None and not coming.cancelled():
-            coming.exception()  # marks it as seen
-        if link is not None:
-            link.close()
+        self._over = True
+        if self._receiving is not None:
+            self._receiving.cancel()  # which closes the connection, if it is in use
 
-    async def ended(self) -> None:
-        """After `close`: nothing is under way any more."""
-        if self._coming is not None:
-            await asyncio.wait([self._coming])
+    async def _receive(self) -> None:
+        end = None
+        try:
+            await self._receive_all(await self._transport.link_to(self._peer))
+        except TransportError as error:
+            end = error
+        await self._came.put(end)
 
-    async def _begin(self) -> Frame | None:
-        link = self._link = await self._transport.link_to(self._peer)
+    async def _receive_all(self, link: socket.socket) -> None:
+        """Ask, and take what comes; a connection that is not left in between is kept."""
         question = framed(pb.PoolRequest(pull=self._request))
-        with _closing_if_it_fails(link):
-            await asyncio.get_running_loop().sock_sendall(link, question)
-        return await self._next()
+        with contextlib.ExitStack() as undo:
+            undo.callback(link.close)
+            try:
+                await asyncio.get_running_loop().sock_sendall(link, question)
+                said = await self._take_frames(link)
+            except OSError as error:
+                raise TransportGoneError(str(error) or type(error).__name__) from error
+            undo.pop_all()
+            self._transport.keep(self._peer, link)
+        if said == FAILED:
+            raise TransportError("the peer could not go on")
 
-    async def _next(self) -> Frame | None:
-        """The next frame; None behind the last."""
-        link, buffers = self._link, self._transport.buffers
-        if link is None:
-            return None
-        with _closing_if_it_fails(link):
+    async def _take_frames(self, link: socket.socket) -> int:
+        """All frames, or those before the sender says why there are no more: what it says."""
+        buffers = self._transport.buffers
+        for _ in self._request.kv_slices:
             size_bytes = await receive_length(link)
             if size_bytes in (ENDED, FAILED):
-                self._let_go(link)
-                if size_bytes == FAILED:
-                    raise TransportError("the peer could not go on")
-                return None
+                return size_bytes
             if size_bytes > MOST_FRAME_BYTES:
                 raise ConnectionError(f"a frame of {size_bytes} bytes")
             buffer = buffers.take(size_bytes)
             await receive(link, buffer[:size_bytes])
-        self._left -= 1
-        if not self._left:
-            self._let_go(link)
-        frame = ByteFrame(buffer[:size_bytes], self._request.encoding)
-        return _TcpFrame(frame, buffers, buffer)
-
-    def _let_go(self, link: socket.socket) -> None:
-        """The pull has ended, and the connection is there for the next one."""
-        self._link = None
-        self._transport.keep(self._peer, link)
-
-
-@contextlib.contextmanager
-def _closing_if_it_fails(link: socket.socket) -> Iterator[None]:
-    """A connection that broke, or was left in the middle of something, carries nothing more."""
-    try:
-        yield
-    except OSError as error:
-        link.close()
-        raise TransportGoneError(str(error) or type(error).__name__) from error
-    except asyncio.CancelledError:
-        link.close()
-        raise
+            frame = ByteFrame(buffer[:size_bytes], self._request.encoding)
+            await self._came.put(_TcpFrame(frame, buffers, buffer))
+        return ENDED

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import AsyncIterator
 
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
@@ -83,35 +84,51 @@ class TcpServer:
         self, link: socket.socket, request: pb.PullRequest, source: FrameSource
     ) -> None:
         """The frames of one pull; if there are fewer than were asked for, why."""
-        outlet, left, why = _Outlet(link, self._buffers), len(request.kv_slices), ENDED
-        try:
-            async for size_bytes in source.frames(request, outlet.room):
-                await outlet.send(size_bytes)
-                left -= 1
-        except OSError:
-            raise  # the connection's end
-        except Exception:  # noqa: BLE001 - of the source: other pulls go on
-            _LOG.exception("a pull of %s broke", request.request_id)
-            why = FAILED
-        finally:
-            await outlet.end()
+        left, why = len(request.kv_slices), ENDED
+        rooms, written = _Rooms(self._buffers), None
+        frames = source.frames(request, rooms.room)
+        while True:
+            size_bytes, sent = await asyncio.gather(
+                _next(frames), self._send(link, written), return_exceptions=True
+            )
+            if isinstance(sent, BaseException):
+                raise sent
+            if isinstance(size_bytes, BaseException):  # of the source: other pulls go on
+                _LOG.error("a pull of %s broke", request.request_id, exc_info=size_bytes)
+                why = FAILED
+                break
+            if not size_bytes:
+                break
+            written = rooms.take(size_bytes)
+            left -= 1
         if left:
             await asyncio.get_running_loop().sock_sendall(link, LENGTH.pack(why))
 
+    async def _send(self, link: socket.socket, written: "_Written | None") -> None:
+        if written is not None:
+            buffer, size_bytes = written
+            await asyncio.get_running_loop().sock_sendall(link, buffer[:size_bytes])
+            self._buffers.give_back(buffer)
 
-class _Outlet:
-    """Two buffers: what is in one of them is sent while the other is written.
+
+_Written = tuple[memoryview, int]
+
+
+async def _next(frames: AsyncIterator[int]) -> int:
+    """Size of the next frame; 0 behind the last."""
+    return await anext(frames, 0)
+
+
+class _Rooms:
+    """Buffers for frames, with their lengths in front.
 
     Args:
-        link: To the reader.
         buffers: Where they come from.
     """
 
-    def __init__(self, link: socket.socket, buffers: Buffers) -> None:
-        self._link = link
+    def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
         self._buffer: memoryview | None = None  # that is written
-        self._sending: asyncio.Task[None] | None = None
 
     async def room(self, size_bytes: int) -> memoryview:
         """See ``transport.Room``."""
@@ -120,20 +137,10 @@ class _Outlet:
             self._buffer = self._buffers.take(size_bytes)
         return self._buffer[LENGTH.size : size_bytes]
 
-    async def send(self, size_bytes: int) -> None:
-        """Send what was written, once what came before it is sent."""
+    def take(self, size_bytes: int) -> _Written:
+        """What was written, with its length, and how much that is."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             raise RuntimeError("a frame without room")
         buffer[: LENGTH.size] = LENGTH.pack(size_bytes)
-        await self.end()
-        self._sending = asyncio.create_task(self._send(buffer, LENGTH.size + size_bytes))
-
-    async def end(self) -> None:
-        """Wait until all is sent; raises OSError where it could not be."""
-        if self._sending is not None:
-            await self._sending
-
-    async def _send(self, buffer: memoryview, size_bytes: int) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._link, buffer[:size_bytes])
-        self._buffers.give_back(buffer)
+        return buffer, LENGTH.size + size_bytes

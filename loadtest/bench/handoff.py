@@ -62,7 +62,8 @@ CHUNK_TOKENS = 512
 MESSAGE_BYTES = 1 << 20
 TOKEN = "bench"
 BARE = "/baton.bench.Bare/Stream"
-FAR_NS, _MEETINGS = 1 << 62, 3
+FAR_NS = 1 << 62
+_MEETINGS = 3
 
 
 def geometry(tokens: int) -> KvGeometry:
@@ -133,7 +134,7 @@ async def _serve(tokens: int, scattered: bool) -> None:
     held = HeldKv(machine, lambda _: None)
     source = PoolSource(PoolView(memory, shape), incarnation, lambda _: held)
     server = grpc.aio.server(options=WORKER_OPTIONS)
-    port = server.add_insecure_port("127.0.0.1:0")
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.add_generic_rpc_handlers((_bare_handler(),))
     listener = socket.create_server(("127.0.0.1", 0))
     side = ServingSide(server, FleetToken(TOKEN), incarnation, pool_fd, listener)
@@ -141,10 +142,8 @@ async def _serve(tokens: int, scattered: bool) -> None:
     for way in sides:
         await way.start(source)
     await server.start()
-    target = PrefillTarget(
-        worker_id="prefill-0", incarnation=incarnation, address=f"127.0.0.1:{port}"
-    )
-    offers = [side.offer for side in sides if side.offer is not None]
+    target = PrefillTarget(worker_id="prefill-0", incarnation=incarnation, address=address)
+    offers = [way.offer for way in sides if way.offer is not None]
     capabilities = common_pb2.Capabilities(kv_groups=[kv_group(shape)], transports=offers)
     told = [json_format.MessageToJson(message) for message in (target, capabilities)]
     print(json.dumps(told), flush=True)
