@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 IN_FLIGHT_BYTES = 64 << 20  # the window of one hand-off, in frames of 4 MiB
-SAVED_UP_NS = 4_000_000_000  # of time in which nothing was received; and the most debt
-MOST_HELD_NS = 2_000_000_000  # of one hand-off, by the pace
+SAVED_UP_NS = 2_000_000_000  # of time in which nothing was received; and the most debt
+MOST_HELD_NS = 5_000_000_000  # of one hand-off, by the pace
 _ASSUMED_BYTES_PER_CPU_S = 400e6  # from a peer that nothing came from yet
 _REMEMBERED_BYTES = 64 << 20  # of a peer, for what they cost
 _MOST_TIMES_DEARER = 4  # than expected; more is the work of others
