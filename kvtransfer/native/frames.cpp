@@ -55,7 +55,7 @@ void scatter_block(const Pool& pool, const Slice& slice, int64_t page, int64_t v
     for (int64_t token = 0; token < valid; ++token, to += pool.token_bytes()) {
       const uint8_t* from = in + (row * valid + token) * size;
       for (int64_t head = 0; head < slice.head_count; ++head)
-        std::memcpy(to + head * size, from + head * leaf, size);
+        store_past(to + head * size, from + head * leaf, size);
     }
   }
 }
@@ -103,6 +103,7 @@ int baton_kv_scatter(const kv::Pool* pool, const uint32_t* pages, const kv::Slic
       std::memcpy(&said, digests++, sizeof said);
       const uint8_t* bytes = payload + head * leaf;
       if (kv::leaf_digest(*slice, block, head, valid, seed, bytes, leaf) == said) continue;
+      kv::stored_past();
       while (block-- > 0) kv::wipe_block(*pool, *slice, pages[block], pool->block_tokens);
       return 0;
     }
@@ -111,6 +112,7 @@ int baton_kv_scatter(const kv::Pool* pool, const uint32_t* pages, const kv::Slic
     });
     payload += leaf * slice->head_count;
   }
+  kv::stored_past();
   return 1;
 }
 }

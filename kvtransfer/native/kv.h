@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 namespace kv {
 
 // As engine/core/geometry.py lays it out: [layer, k|v, block, token, head, bytes of a vector]. The
@@ -45,6 +49,38 @@ extern Hash hash;
 
 inline void prefetch(const uint8_t* bytes, int64_t size) {
   for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(bytes + at);
+}
+
+// Copies to where nobody reads soon, past the caches: a line that is written whole need not be
+// fetched first. `stored_past` has to follow before another thread is told.
+inline void store_past(uint8_t* to, const uint8_t* from, int64_t size) {
+#if defined(__AVX__)
+  const int64_t before = -reinterpret_cast<uintptr_t>(to) & 63;
+  if (size < before + 64) {
+    std::memcpy(to, from, size);
+    return;
+  }
+  std::memcpy(to, from, before);
+  int64_t at = before;
+  for (; at + 64 <= size; at += 64) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
+#else
+    for (int64_t half = at; half < at + 64; half += 32)
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + half),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + half)));
+#endif
+  }
+  std::memcpy(to + at, from + at, size - at);
+#else
+  std::memcpy(to, from, size);
+#endif
+}
+
+inline void stored_past() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
 }
 
 }  // namespace kv

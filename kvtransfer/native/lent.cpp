@@ -95,9 +95,10 @@ int baton_kv_copy(const kv::Pool* source, const uint32_t* lent, const kv::Pool* 
                std::memcpy(tile, from + at, some);
                kv::prefetch(from + at + some, std::min(size - at - some, kv::kTile));
                digest.update(tile, some);
-               std::memcpy(to + at, tile, some);
+               kv::store_past(to + at, tile, some);
              }
            });
+  kv::stored_past();
   if (digest.value() == said) return 1;
   kv::runs(*source, *slice, follows,
            [&](int64_t layer, int64_t kv, int64_t block, int64_t token, int64_t size) {
