@@ -45,6 +45,7 @@ from wire.compatibility import geometry_of
 from wire.fleet_token import FleetToken, TokenInterceptor
 from wire.grpc_channels import Channels
 from wire.grpc_options import WORKER_OPTIONS, listen
+from wire.message_memory import keep_message_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -316,6 +317,7 @@ async def serve(settings: RankSettings) -> int:
 def main() -> None:
     """Entry of ``python -m fleet.rank``: settings as JSON on standard input."""
     die_with_parent()
+    keep_message_memory()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
     set_up_logs("text")
     sys.exit(asyncio.run(serve(settings)))

@@ -53,6 +53,7 @@ from telemetry.tasks import BackgroundTasks
 from telemetry.tracing import Tracing
 from wire.fleet_token import FleetToken, TokenInterceptor
 from wire.grpc_options import WORKER_OPTIONS, listen
+from wire.message_memory import keep_message_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -414,6 +415,7 @@ async def serve(settings: WorkerSettings) -> int:
 def main() -> None:
     """Entry of ``python -m fleet.worker``: settings as JSON on standard input, secrets included."""
     die_with_parent()
+    keep_message_memory()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     set_up_logs(settings.log_format)
     sys.exit(asyncio.run(serve(settings)))

@@ -57,6 +57,7 @@ from wire.compatibility import kv_group
 from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
 from wire.grpc_options import WORKER_OPTIONS
+from wire.message_memory import keep_message_memory
 
 CHUNK_TOKENS = 512
 MESSAGE_BYTES = 1 << 20
@@ -145,8 +146,7 @@ async def _serve(tokens: int, scattered: bool) -> None:
     target = PrefillTarget(worker_id="prefill-0", incarnation=incarnation, address=address)
     offers = [way.offer for way in sides if way.offer is not None]
     capabilities = common_pb2.Capabilities(kv_groups=[kv_group(shape)], transports=offers)
-    told = [json_format.MessageToJson(message) for message in (target, capabilities)]
-    print(json.dumps(told), flush=True)
+    print(json.dumps([json_format.MessageToJson(m) for m in (target, capabilities)]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     for way in sides:
         await way.close()
@@ -359,8 +359,8 @@ class Bench:
         """Time one run."""
         began_s = time.perf_counter()
         await work()
-        rate = self.payload_bytes / (time.perf_counter() - began_s)
-        self.rates.setdefault(name, []).append(rate)
+        taken_s = time.perf_counter() - began_s
+        self.rates.setdefault(name, []).append(self.payload_bytes / taken_s)
 
     def gb_per_s(self, name: str) -> float:
         """Median."""
@@ -374,7 +374,7 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
     bench, warm_up = Bench(payload_bytes), Bench(payload_bytes)
     pool = PoolView(memory_file(shape.pool_bytes)[1], shape)
     ours, theirs = (np.frombuffer(memory_file(payload_bytes)[1], dtype=np.uint8) for _ in range(2))
-    options = ["--tokens", str(tokens), *(["--scattered"] if scattered else [])]
+    options = ["--tokens", str(tokens), *["--scattered"] * scattered]
     channels = Channels()
     transports = connect_all(channels, FleetToken(TOKEN))
 
@@ -408,9 +408,9 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
             for name, way in transports.items():
                 await into.take(name, partial(hand_off, way, name, peer, pool, tokens))
             name, way = next(iter(transports.items()))
-            copied = f"{name}, no digests"
+            copied = partial(hand_off, way, name, bare, pool, tokens)
             with without_digests():
-                await into.take(copied, partial(hand_off, way, name, bare, pool, tokens))
+                await into.take(f"{name}, no digests", copied)
     for way in transports.values():
         await way.close()
     await channels.close()
@@ -426,20 +426,19 @@ def main() -> None:
     parser.add_argument("--send", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-digests", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    keep_message_memory()  # as workers do
     if options.send:
         asyncio.run(send(options.tokens, options.scattered, not options.no_digests))
         return
     bench = asyncio.run(measure(options.tokens, options.rounds, options.scattered))
-    where = "all over the pool" if options.scattered else "in one run"
-    sys.stdout.write(
-        f"hand-off of {bench.payload_bytes / 2**20:.0f} MiB, {options.tokens} tokens of an 8B "
-        f"model, the sender's pages {where}; median of {options.rounds}\n"
-    )
+    pages = "pages all over the pool" if options.scattered else "pages in one run"
+    size = f"{bench.payload_bytes >> 20} MiB, {options.tokens} tokens of an 8B model"
+    sys.stdout.write(f"hand-off of {size}, the sender's {pages}; median of {options.rounds}\n")
     compared = {"grpc": "bare grpc.aio stream", "pair": "bare gloo"}
     for name in bench.rates:
         base = compared.get(name, "memcpy")
         ratio = bench.gb_per_s(name) / bench.gb_per_s(base)
-        low, high = min(bench.rates[name]) / 1e9, max(bench.rates[name]) / 1e9
+        low, high = (end(bench.rates[name]) / 1e9 for end in (min, max))
         sys.stdout.write(
             f"  {name:26} {bench.gb_per_s(name):6.2f} GB/s ({low:.2f} to {high:.2f})"
             f"   {ratio:5.2f} of {base}\n"

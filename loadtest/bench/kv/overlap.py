@@ -46,6 +46,7 @@ from loadtest.bench.handoff import (
 from loadtest.bench.kv.timeline import Group, draw
 from wire.fleet_token import FleetToken
 from wire.grpc_channels import Channels
+from wire.message_memory import keep_message_memory
 
 TRANSFER_GOAL = 0.10
 
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-s", type=float, nargs="+", default=[1000.0, 4000.0])
     parser.add_argument("--svg", type=Path)
     options = parser.parse_args()
+    keep_message_memory()  # as workers do
     sys.stdout.write(f"hand-off of {options.tokens} tokens of an 8B model while it is computed\n")
     drawn = asyncio.run(measure(options.tokens, options.rounds, options.tokens_per_s))
     if options.svg is not None:
