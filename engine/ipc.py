@@ -1,13 +1,11 @@
-"""Between the processes of one engine: frames on a socket, the pool's memory, dying together.
+"""Between the processes of one engine: frames on a socket, and the pool's memory.
 
 A frame is a 4-byte little-endian length and a msgpack list of messages. KV never passes in one:
 the processes map the same memory.
 """
 
-import ctypes
 import mmap
 import os
-import signal
 import struct
 from typing import Generic, TypeVar
 
@@ -17,11 +15,7 @@ from engine.core.geometry import KvGeometry
 
 LENGTH = struct.Struct("<I")
 
-
 M = TypeVar("M")
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 class FrameReader(Generic[M]):
@@ -47,11 +41,6 @@ class FrameReader(Generic[M]):
             del self._buffer[: LENGTH.size + length]
             messages += self._decoder.decode(body)
         return messages
-
-
-def die_with_parent() -> None:
-    """Ask Linux for SIGKILL when the parent dies, so that no step loop is ever left behind."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def map_pool(pool_fd: int, geometry: KvGeometry) -> memoryview:

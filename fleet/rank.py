@@ -30,7 +30,8 @@ from config.network import is_loopback
 from engine.core.errors import InternalError
 from engine.core.split import owned_heads, rank_geometries
 from engine.cpu.parallel.rank_sockets import read_hello, steady
-from engine.ipc import die_with_parent, map_pool
+from engine.ipc import map_pool
+from engine.parent import die_with_parent
 from engine.settings import EngineSettings
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer

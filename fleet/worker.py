@@ -28,7 +28,7 @@ from decode_worker.service import DecodeService
 from engine.core import events as ev
 from engine.core.errors import UnavailableError
 from engine.emulated_timing import TIMINGS
-from engine.ipc import die_with_parent
+from engine.parent import die_with_parent
 from engine.process.handle import EngineHandle
 from fleet.canary import Canary
 from fleet.draining import drained

@@ -19,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroupGloo
 
-from engine.ipc import die_with_parent
+from engine.parent import die_with_parent
 
 ORDER = struct.Struct("<QQQ")
 SENDER, RECEIVER = 0, 1

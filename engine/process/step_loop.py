@@ -30,7 +30,7 @@ from engine.core.errors import (
 )
 from engine.core.plan import StepPlan
 from engine.core.sequence import EngineRequest
-from engine.ipc import die_with_parent
+from engine.parent import die_with_parent
 from engine.process import messages
 from engine.process.adapter_loader import AdapterLoader
 from engine.process.build import BuiltEngine, build_engine

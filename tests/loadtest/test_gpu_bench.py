@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from loadtest.bench.gpu import __main__ as gpu
+from loadtest.bench.gpu import transports
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ class OnlyTheseAreThere:
 MISSING = "msgspec ray grpc typer rich transformers safetensors gguf redis xxhash fastapi".split()
 sys.meta_path.insert(0, OnlyTheseAreThere())
 import loadtest.bench.gpu.__main__, loadtest.bench.gpu.checks, loadtest.bench.gpu.tune
-import loadtest.bench.gpu.peer
+import loadtest.bench.gpu.peer, loadtest.bench.gpu.transports, engine.process.pair
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
@@ -118,3 +119,28 @@ def test_tuning_prints_rows_for_the_configs() -> None:
     said = smoke("--tune")
     assert "AttentionConfig(block_m=16" in said
     assert "of cuBLAS's time" in said
+
+
+def test_what_stands_in_for_nccl_and_cuda_ipc_moves_bytes_and_outlives_its_peer(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "rows.json"
+    assert transports.main(["--device", "cpu", "--mib", "8", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert rows["gloo pair"]["a_receive_without_a_send_waits"], "so its parent has to kill it"
+    assert rows["shared memory"]["after_the_owner_was_killed"] == "readable"
+
+
+def test_bytes_that_come_wrong_are_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter(range(9))
+    monkeypatch.setattr(
+        transports, "pattern", lambda _: bytes([next(numbers)]) * transports.MESSAGE_BYTES
+    )
+    with pytest.raises(transports.WrongBytesError):
+        transports.pair_moves(("cpu", "cpu"), 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it can be made")
+def test_a_pair_that_cannot_be_made_says_why() -> None:
+    with pytest.raises(transports.ProbeError, match=r"NCCL|CUDA|cuda"):
+        transports.pair_moves(("cuda:0", "cuda:0"), 1)

@@ -30,10 +30,11 @@ from engine.cpu.native.library import choose_native
 from engine.cpu.parallel import rank_processes as ranks
 from engine.cpu.parallel.shard import Group, Shard
 from engine.cpu.runner import CpuRunner
-from engine.ipc import die_with_parent, map_pool
+from engine.ipc import map_pool
 from engine.loading.memory import give_back_memory
 from engine.models.lora import Adapter
 from engine.numerics import DTYPES, Numerics, numerics_of
+from engine.parent import die_with_parent
 from engine.settings import EngineSettings
 
 
