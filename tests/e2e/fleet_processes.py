@@ -66,9 +66,10 @@ class Fleet:
         self.routers: list[tuple[subprocess.Popen[bytes], str]] = []
         self.log = (folder / "processes.log").open("ab")
 
-    def start(self, *worker_ids: str, **changes: object) -> "Fleet":
+    def start(self, *worker_ids: str, queued: int = 4, **changes: object) -> "Fleet":
         self.redis.start()
         config = CONFIG.replace(MODEL, str(changes.get("model", MODEL)))
+        config = config.replace("max_queued_requests: 4", f"max_queued_requests: {queued}")
         (self.folder / "fleet.yaml").write_text(config)
         self.start_workers(*worker_ids, **changes)
         self.start_router()
