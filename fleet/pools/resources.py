@@ -43,9 +43,10 @@ class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
-    """The placement group of one replica: one bundle per rank, all on one node.
+    """The placement group of one replica: one bundle per rank, the leader's first.
 
-    The ranks are children of the leader's engine process, which runs in the first bundle.
+    All are on one node, where the other ranks are children of the leader's engine process; or each
+    rank has an actor in its own bundle (``fleet.pools.ray_ranks``).
     """
     return [{"CPU": config.cpus_per_rank} for _ in range(config.pools.width(role))]
 
@@ -103,6 +104,7 @@ def worker_settings(
         "log_dir": log_dir,
         "log_format": config.logs.format,
         "ports": config.pools.ports or "",
+        "ranks_apart": config.pools.ranks_apart(role),
     }
 
 
