@@ -115,8 +115,9 @@ class RankProgram(rank_pb2_grpc.RankServicer):
             return rank_pb2.RankWord(beat=pb.Renew())
 
     async def _listen(self, words: AsyncIterator[rank_pb2.LeaderWord]) -> None:
-        async for word in words:
-            await self._on_word(word)
+        with contextlib.suppress(grpc.aio.UsageError):  # gRPC's, of a stream that was cancelled
+            async for word in words:
+                await self._on_word(word)
         self._end(0)
 
     async def _on_word(self, word: rank_pb2.LeaderWord) -> None:

@@ -289,6 +289,8 @@ class WorkerTable:
         self._take(slot, record)
 
     def _take(self, slot: Slot, record: WorkerRecord) -> None:
+        if slot.is_begun and record.state == "dead":
+            slot.dead_since_ns = None  # the life that has now ended never served
         slot.record, slot.epoch, slot.older = record, record.epoch, None
         link = slot.link
         if record.state == "dead":
