@@ -9,6 +9,7 @@ import pytest
 
 from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token, start_ray
 from fleet.hosts.rig import HOME, Rig
+from fleet.pools.controller import HEALTHY_AFTER_NS
 from tests.hosts.harness import KEY, Cluster, wait_for
 from tests.hosts.test_faults import joins, made_cluster
 from tests.hosts.test_real_engine import REAL, WARM
@@ -68,6 +69,7 @@ def test_ranks_on_two_hosts_answer_as_one_and_their_replica_outlives_a_host(
     assert len(text) > 40
     wait_for(lambda: cluster.transfers()["count"] == 1, 10, lambda: "not handed over")
 
+    time.sleep(HEALTHY_AFTER_NS / 1e9)  # now the leader's actor is there for the next life, too
     cluster.rig.power_off(other)
     began = time.monotonic()
     wait_for(lambda: "nodes together had not 1.5" in decode_of(cluster)["reason"], 180)
