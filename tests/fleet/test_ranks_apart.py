@@ -73,15 +73,15 @@ def fleet() -> Iterator[Fleet]:
 
 
 async def ready(fleet: Fleet, epochs: dict[str, int]) -> dict[str, WorkerRecord]:
-    """The records of workers, once each is in this life."""
+    """The records of workers, once each is in this life, or in a later one."""
     registry = Registry(fleet.redis_url, "apart")
-    until = time.monotonic() + 40
+    until = time.monotonic() + 120
     try:
         while True:
             slots = {s["worker_id"]: s for s in fleet.controller.status()}
             found = (await registry.records())[1]
             if all(
-                slots[name]["phase"] == "ready" and name in found and found[name].epoch == epoch
+                slots[name]["phase"] == "ready" and name in found and found[name].epoch >= epoch
                 for name, epoch in epochs.items()
             ):
                 return found
