@@ -24,6 +24,8 @@ class TensorParallelConfig(BaseModel):
     Attributes:
         memory: Of KV: ``shared`` is one pool for all ranks of a replica, ``own`` a pool for each,
             with its heads only.
+        nodes: Of a cluster, that a replica's ranks may be on: ``one``, or ``several`` where one has
+            no room for all. ``docs/tensor-parallelism.md``.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -31,6 +33,15 @@ class TensorParallelConfig(BaseModel):
     prefill: Annotated[int, Field(ge=1, le=64)] = 1
     decode: Annotated[int, Field(ge=1, le=64)] = 1
     memory: Literal["shared", "own"] = "shared"
+    nodes: Literal["one", "several"] = "one"
+
+    @model_validator(mode="after")
+    def _ranks_on_several_nodes_share_nothing(self) -> Self:
+        if self.nodes == "several" and self.memory == "shared":
+            raise ValueError("`nodes: several` needs `memory: own`: hosts share no memory")
+        if self.nodes == "several" and max(self.prefill, self.decode) == 1:
+            raise ValueError("`nodes: several` is for ranks: say `prefill` or `decode` above 1")
+        return self
 
 
 class KvTiersConfig(BaseModel):
@@ -115,6 +126,15 @@ class PoolsConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _ranks_apart_speak_plain_text(self) -> Self:
+        if self.tensor_parallel.nodes == "several" and self.tls is not None:
+            raise ValueError(
+                "tensor_parallel: `nodes: several` and `tls` exclude each other: ranks are sent "
+                "orders and tensors in plain text"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _roles_are_said_once(self) -> Self:
         if self.roles == "auto" and {"prefill", "decode"} & self.model_fields_set:
             raise ValueError("`roles: auto` chooses prefill and decode: leave these out")
@@ -126,6 +146,10 @@ class PoolsConfig(BaseModel):
         """Ranks of one replica of that pool."""
         ranks = self.tensor_parallel
         return ranks.prefill if role == "prefill" else ranks.decode
+
+    def ranks_apart(self, role: Literal["prefill", "decode"]) -> bool:
+        """Whether the ranks of that pool's replicas are placed each by itself."""
+        return self.tensor_parallel.nodes == "several" and self.width(role) > 1
 
     @property
     def ranks(self) -> list[int]:

@@ -64,6 +64,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1  # ranks of this replica
     rank_memory: str = "shared"  # or "own": a pool for each rank, of its KV heads only
     rank_orders: tuple[str, ...] = ()  # HOST:PORT/SECRET of ranks 1 and up; none: our children
+    rank_meeting_port: int = 0  # where those find each other, on the leader's host; 0: any
     emulated: EmulatedModel | None = None  # in place of ``model``, in a thread of the shell
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0

@@ -7,7 +7,7 @@ import socket
 from engine.core.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
-PORTS_OF_A_WORKER = 3  # gRPC, metrics, KV
+PORTS_OF_A_WORKER = 3  # gRPC, metrics, KV; a rank apart: gRPC, orders; and where ranks meet
 
 
 def free_port(host: str, allowed: str) -> int:
@@ -46,7 +46,8 @@ def kv_listener(host: str, allowed: str, workers: int) -> socket.socket | None:
     Args:
         host: The address to listen on.
         allowed: As for `free_port`.
-        workers: That share the range on this host. The other two ports of each come first.
+        workers: That share the range on this host, or ranks apart. The other ports of each come
+            first.
     """
     first, _, last = allowed.partition("-")
     if allowed and int(last) - int(first) + 1 < PORTS_OF_A_WORKER * workers:

@@ -1,4 +1,4 @@
-"""One rank of a replica that shares nothing with its leader but TCP: ``python -m fleet.rank``.
+"""One rank of a replica that shares nothing with its leader but TCP.
 
     leader's host                            this host
       worker's shell  ── gRPC: Link ───────▶   this program ── gRPC: Pull ◀── other workers' ranks
@@ -6,7 +6,8 @@
            └───────────── gloo: tensors ─────────┘     └── memory file: its pool ──┘
 
 It serves one leader, for one life: when the leader's stream ends, or the engine process does, the
-program ends. Orders and tensors go in plain text.
+program ends. Orders and tensors go in plain text. In a fleet an actor of Ray runs it
+(``fleet.pools.ray_ranks``); by hand it is ``python -m fleet.rank``.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -33,6 +34,7 @@ from engine.cpu.parallel.rank_sockets import read_hello, steady
 from engine.ipc import map_pool
 from engine.parent import die_with_parent
 from engine.settings import EngineSettings
+from fleet.ports import free_port
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.grpc_transport import GrpcServer, GrpcTransport
@@ -58,7 +60,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the program is told at its start; the engine's settings come from the leader."""
 
     host: str = "127.0.0.1"
-    port: int = 0
+    port: int = 0  # 0: one of ``ports``
+    ports: str = ""  # FIRST-LAST that it may listen on; empty: the kernel chooses
     fleet_token: str = ""
     fleet_token_file: str = ""
     insecure: bool = False  # plain text to other hosts is meant
@@ -114,8 +117,9 @@ class RankProgram(rank_pb2_grpc.RankServicer):
             return rank_pb2.RankWord(beat=pb.Renew())
 
     async def _listen(self, words: AsyncIterator[rank_pb2.LeaderWord]) -> None:
-        async for word in words:
-            await self._on_word(word)
+        with contextlib.suppress(grpc.aio.UsageError):  # gRPC's, of a stream that was cancelled
+            async for word in words:
+                await self._on_word(word)
         self._end(0)
 
     async def _on_word(self, word: rank_pb2.LeaderWord) -> None:
@@ -146,7 +150,10 @@ class RankProgram(rank_pb2_grpc.RankServicer):
     # ---------------------------------------------------------------- the engine process
 
     def _start_engine(self, begin: rank_pb2.RankBegin) -> None:
-        server = socket.create_server((self._settings.host, 0))
+        host = self._settings.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        port = free_port(host, self._settings.ports)
+        server = socket.create_server((host, port), family=family)
         server.setblocking(False)
         secret = secrets.token_hex(16)
         self._tasks.vital(self._run_engine(begin, server, secret), "engine", self._broke)
@@ -197,10 +204,12 @@ class RankProgram(rank_pb2_grpc.RankServicer):
             self._pool,
             serve.incarnation,
             self._held,
-            refusal=self._refusal,
-            tamperer=self._tamperer,
+            lambda sent_bytes: self._say(sent_bytes=sent_bytes),
+            self._refusal,
+            self._tamperer,
         )
-        self._say(serves=rank_pb2.RankServes())
+        pid = self._engine.pid if self._engine is not None else 0
+        self._say(serves=rank_pb2.RankServes(pid=pid, host=socket.gethostname()))
 
     def _held(self, key: Key) -> HeldKv | None:
         return self._handoffs.find(key) if self._handoffs is not None else None
@@ -288,11 +297,13 @@ async def _accept(server: socket.socket, secret: str) -> tuple[socket.socket, st
         connection.close()
 
 
-async def serve(settings: RankSettings) -> int:
-    """Run one rank until its leader goes; its exit code.
+@asynccontextmanager
+async def running(settings: RankSettings) -> AsyncIterator[tuple[str, asyncio.Future[int]]]:
+    """One rank that listens: its address, and its exit code, once its leader goes or it fails.
 
     Raises:
-        InternalError: It would speak plain text to other hosts, and nobody has said that it may.
+        InternalError: It would speak plain text to other hosts, and nobody has said that it may; or
+            no port is free.
         SecretError: The file that holds the token cannot be used.
     """
     token = FleetToken.of(settings.fleet_token_file, settings.fleet_token)
@@ -305,14 +316,21 @@ async def serve(settings: RankSettings) -> int:
             interceptors=[TokenInterceptor(token)],
             options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
         )
-        port = listen(server, f"{settings.host}:{settings.port}")
+        free = settings.port or free_port(settings.host, settings.ports)
+        port = listen(server, f"{settings.host}:{free}")
         rank_pb2_grpc.add_RankServicer_to_server(program, server)
         await GrpcServer(ServingSide(server, token, b"", -1)).start(_LatePool(program))
         undo.push_async_callback(server.stop, None)
         await server.start()
-        sys.stdout.write(f"{settings.host}:{port}\n")
+        yield f"{settings.host}:{port}", program.ended
+
+
+async def serve(settings: RankSettings) -> int:
+    """Run one rank, say its address on standard output, and wait for its end; its exit code."""
+    async with running(settings) as (address, ended):
+        sys.stdout.write(f"{address}\n")
         sys.stdout.flush()
-        return await program.ended
+        return await ended
 
 
 def main() -> None:

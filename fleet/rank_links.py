@@ -1,6 +1,6 @@
 """The ranks of a worker's replica that run elsewhere: reached before its engine, ended with it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -9,6 +9,7 @@ from batonpb import rank_pb2
 from engine.core.errors import InternalError
 from engine.process.messages import Ready
 from engine.settings import EngineSettings
+from fleet.ports import free_port
 from fleet.worker_settings import WorkerSettings
 from kvtransfer.ranks.link import RankGoneError, RankLink
 from wire.compatibility import kv_group
@@ -17,7 +18,10 @@ from wire.grpc_channels import Channels
 
 
 async def open_links(
-    settings: WorkerSettings, token: FleetToken, undo: AsyncExitStack
+    settings: WorkerSettings,
+    token: FleetToken,
+    note_sent: Callable[[int], None],
+    undo: AsyncExitStack,
 ) -> tuple[list[RankLink], EngineSettings]:
     """Links to the programs that are named, and the engine's settings with where its ranks listen.
 
@@ -25,7 +29,7 @@ async def open_links(
         InternalError: One does not answer, or the settings name too few or too many.
     """
     addresses, engine = settings.rank_addresses, settings.engine
-    if not addresses:
+    if not (addresses or settings.ranks_apart):
         return [], engine
     if not engine.own_pools or len(addresses) != engine.tensor_parallel - 1:
         raise InternalError(
@@ -36,14 +40,17 @@ async def open_links(
     undo.push_async_callback(channels.close)
     links = []
     for number, address in enumerate(addresses, 1):
-        link = RankLink(number, address, channels.to(address), token)
+        link = RankLink(number, address, channels.to(address), token, note_sent)
         undo.push_async_callback(link.close)
         links.append(link)
     try:
         orders = [await link.begin(msgspec.json.encode(engine)) for link in links]
     except (RankGoneError, TimeoutError) as error:
         raise InternalError(str(error) or "a rank does not answer") from error
-    return links, msgspec.structs.replace(engine, rank_orders=tuple(orders))
+    meeting_port = free_port(settings.host, settings.ports)
+    return links, msgspec.structs.replace(
+        engine, rank_orders=tuple(orders), rank_meeting_port=meeting_port
+    )
 
 
 async def serve_links(

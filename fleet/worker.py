@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -131,7 +132,9 @@ class Worker:
             metrics = Metrics("worker", model=settings.served_model_name)
             registry = Registry(settings.redis_url, settings.fleet)
             undo.push_async_callback(registry.close)
-            links, engine_settings = await open_links(settings, token, undo)
+            links, engine_settings = await open_links(
+                settings, token, partial(_note_sent, metrics), undo
+            )
             engine = await EngineHandle.start(
                 engine_settings, _LOG.info, stderr, _failure_counter(metrics)
             )
@@ -183,7 +186,9 @@ class Worker:
             }
             for one in (publisher, *tier_publishers.values()):
                 undo.push_async_callback(one.stop)
-            record = record_of(settings, identity, engine.client.ready, metrics_server.address)
+            record = record_of(
+                settings, identity, engine.client.ready, links, metrics_server.address
+            )
             presence = Presence(registry, record, count)
             undo.push_async_callback(presence.stop)
             undo.push_async_callback(server.stop, None)
@@ -316,9 +321,15 @@ def _kv_listener(settings: WorkerSettings, undo: AsyncExitStack) -> socket.socke
     """For readers by TCP, who get KV in plain text: not where there is TLS."""
     if settings.tls is not None or (settings.transports and "tcp" not in settings.transports):
         return None
-    workers = settings.engine.workers_on_host
-    listener = kv_listener(settings.host, settings.ports, workers)
+    ranks = settings.engine.tensor_parallel if settings.rank_addresses else 1
+    programs = settings.engine.workers_on_host * ranks  # that listen on this host, at most
+    listener = kv_listener(settings.host, settings.ports, programs)
     return None if listener is None else undo.enter_context(listener)
+
+
+def _note_sent(metrics: Metrics, sent_bytes: int) -> None:
+    """KV that left the pool of a rank elsewhere; of the leader's own prefill's service tells."""
+    metrics.inc("baton_transfer_bytes", sent_bytes, direction="sent")
 
 
 def _failure_counter(metrics: Metrics) -> Callable[[str], None]:

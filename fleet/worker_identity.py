@@ -9,6 +9,7 @@ from batonpb import common_pb2
 from engine.process.messages import Ready
 from fleet.worker_settings import WorkerSettings
 from kvtransfer.int8_chunks import ENCODES
+from kvtransfer.ranks.link import RankLink
 from kvtransfer.ranks.pools import RankPools
 from kvtransfer.transport import TransportServer
 from registry.types import WorkerRecord
@@ -58,9 +59,11 @@ def record_of(
     settings: WorkerSettings,
     identity: common_pb2.WorkerIdentity,
     ready: Ready,
+    links: Sequence[RankLink],
     metrics_address: str,
 ) -> WorkerRecord:
     """What it says of itself in the registry."""
+    here = ready.ranks or (ready.pid,)
     return WorkerRecord(
         worker_id=settings.worker_id,
         role=settings.role,
@@ -72,5 +75,6 @@ def record_of(
         address=identity.address,
         metrics_address=metrics_address,
         threads=ready.threads,
-        ranks=ready.ranks,
+        ranks=(*here, *(link.pid for link in links)) if links else ready.ranks,
+        rank_hosts=(identity.host, *(link.host for link in links)) if links else (),
     )

@@ -36,7 +36,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: str = ""  # FIRST-LAST that it may listen on; empty: the kernel chooses
     fault_injection: str = ""  # damage frames on purpose, see kvtransfer.fault_injection
     transports: tuple[str, ...] = ()  # by which its KV may be had besides gRPC; none named: all
-    rank_addresses: tuple[str, ...] = ()  # of ranks 1 and up on other hosts (``fleet.rank``)
+    ranks_apart: bool = False  # ranks 1 and up are no children: whoever starts this starts them
+    rank_addresses: tuple[str, ...] = ()  # of these ranks (``fleet.rank``)
     canary_s: float = CANARY_S
 
     def token(self) -> FleetToken:

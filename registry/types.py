@@ -38,6 +38,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics_address: str = ""  # host:port of its Prometheus page
     threads: int = 0  # of all its ranks together
     ranks: tuple[int, ...] = ()  # processes of a tensor-parallel replica, the leader's first
+    rank_hosts: tuple[str, ...] = ()  # of each of them; none: all are on ``host``
     reason: str = ""  # why it is dead or draining
 
     @property

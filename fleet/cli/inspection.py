@@ -46,6 +46,9 @@ def status(
         if timing := answer.get("emulated"):
             console.print(f"[bold yellow]{emulated_note(timing)}[/]")
         console.print(_worker_table(workers))
+        for worker in workers:
+            if reason := worker.get("reason"):  # older routers do not say
+                console.print(escape(f"{worker['id']}: {reason}"))
         moved = answer["transfers"]
         console.print(
             f"hand-offs: {moved['count']}, {moved['bytes'] / 2**20:.1f} MiB, "
@@ -65,12 +68,20 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
             escape(worker["id"]),
             f"[{colour}]{escape(worker['state'])}[/]",
             str(worker["epoch"]),
-            escape(f"{worker['host']}:{worker['pid']}"),
+            escape(_processes(worker)),
             *(str(worker[key]) for key in ("running", "waiting")),
             f"{blocks['leased']} leased, {blocks['cached']} cached, {blocks['free']} free",
             escape(worker["address"]),
         )
     return table
+
+
+def _processes(worker: dict[str, Any]) -> str:
+    """``host:pid``; of ranks on several hosts a line for each, the leader's first."""
+    hosts = worker.get("rank_hosts", [])
+    if len(set(hosts)) < 2:
+        return f"{worker['host']}:{worker['pid']}"
+    return "\n".join(f"{host}:{pid}" for host, pid in zip(hosts, worker["ranks"], strict=True))
 
 
 def logs(

@@ -42,7 +42,7 @@ class ClusterReply(msgspec.Struct, frozen=True, kw_only=True):
     was_there: bool = False  # of `ensure`: the fleet, before the call
     address: str = ""  # of this node, as others reach it
     left: int = 0  # of `clean`: what no controller ended
-    places: dict[str, str] = {}  # of `plan`: worker id -> node, empty where there is no room
+    places: dict[str, str] = {}  # of `plan`: worker id -> its nodes, empty where there is no room
     checkup: Checkup | None = None  # of `examine`
 
 
@@ -70,7 +70,10 @@ def carry_out(call: ClusterCall) -> ClusterReply:
         from fleet.pools.placement import cluster_nodes
 
         places = plan(config, cluster_nodes())
-        named = {w: f"{n.name} ({n.address})" if n is not None else "" for w, n in places.items()}
+        named = {
+            worker_id: " + ".join(dict.fromkeys(f"{n.name} ({n.address})" for n in chosen))
+            for worker_id, chosen in places.items()
+        }
         return ClusterReply(places=named)
     if call.spec is None:
         raise ValueError("`ensure` needs a specification")

@@ -1,4 +1,4 @@
-"""Which node a replica goes to, and whether a fleet fits a cluster. Does no I/O.
+"""Which nodes a replica goes to, and whether a fleet fits a cluster. Does no I/O.
 
 The rules, hard ones first:
 
@@ -8,6 +8,9 @@ The rules, hard ones first:
 3. Ray's head takes nothing, unless it is the only node.
 4. A node that has just failed comes last.
 5. Replicas of a role are spread over nodes, then replicas of any role.
+6. All ranks of a replica go to one node. Only where none has room for all, and the fleet file says
+   ``nodes: several``, they go to as few as there can be: each of them can end the replica, and
+   every layer's gathers wait for the slowest link.
 """
 
 import math
@@ -73,53 +76,63 @@ def choose(
     role: Role,
     cpus: float,
     nodes: Sequence[Node],
-    placed: Mapping[str, tuple[str, Role]],
+    placed: Mapping[str, tuple[Collection[str], Role]],
     *,
+    ranks: int = 1,
+    apart: bool = False,
     closed: Collection[str] = (),
     avoid: Collection[str] = (),
-) -> Node | None:
-    """The node for a replica; None while no usable one has room.
+) -> list[Node]:
+    """The node of each rank of a replica, the leader's first; empty while there is no room.
 
     Args:
         role: Of the replica.
-        cpus: What it takes, all ranks together.
+        cpus: What one rank takes.
         nodes: Of the cluster, those that live.
-        placed: The other replicas: worker id -> (address of its node, role).
+        placed: The other replicas: worker id -> (addresses of its ranks, role).
+        ranks: How many.
+        apart: Whether they may be on several nodes.
         closed: Addresses of nodes that take nothing.
-        avoid: Addresses of nodes that are taken only if no other one has room.
+        avoid: Addresses of nodes that are taken only if the others have no room.
     """
 
-    def rank(node: Node) -> tuple[bool, int, int, float, str]:
-        here = [held for address, held in placed.values() if address == node.address]
-        return (
-            node.address in avoid,
-            here.count(role),
-            len(here),
-            -node.free_cpus,
-            node.address,
-        )
+    def order(node: Node) -> tuple[int, int, float, str]:
+        here = [held for addresses, held in placed.values() if node.address in addresses]
+        return here.count(role), len(here), -node.free_cpus, node.address
 
-    roomy = [n for n in usable(role, nodes, closed) if n.free_cpus + _ROUNDING >= cpus]
-    return min(roomy, key=rank, default=None)
+    able = sorted(usable(role, nodes, closed), key=order)
+    wanted = [node for node in able if node.address not in avoid]
+    for among in (wanted, wanted + [node for node in able if node.address in avoid]):
+        room = {node.id: math.floor(node.free_cpus / cpus + _ROUNDING) for node in among}
+        if whole := next((node for node in among if room[node.id] >= ranks), None):
+            return [whole] * ranks
+        if apart and sum(room.values()) >= ranks:
+            in_turn = sorted(among, key=lambda node: (node.address in avoid, -room[node.id]))
+            return [node for node in in_turn for _ in range(room[node.id])][:ranks]
+    return []
 
 
 def plan(
     config: FleetConfig, nodes: Sequence[Node], closed: Collection[str] = ()
-) -> dict[str, Node | None]:
-    """Where an empty cluster's nodes would take each replica: worker id -> node."""
+) -> dict[str, list[Node]]:
+    """Where an empty cluster's nodes would take each replica: worker id -> node of each rank."""
     free = {node.address: node.cpus for node in nodes}
-    placed: dict[str, tuple[str, Role]] = {}
-    result: dict[str, Node | None] = {}
+    placed: dict[str, tuple[Collection[str], Role]] = {}
+    result: dict[str, list[Node]] = {}
     for role, replicas in _sizes(config).items():
-        cpus = config.cpus_per_rank * config.pools.width(role)
         for index in range(replicas):
             now = [_with_free(node, free[node.address]) for node in nodes]
-            node = choose(role, cpus, now, placed, closed=closed)
+            chosen = choose(
+                *(role, config.cpus_per_rank, now, placed),
+                ranks=config.pools.width(role),
+                apart=config.pools.ranks_apart(role),
+                closed=closed,
+            )
             worker_id = f"{role}-{index}"
-            result[worker_id] = node
-            if node is not None:
-                free[node.address] -= cpus
-                placed[worker_id] = (node.address, role)
+            result[worker_id] = chosen
+            for node in chosen:
+                free[node.address] -= config.cpus_per_rank
+            placed[worker_id] = ({node.address for node in chosen}, role)
     return result
 
 
@@ -163,11 +176,13 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
         )
     free = [math.floor(cpus / asked + _ROUNDING) for cpus in node_cpus]
     places, widths = sum(free), sorted(config.pools.ranks, reverse=True)
+    if config.pools.tensor_parallel.nodes == "several":  # each rank by itself
+        widths = [1] * sum(widths)
     if widths[0] > max(free):
         raise CapacityError(
             f"pools.tensor_parallel = {widths[0]} ranks of {asked:g} CPUs fit on no node: the "
             f"largest has {largest:g} CPUs, and a replica stays on one node; lower "
-            "pools.tensor_parallel or cpus_per_rank"
+            "pools.tensor_parallel or cpus_per_rank, or say `nodes: several` there"
         )
     if not _all_fit(widths, free):
         raise CapacityError(

@@ -148,7 +148,7 @@ class OrderDesk:
         except CapacityError as error:
             return Answer(f"without {name} the fleet does not fit: {error}")
         closed.add(address)
-        moving = [w for w in self._machine.slots if self._placements.address_of(w) == address]
+        moving = [w for w in self._machine.slots if address in self._placements.addresses_of(w)]
         if moving:
             actions = self._machine.restart(moving, self._now_ns(), rolling=True, move=True)
             self._apply(actions)
@@ -168,7 +168,7 @@ class OrderDesk:
                 "workers": [
                     worker_id
                     for worker_id in self._machine.slots
-                    if self._placements.address_of(worker_id) == node.address
+                    if node.address in self._placements.addresses_of(worker_id)
                 ],
             }
             for node in nodes

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,10 +44,13 @@ class Place:
     """Where one slot's lives run."""
 
     group: PlacementGroup
-    address: str  # of the node; empty where Ray chose it
-    port: int  # of its raylet
-    node_id: str = ""  # Ray's: a node that joins again has a new one
+    nodes: tuple[Node, ...] = ()  # of each rank, the leader's first; empty where Ray chose
     cpus: tuple[float, ...] = ()  # of each rank, as it was reserved; empty: not known
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of its nodes, each once, the leader's first."""
+        return tuple(dict.fromkeys(node.address for node in self.nodes))
 
 
 class Placements:
@@ -70,9 +73,16 @@ class Placements:
         self.closed: set[str] = set()  # addresses of nodes that take nothing
 
     def address_of(self, worker_id: str) -> str:
-        """Of the node that a slot's lives run on; empty if it has none, or Ray chose it."""
+        """Of the node that a slot's lives run on; empty if it has none, or Ray chose it.
+
+        Of ranks on several nodes it is the leader's.
+        """
+        return next(iter(self.addresses_of(worker_id)), "")
+
+    def addresses_of(self, worker_id: str) -> tuple[str, ...]:
+        """Of all nodes that a slot's ranks are on."""
         place = self._places.get(worker_id)
-        return place.address if place is not None else ""
+        return place.addresses if place is not None else ()
 
     async def place(
         self, worker_id: str, role: Role, settled: asyncio.Event, *, move: bool = False
@@ -92,10 +102,11 @@ class Placements:
         if self.outgrown(worker_id):
             self.remove(worker_id)
         place = self._places.get(worker_id)
-        if place is not None and self._chooses and (move or not await self._answers(place)):
-            avoid.add(place.address)
-            self.remove(worker_id)
-            place = None
+        if place is not None and self._chooses:
+            avoid |= set(place.addresses) if move else await self._silent(place)
+            if avoid:
+                self.remove(worker_id)
+                place = None
         try:
             async with asyncio.timeout(PLACEMENT_LIMIT_S):
                 if self._chooses:
@@ -105,15 +116,16 @@ class Placements:
                 else:
                     if place is None:
                         cpus = self._cpus_of_ranks(role)
-                        place = Place(self._reserve(worker_id, role, ""), "", 0, cpus=cpus)
+                        place = Place(self._reserve(worker_id, role), cpus=cpus)
                     self._keep(worker_id, role, place)
                     work = _set_when(place.group.ready(), settled)
                     async with self._tasks.beside(work, "placement"):
                         await settled.wait()
         except TimeoutError as error:
             config = self._config
+            who = "the nodes together had not" if config.pools.ranks_apart(role) else "no node had"
             raise RuntimeError(
-                f"no node had {config.cpus_per_rank:g} free CPUs (cpus_per_rank) for each of "
+                f"{who} {config.cpus_per_rank:g} free CPUs (cpus_per_rank) for each of "
                 f"{config.pools.width(role)} ranks for {PLACEMENT_LIMIT_S:g} s"
             ) from error
         return place.group
@@ -123,14 +135,16 @@ class Placements:
         place = self._places.get(worker_id)
         if place is None or not place.cpus:
             return False
-        return place.cpus != self._cpus_of_ranks(self._roles[worker_id])
+        role = self._roles[worker_id]
+        spread = len(place.addresses) > 1 and not self._config.pools.ranks_apart(role)
+        return spread or place.cpus != self._cpus_of_ranks(role)
 
     async def lost(self) -> set[str]:
-        """The slots whose node Ray has given up: what is started there waits for ever."""
+        """The slots with a node that Ray has given up: what is started there waits for ever."""
         if not self._chooses or not self._places:
             return set()
         alive = {node.id for node in await self.nodes()}
-        return {w for w, place in self._places.items() if place.node_id not in alive}
+        return {w for w, p in self._places.items() if {n.id for n in p.nodes} - alive}
 
     def remove(self, worker_id: str) -> None:
         """Give a slot's place back."""
@@ -153,22 +167,22 @@ class Placements:
         if left:
             nodes = await self.nodes()
         by_id = {node.id: node for node in nodes}
-        for worker_id, (group, node_id, cpus) in left.items():
-            node = by_id.get(node_id)
-            if worker_id not in worker_ids or (self._chooses and node is None):
+        for worker_id, (group, node_ids, cpus) in left.items():
+            there = tuple(by_id[node_id] for node_id in node_ids if node_id in by_id)
+            lost = not there or len(there) < len(node_ids)
+            if worker_id not in worker_ids or (self._chooses and lost):
                 _LOG.info("%s: its place is given back, nobody lives there", worker_id)
                 remove_placement_group(group)
                 continue
-            address, port = (node.address, node.port) if node is not None else ("", 0)
-            self._keep(worker_id, role_of(worker_id), Place(group, address, port, node_id, cpus))
+            self._keep(worker_id, role_of(worker_id), Place(group, there, cpus))
 
     async def nodes(self) -> list[Node]:
         """The cluster's nodes that live. Free CPUs are without what this fleet has been given."""
         found = await asyncio.to_thread(cluster_nodes)
         taken: dict[str, float] = {}
-        for worker_id, place in self._places.items():
-            cpus = self._cpus(self._roles[worker_id])
-            taken[place.address] = taken.get(place.address, 0.0) + cpus
+        for place in self._places.values():
+            for node in place.nodes:
+                taken[node.address] = taken.get(node.address, 0.0) + self._config.cpus_per_rank
         return [
             replace(n, free_cpus=min(n.free_cpus, n.cpus - taken.get(n.address, 0.0)))
             for n in found
@@ -177,23 +191,24 @@ class Placements:
     async def _on_chosen_node(
         self, worker_id: str, role: Role, unwanted: asyncio.Event, avoid: set[str]
     ) -> Place:
-        """A group on the best node, or on the next one if that fails."""
+        """A group on the best nodes, or on the next ones if one of these fails."""
         while True:
             async with self._one_by_one:
                 nodes = await self.nodes()
                 failed = {n.address for n in nodes if n.id in self._failed_lately()}
-                node = choose(
+                chosen = choose(
                     role,
-                    self._cpus(role),
+                    self._config.cpus_per_rank,
                     nodes,
-                    {w: (p.address, self._roles[w]) for w, p in self._places.items()},
+                    {w: (p.addresses, self._roles[w]) for w, p in self._places.items()},
+                    ranks=self._config.pools.width(role),
+                    apart=self._config.pools.ranks_apart(role),
                     closed=self.closed,
                     avoid=avoid | failed,
                 )
-                if node is not None:
-                    group = self._reserve(worker_id, role, node.address)
-                    cpus = self._cpus_of_ranks(role)
-                    place = Place(group, node.address, node.port, node.id, cpus)
+                if chosen:
+                    group = self._reserve(worker_id, role, chosen)
+                    place = Place(group, tuple(chosen), self._cpus_of_ranks(role))
                     self._keep(worker_id, role, place)
                     reserved = False
                     try:
@@ -202,12 +217,13 @@ class Placements:
                         if not reserved:  # in time, or at all
                             self.remove(worker_id)
                     if reserved:
-                        _LOG.info("%s goes to %s (%s)", worker_id, node.name, node.address)
+                        named = " + ".join(f"{node.name} ({node.address})" for node in chosen)
+                        _LOG.info("%s goes to %s", worker_id, named)
                         return place
-                    avoid.add(node.address)
+                    avoid.update(place.addresses)
             if unwanted.is_set():
                 raise RuntimeError("stopped before it was placed")
-            await asyncio.sleep(_POLL_S if node is not None else 1.0)
+            await asyncio.sleep(_POLL_S if chosen else 1.0)
 
     async def _reserved(self, group: PlacementGroup, unwanted: asyncio.Event) -> bool:
         """Whether Ray could reserve a group in time."""
@@ -220,14 +236,18 @@ class Placements:
                     await asyncio.sleep(_POLL_S)
         return False
 
-    def _reserve(self, worker_id: str, role: Role, address: str) -> PlacementGroup:
+    def _reserve(self, worker_id: str, role: Role, nodes: Sequence[Node] = ()) -> PlacementGroup:
         asked = bundles(self._config, role)
-        if address:
-            asked = [{**bundle, f"node:{address}": _NODE_SHARE} for bundle in asked]
+        if nodes:
+            asked = [
+                {**bundle, f"node:{node.address}": _NODE_SHARE}
+                for bundle, node in zip(asked, nodes, strict=True)
+            ]
         # The name has a time in it: Ray frees that of a removed group when it likes.
         return placement_group(
             asked,
-            strategy="STRICT_PACK",  # ranks share one memory file
+            # Unless they are placed each by itself, ranks are processes of one host.
+            strategy="PACK" if self._config.pools.ranks_apart(role) else "STRICT_PACK",
             name=f"{group_stem(self._config.fleet)}{worker_id}.{time.time_ns():x}",
             lifetime="detached",
         )
@@ -236,9 +256,6 @@ class Placements:
         self._places[worker_id] = place
         self._roles[worker_id] = role
 
-    def _cpus(self, role: Role) -> float:
-        return self._config.cpus_per_rank * self._config.pools.width(role)
-
     def _cpus_of_ranks(self, role: Role) -> tuple[float, ...]:
         return tuple(bundle["CPU"] for bundle in bundles(self._config, role))
 
@@ -246,14 +263,21 @@ class Placements:
         since_s = time.monotonic() - AVOID_S
         return {node_id for node_id, at_s in self._failed_s.items() if at_s > since_s}
 
-    async def _answers(self, place: Place) -> bool:
-        """Whether Ray counts on the node, and its raylet listens: Ray learns of a death later."""
+    async def _silent(self, place: Place) -> set[str]:
+        """Addresses of its nodes that Ray does not count on, or whose raylets do not listen.
+
+        Ray hears of a death later.
+        """
         alive = {node.id for node in await self.nodes()}
-        if place.node_id in alive and await listens(place.address, place.port):
-            return True
-        _LOG.warning("the node at %s does not answer", place.address)
-        self._failed_s[place.node_id] = time.monotonic()
-        return False
+        silent = [
+            node
+            for node in {node.id: node for node in place.nodes}.values()
+            if not (node.id in alive and await listens(node.address, node.port))
+        ]
+        for node in silent:
+            _LOG.warning("the node at %s does not answer", node.address)
+            self._failed_s[node.id] = time.monotonic()
+        return {node.address for node in silent}
 
 
 def role_of(worker_id: str) -> Role:
@@ -304,9 +328,11 @@ def group_stem(fleet: str) -> str:
     return f"baton-{fleet}-"
 
 
-def groups_of(fleet: str) -> dict[str, tuple[PlacementGroup, str, tuple[float, ...]]]:
-    """Of a fleet's groups that Ray knows: worker id -> group, id of its node, CPUs of ranks."""
-    found: dict[str, tuple[PlacementGroup, str, tuple[float, ...]]] = {}
+def groups_of(
+    fleet: str,
+) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[float, ...]]]:
+    """Of a fleet's groups that Ray knows: worker id -> group, node ids of ranks, their CPUs."""
+    found: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[float, ...]]] = {}
     stem = group_stem(fleet)
     entries: list[dict[str, Any]] = sorted(
         placement_group_table().values(), key=lambda e: e["name"]
@@ -320,10 +346,11 @@ def groups_of(fleet: str) -> dict[str, tuple[PlacementGroup, str, tuple[float, .
         group = PlacementGroup(ray.PlacementGroupID.from_hex(entry["placement_group_id"]))
         if worker_id in found:  # the older one: a controller has one of each, and removes first
             remove_placement_group(found[worker_id][0])
-        node_ids = [node for node in entry.get("bundles_to_node_id", {}).values() if node]
+        by_bundle: dict[int, str] = entry.get("bundles_to_node_id", {})
+        node_ids = tuple(node for _, node in sorted(by_bundle.items()) if node)
         asked: list[dict[str, float]] = list(entry.get("bundles", {}).values())
         cpus = tuple(bundle.get("CPU", 0.0) for bundle in asked)
-        found[worker_id] = (group, node_ids[0] if node_ids else "", cpus)
+        found[worker_id] = (group, node_ids, cpus)
     return found
 
 

@@ -31,7 +31,8 @@ from fleet.pools.controller import (
 from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, process_of
 from fleet.pools.orders import OrderDesk
 from fleet.pools.placement import Placements, role_of
-from fleet.pools.ray_worker import WorkerActor, log_to
+from fleet.pools.ray_process import log_to
+from fleet.pools.ray_worker import WorkerActor
 from fleet.pools.resources import (
     NAMESPACE,
     ControllerSpec,

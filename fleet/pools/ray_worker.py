@@ -1,15 +1,13 @@
 """The Ray actor around one worker. The engine is a child of this process.
 
 A worker ends with its engine. If it had lived long, its actor begins the slot's next life in the
-same process, which spares a start of Python and the imports; else the actor ends too.
+same process, which spares a start of Python and the imports; else the actor ends too. Ranks that
+are placed by themselves are actors that this one owns, new ones for each life.
 """
 
 import asyncio
-import faulthandler
 import gc
 import importlib
-import os
-import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,14 +15,14 @@ from typing import Any, Protocol
 import msgspec
 
 from fleet.pools.liveness import ShellProcess, StandstillGuard
+from fleet.pools.ray_process import log_to, on_this_node
+from fleet.pools.ray_ranks import RankActors
 from fleet.pools.resources import settings_digest
 from fleet.pools.sealing import unsealed
 from registry.types import WorkerRecord
-from telemetry.logs import LogFormat, set_up_logs
 from telemetry.tasks import BackgroundTasks
 
 _CLOSING_LIMIT_S = 3.0  # for what is left of a life, before the next one begins
-_LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
 
 
 class RunningWorker(Protocol):
@@ -64,9 +62,7 @@ class WorkerActor:
         log_to(log_file, settings.get("log_format", "text"))
         module = importlib.import_module(program)
         self._settings_type: type[Any] = module.WorkerSettings
-        settings = unsealed(settings)
-        self._settings = self._settings_of(settings)
-        self._digest = settings_digest(settings)
+        self._take(settings)
         self._start_worker: StartWorker = module.Worker.start
         self._tasks = BackgroundTasks("worker's actor")
         self._starting: asyncio.Task[None] | None = None
@@ -91,7 +87,11 @@ class WorkerActor:
         return msgspec.msgpack.encode(self._worker.record)
 
     async def _begin(self) -> None:
-        self._worker = await self._start_worker(self._settings)
+        settings = self._settings
+        if self._ranks is not None:
+            addresses = await self._ranks.start()
+            settings = msgspec.structs.replace(settings, rank_addresses=addresses)
+        self._worker = await self._start_worker(settings)
         if self._guard is None:
             self._guard = self._tasks.keep(StandstillGuard().run, "standstill")
         self._started.set()
@@ -111,21 +111,23 @@ class WorkerActor:
         self._starting = None
         self._worker = None
         gc.collect()  # whatever still points to the last life's KV pool keeps its memory
-        settings = unsealed(settings)
-        self._settings = self._settings_of(settings)
-        self._digest = settings_digest(settings)
+        self._end_ranks()
+        self._take(settings)
         return await self.start()
 
-    def _settings_of(self, fields: Mapping[str, Any]) -> Any:
-        host = fields["host"]
-        if not host:
-            import ray
-
-            host = ray.util.get_node_ip_address()
-        return msgspec.convert({**fields, "host": host}, self._settings_type)
+    def _take(self, settings: Mapping[str, Any]) -> None:
+        """Have these settings for the life that begins."""
+        self._ranks = RankActors(settings) if settings.get("ranks_apart") else None
+        fields = unsealed(settings)
+        self._settings = msgspec.convert(on_this_node(fields), self._settings_type)
+        self._digest = settings_digest(fields)
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = error
+
+    def _end_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.end()
 
     async def ping(self) -> bytes:
         """This process and which life it is in, as msgpack: who answers is not frozen."""
@@ -155,23 +157,9 @@ class WorkerActor:
             await asyncio.wait((self._starting,))
         else:
             await self._running().stop()
+        self._end_ranks()
 
     def _running(self) -> RunningWorker:
         if self._worker is None:
             raise RuntimeError("the worker has not been started")
         return self._worker
-
-
-def log_to(file: Path, layout: LogFormat = "text") -> None:
-    """Send this process' output, its children's, and crash dumps to one file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.exists() and file.stat().st_size > _LOG_LIMIT_BYTES:
-        file.replace(file.with_suffix(".log.1"))
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
-    faulthandler.enable(file=2, all_threads=True)
-    set_up_logs(layout, before=f"{os.getpid()} ")

@@ -43,9 +43,10 @@ class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
-    """The placement group of one replica: one bundle per rank, all on one node.
+    """The placement group of one replica: one bundle per rank, the leader's first.
 
-    The ranks are children of the leader's engine process, which runs in the first bundle.
+    All are on one node, where the other ranks are children of the leader's engine process; or each
+    rank has an actor in its own bundle (``fleet.pools.ray_ranks``).
     """
     return [{"CPU": config.cpus_per_rank} for _ in range(config.pools.width(role))]
 
@@ -59,7 +60,8 @@ def worker_environment(config: FleetConfig) -> dict[str, str]:
     """Environment of a worker's process, in place before torch is imported.
 
     Spinning threads of two workers on two cores made an 18 ms step take 950 ms; waiting threads
-    that sleep do not.
+    that sleep do not. gRPC's handlers of `fork` are off: a process that we start is another program
+    at once, and where calls were open they ended some of these by SIGSEGV before it was.
     """
     auto = config.threads_per_rank == "auto"  # the engine's process is told by its shell
     threads = "1" if auto else str(config.threads_per_rank)
@@ -68,6 +70,7 @@ def worker_environment(config: FleetConfig) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
     }
 
 
@@ -103,6 +106,7 @@ def worker_settings(
         "log_dir": log_dir,
         "log_format": config.logs.format,
         "ports": config.pools.ports or "",
+        "ranks_apart": config.pools.ranks_apart(role),
     }
 
 

@@ -6,6 +6,7 @@
       Hold, Publish ───────────── published ◀────    (a slice is announced when its rank knows)
       Revoke ────────────────────given back ◀────    (pages are free when nobody reads them there)
       Take ─────────────────────────── taken ◀───    (a frame counts when each rank has its own)
+                                        sent ◀───    (bytes that left its pool)
 
 When the stream breaks the rank is gone, and the replica with it.
 """
@@ -38,13 +39,22 @@ class RankLink:
         address: Of its program, for words and for pulls of its heads.
         channel: To that address; whoever owns it closes it.
         token: For the call.
+        note_sent: Called with bytes of KV that were pulled from it.
     """
 
     def __init__(
-        self, rank: int, address: str, channel: grpc.aio.Channel, token: FleetToken
+        self,
+        rank: int,
+        address: str,
+        channel: grpc.aio.Channel,
+        token: FleetToken,
+        note_sent: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.rank = rank
         self.address = address
+        self.pid, self.host = 0, ""
+        """Of its engine process, once it serves."""
+        self._note_sent = note_sent
         stub = rank_pb2_grpc.RankStub(channel)
         self._call: Any = stub.Link(metadata=token.metadata)
         self._words: asyncio.Queue[rank_pb2.LeaderWord] = asyncio.Queue()
@@ -53,7 +63,7 @@ class RankLink:
         self._on_given_back: dict[str, Callable[[], None]] = {}
         loop = asyncio.get_running_loop()
         self._listens: asyncio.Future[rank_pb2.RankListens] = loop.create_future()
-        self._serves: asyncio.Future[None] = loop.create_future()
+        self._serves: asyncio.Future[rank_pb2.RankServes] = loop.create_future()
         self.broken: asyncio.Future[str] = loop.create_future()
         self._tasks = BackgroundTasks("rank link")
         self._tasks.vital(self._speak(), "speak", self._broke)
@@ -78,7 +88,8 @@ class RankLink:
             RankGoneError: It broke meanwhile.
         """
         self._say(serve=serve)
-        await self._until(self._serves)
+        serves = await self._until(self._serves)
+        self.pid, self.host = serves.pid, serves.host
 
     def hold(self, hold: rank_pb2.RankHold, on_given_back: Callable[[], None]) -> None:
         """A prompt has its pages; ``on_given_back`` is called once, some time after ``revoke``."""
@@ -146,13 +157,15 @@ class RankLink:
                 case "listens":
                     self._listens.set_result(word.listens)
                 case "serves":
-                    self._serves.set_result(None)
+                    self._serves.set_result(word.serves)
                 case "published":
                     self._answer(word.published, None)
                 case "taken":
                     self._answer(word.taken.serial, word.taken)
                 case "given_back":
                     self._on_given_back.pop(word.given_back)()
+                case "sent_bytes":
+                    self._note_sent(word.sent_bytes)
 
     def _answer(self, serial: int, answer: object) -> None:
         waiting = self._waiting.pop(serial)

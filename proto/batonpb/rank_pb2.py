@@ -26,37 +26,37 @@ from batonpb import common_pb2 as baton_dot_v1_dot_common__pb2
 from batonpb import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/rank.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x16\x62\x61ton/v1/prefill.proto\"\xfa\x01\n\nLeaderWord\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x13.baton.v1.RankBeginH\x00\x12$\n\x05serve\x18\x02 \x01(\x0b\x32\x13.baton.v1.RankServeH\x00\x12\"\n\x04hold\x18\x03 \x01(\x0b\x32\x12.baton.v1.RankHoldH\x00\x12(\n\x07publish\x18\x04 \x01(\x0b\x32\x15.baton.v1.RankPublishH\x00\x12&\n\x06revoke\x18\x05 \x01(\x0b\x32\x14.baton.v1.RankRevokeH\x00\x12\"\n\x04take\x18\x06 \x01(\x0b\x32\x12.baton.v1.RankTakeH\x00\x42\x06\n\x04word\"\xd6\x01\n\x08RankWord\x12(\n\x07listens\x18\x01 \x01(\x0b\x32\x15.baton.v1.RankListensH\x00\x12&\n\x06serves\x18\x02 \x01(\x0b\x32\x14.baton.v1.RankServesH\x00\x12\x13\n\tpublished\x18\x03 \x01(\x04H\x00\x12\x14\n\ngiven_back\x18\x04 \x01(\tH\x00\x12$\n\x05taken\x18\x05 \x01(\x0b\x32\x13.baton.v1.RankTakenH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0f.baton.v1.RenewH\x00\x42\x06\n\x04word\"2\n\tRankBegin\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x17\n\x0f\x65ngine_settings\x18\x02 \x01(\x0c\"+\n\x0bRankListens\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\x80\x01\n\tRankServe\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12#\n\x08kv_group\x18\x02 \x01(\x0b\x32\x11.baton.v1.KvGroup\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\x12\x16\n\x0eunsigned_pulls\x18\x05 \x01(\x08\"\x0c\n\nRankServes\"\x93\x01\n\x08RankHold\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\r\n\x05pages\x18\x06 \x03(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x07 \x01(\x0c\"P\n\x0bRankPublish\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12#\n\x08kv_slice\x18\x03 \x01(\x0b\x32\x11.baton.v1.KvSlice\"\x1a\n\nRankRevoke\x12\x0c\n\x04name\x18\x01 \x01(\t\"r\n\x08RankTake\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x04pull\x18\x03 \x01(\x0b\x32\x15.baton.v1.PullRequest\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x11\n\tbudget_ms\x18\x05 \x01(\x04\"T\n\tRankTaken\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\'\n\x08outcomes\x18\x02 \x03(\x0e\x32\x15.baton.v1.TakeOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t*=\n\x0bTakeOutcome\x12\x0b\n\x07MISSING\x10\x00\x12\n\n\x06STORED\x10\x01\x12\x0b\n\x07\x44\x41MAGED\x10\x02\x12\x08\n\x04GONE\x10\x03\x32<\n\x04Rank\x12\x34\n\x04Link\x12\x14.baton.v1.LeaderWord\x1a\x12.baton.v1.RankWord(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/rank.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x16\x62\x61ton/v1/prefill.proto\"\xfa\x01\n\nLeaderWord\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x13.baton.v1.RankBeginH\x00\x12$\n\x05serve\x18\x02 \x01(\x0b\x32\x13.baton.v1.RankServeH\x00\x12\"\n\x04hold\x18\x03 \x01(\x0b\x32\x12.baton.v1.RankHoldH\x00\x12(\n\x07publish\x18\x04 \x01(\x0b\x32\x15.baton.v1.RankPublishH\x00\x12&\n\x06revoke\x18\x05 \x01(\x0b\x32\x14.baton.v1.RankRevokeH\x00\x12\"\n\x04take\x18\x06 \x01(\x0b\x32\x12.baton.v1.RankTakeH\x00\x42\x06\n\x04word\"\xec\x01\n\x08RankWord\x12(\n\x07listens\x18\x01 \x01(\x0b\x32\x15.baton.v1.RankListensH\x00\x12&\n\x06serves\x18\x02 \x01(\x0b\x32\x14.baton.v1.RankServesH\x00\x12\x13\n\tpublished\x18\x03 \x01(\x04H\x00\x12\x14\n\ngiven_back\x18\x04 \x01(\tH\x00\x12$\n\x05taken\x18\x05 \x01(\x0b\x32\x13.baton.v1.RankTakenH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0f.baton.v1.RenewH\x00\x12\x14\n\nsent_bytes\x18\x07 \x01(\x04H\x00\x42\x06\n\x04word\"2\n\tRankBegin\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x17\n\x0f\x65ngine_settings\x18\x02 \x01(\x0c\"+\n\x0bRankListens\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\x80\x01\n\tRankServe\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12#\n\x08kv_group\x18\x02 \x01(\x0b\x32\x11.baton.v1.KvGroup\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\x12\x16\n\x0eunsigned_pulls\x18\x05 \x01(\x08\"\'\n\nRankServes\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\"\x93\x01\n\x08RankHold\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\r\n\x05pages\x18\x06 \x03(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x07 \x01(\x0c\"P\n\x0bRankPublish\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12#\n\x08kv_slice\x18\x03 \x01(\x0b\x32\x11.baton.v1.KvSlice\"\x1a\n\nRankRevoke\x12\x0c\n\x04name\x18\x01 \x01(\t\"r\n\x08RankTake\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x04pull\x18\x03 \x01(\x0b\x32\x15.baton.v1.PullRequest\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x11\n\tbudget_ms\x18\x05 \x01(\x04\"T\n\tRankTaken\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\'\n\x08outcomes\x18\x02 \x03(\x0e\x32\x15.baton.v1.TakeOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t*=\n\x0bTakeOutcome\x12\x0b\n\x07MISSING\x10\x00\x12\n\n\x06STORED\x10\x01\x12\x0b\n\x07\x44\x41MAGED\x10\x02\x12\x08\n\x04GONE\x10\x03\x32<\n\x04Rank\x12\x34\n\x04Link\x12\x14.baton.v1.LeaderWord\x1a\x12.baton.v1.RankWord(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.rank_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TAKEOUTCOME']._serialized_start=1254
-  _globals['_TAKEOUTCOME']._serialized_end=1315
+  _globals['_TAKEOUTCOME']._serialized_start=1303
+  _globals['_TAKEOUTCOME']._serialized_end=1364
   _globals['_LEADERWORD']._serialized_start=81
   _globals['_LEADERWORD']._serialized_end=331
   _globals['_RANKWORD']._serialized_start=334
-  _globals['_RANKWORD']._serialized_end=548
-  _globals['_RANKBEGIN']._serialized_start=550
-  _globals['_RANKBEGIN']._serialized_end=600
-  _globals['_RANKLISTENS']._serialized_start=602
-  _globals['_RANKLISTENS']._serialized_end=645
-  _globals['_RANKSERVE']._serialized_start=648
-  _globals['_RANKSERVE']._serialized_end=776
-  _globals['_RANKSERVES']._serialized_start=778
-  _globals['_RANKSERVES']._serialized_end=790
-  _globals['_RANKHOLD']._serialized_start=793
-  _globals['_RANKHOLD']._serialized_end=940
-  _globals['_RANKPUBLISH']._serialized_start=942
-  _globals['_RANKPUBLISH']._serialized_end=1022
-  _globals['_RANKREVOKE']._serialized_start=1024
-  _globals['_RANKREVOKE']._serialized_end=1050
-  _globals['_RANKTAKE']._serialized_start=1052
-  _globals['_RANKTAKE']._serialized_end=1166
-  _globals['_RANKTAKEN']._serialized_start=1168
-  _globals['_RANKTAKEN']._serialized_end=1252
-  _globals['_RANK']._serialized_start=1317
-  _globals['_RANK']._serialized_end=1377
+  _globals['_RANKWORD']._serialized_end=570
+  _globals['_RANKBEGIN']._serialized_start=572
+  _globals['_RANKBEGIN']._serialized_end=622
+  _globals['_RANKLISTENS']._serialized_start=624
+  _globals['_RANKLISTENS']._serialized_end=667
+  _globals['_RANKSERVE']._serialized_start=670
+  _globals['_RANKSERVE']._serialized_end=798
+  _globals['_RANKSERVES']._serialized_start=800
+  _globals['_RANKSERVES']._serialized_end=839
+  _globals['_RANKHOLD']._serialized_start=842
+  _globals['_RANKHOLD']._serialized_end=989
+  _globals['_RANKPUBLISH']._serialized_start=991
+  _globals['_RANKPUBLISH']._serialized_end=1071
+  _globals['_RANKREVOKE']._serialized_start=1073
+  _globals['_RANKREVOKE']._serialized_end=1099
+  _globals['_RANKTAKE']._serialized_start=1101
+  _globals['_RANKTAKE']._serialized_end=1215
+  _globals['_RANKTAKEN']._serialized_start=1217
+  _globals['_RANKTAKEN']._serialized_end=1301
+  _globals['_RANK']._serialized_start=1366
+  _globals['_RANK']._serialized_end=1426
 # @@protoc_insertion_point(module_scope)

@@ -37,20 +37,22 @@ class LeaderWord(_message.Message):
     def __init__(self, begin: _Optional[_Union[RankBegin, _Mapping]] = ..., serve: _Optional[_Union[RankServe, _Mapping]] = ..., hold: _Optional[_Union[RankHold, _Mapping]] = ..., publish: _Optional[_Union[RankPublish, _Mapping]] = ..., revoke: _Optional[_Union[RankRevoke, _Mapping]] = ..., take: _Optional[_Union[RankTake, _Mapping]] = ...) -> None: ...
 
 class RankWord(_message.Message):
-    __slots__ = ("listens", "serves", "published", "given_back", "taken", "beat")
+    __slots__ = ("listens", "serves", "published", "given_back", "taken", "beat", "sent_bytes")
     LISTENS_FIELD_NUMBER: _ClassVar[int]
     SERVES_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     GIVEN_BACK_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     listens: RankListens
     serves: RankServes
     published: int
     given_back: str
     taken: RankTaken
     beat: _prefill_pb2.Renew
-    def __init__(self, listens: _Optional[_Union[RankListens, _Mapping]] = ..., serves: _Optional[_Union[RankServes, _Mapping]] = ..., published: _Optional[int] = ..., given_back: _Optional[str] = ..., taken: _Optional[_Union[RankTaken, _Mapping]] = ..., beat: _Optional[_Union[_prefill_pb2.Renew, _Mapping]] = ...) -> None: ...
+    sent_bytes: int
+    def __init__(self, listens: _Optional[_Union[RankListens, _Mapping]] = ..., serves: _Optional[_Union[RankServes, _Mapping]] = ..., published: _Optional[int] = ..., given_back: _Optional[str] = ..., taken: _Optional[_Union[RankTaken, _Mapping]] = ..., beat: _Optional[_Union[_prefill_pb2.Renew, _Mapping]] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
 
 class RankBegin(_message.Message):
     __slots__ = ("rank", "engine_settings")
@@ -83,8 +85,12 @@ class RankServe(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., kv_group: _Optional[_Union[_common_pb2.KvGroup, _Mapping]] = ..., ranks: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., unsigned_pulls: _Optional[bool] = ...) -> None: ...
 
 class RankServes(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("pid", "host")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    host: str
+    def __init__(self, pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class RankHold(_message.Message):
     __slots__ = ("name", "request_id", "attempt", "generation", "prompt_tokens", "pages", "decode_incarnation")

@@ -155,17 +155,21 @@ class Slot:
         status = link.status if alive and link is not None and link.status else WorkerStatus()
         identity, record = status.identity, self.record
         incarnation = identity.incarnation or (link.incarnation if link else b"")
+        ranks = [] if state == "dead" else list(record.ranks) or [identity.pid or record.pid]
+        host = identity.host or record.host
         return {
             "id": record.worker_id,
             "role": record.role,
             "state": state,
+            "reason": "" if state == "ready" else record.reason,
             "engine": self._engine(),
             "refused": self.refusal,
             "incarnation": (incarnation or record.incarnation).hex(),
             "epoch": self.epoch,
-            "ranks": [] if state == "dead" else list(record.ranks) or [identity.pid or record.pid],
+            "ranks": ranks,
+            "rank_hosts": list(record.rank_hosts)[: len(ranks)] or [host] * len(ranks),
             "pid": 0 if state == "dead" else identity.pid or record.pid,
-            "host": identity.host or record.host,
+            "host": host,
             "address": identity.address or record.address,
             "kv_blocks": _block_counts(status.kv_blocks),
             "kv_tiers": {
@@ -285,6 +289,8 @@ class WorkerTable:
         self._take(slot, record)
 
     def _take(self, slot: Slot, record: WorkerRecord) -> None:
+        if slot.is_begun and record.state == "dead":
+            slot.dead_since_ns = None  # the life that has now ended never served
         slot.record, slot.epoch, slot.older = record, record.epoch, None
         link = slot.link
         if record.state == "dead":

@@ -96,6 +96,29 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
             "kv_tiers need `tensor_parallel: {memory: shared}`",
         ),
         (
+            "pools: {tensor_parallel: {decode: 2, nodes: several}}",
+            "`nodes: several` needs `memory: own`: hosts share no memory",
+        ),
+        (
+            "pools: {tensor_parallel: {memory: own, nodes: several}}",
+            "`nodes: several` is for ranks: say `prefill` or `decode` above 1",
+        ),
+        (
+            "pools: {tls: {certificate: /a, key: /b, ca: /c},"
+            " tensor_parallel: {decode: 2, memory: own, nodes: several}}",
+            "`nodes: several` and `tls` exclude each other",
+        ),
+        (
+            "pools: {kv_tiers: {memory_mb: 64},"
+            " tensor_parallel: {decode: 2, memory: own, nodes: several}}",
+            "kv_tiers need `tensor_parallel: {memory: shared}`",
+        ),
+        (
+            "pools: {engine: emulated, tensor_parallel: {decode: 2, memory: own, nodes: several}}",
+            "pools.tensor_parallel",
+        ),
+        ("pools: {tensor_parallel: {decode: 2, nodes: two}}", "must be 'one' or 'several'"),
+        (
             "quantisation: {weights: int4}\npools: {tensor_parallel: {decode: 2}}",
             "int4 weights are not split; int8 ones are",
         ),

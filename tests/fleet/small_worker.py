@@ -22,6 +22,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str
     host: str
     log_dir: str
+    rank_addresses: tuple[str, ...] = ()
 
 
 class Worker:
@@ -48,6 +49,7 @@ class Worker:
             pid=engine.pid,
             host=os.environ["OMP_WAIT_POLICY"],  # shows that the environment was in place
             address=f"{settings.host}:{os.getpid()}",
+            metrics_address=" ".join(settings.rank_addresses),  # it has no page
             threads=int(os.environ["OMP_NUM_THREADS"]),
         )
         presence = Presence(Registry(settings.redis_url, settings.fleet), record)

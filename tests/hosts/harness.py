@@ -97,6 +97,11 @@ class Cluster:
         found: list[dict[str, Any]] = json.loads(self._get("/fleet", url))["workers"]
         return found
 
+    def transfers(self) -> dict[str, int]:
+        """Hand-offs so far, as the router has counted them."""
+        found: dict[str, int] = json.loads(self._get("/fleet"))["transfers"]
+        return found
+
     def places(self, url: str = "") -> dict[str, str]:
         """Worker id -> name of its host, of those that are ready; nothing if nobody answers."""
         try:

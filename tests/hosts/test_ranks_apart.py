@@ -43,3 +43,14 @@ def test_smollm2_from_two_hosts_to_three_until_a_cable_is_pulled() -> None:
         assert driver.stdout.readline().decode() == "decode ended with 1\n"
         assert time.monotonic() - began_s < 15
         assert driver.wait(30) == 0
+
+
+def test_what_a_step_costs_with_a_rank_on_another_host() -> None:
+    """Prints it; ``-s`` shows it. The hosts share this machine's cores."""
+    Path(WARM).mkdir(parents=True, exist_ok=True)
+    with Rig(shared=[ROOT], environment={"BATON_CACHE": WARM}) as rig:
+        one, two = rig.add("one", "two")
+        _, address = start_rank(two)
+        told = msgspec.json.encode({"host": one.address, "rank": address}).decode()
+        command = f"cd {ROOT} && exec {sys.executable} -m tests.hosts.step_cost '{told}'"
+        print(one.output(command, timeout_s=400))

@@ -210,7 +210,7 @@ class RankProcesses:
         """Where ranks elsewhere find each other; then ``store`` is its address."""
         self._ranks: list[_Rank] = []
         if settings.rank_orders:
-            self._reach_all(settings.rank_orders)
+            self._reach_all(settings.rank_orders, settings.rank_meeting_port)
             return
         # Where ranks find each other; gone with the processes. It is never closed: torch opens it
         # again when it lets go of the group, by a path that would lead to another file by then.
@@ -220,7 +220,7 @@ class RankProcesses:
         pool_fds = own_fds or [pool_fd] * (settings.tensor_parallel - 1)
         self._ranks = [self._spawn(rank, settings, fd) for rank, fd in enumerate(pool_fds, 1)]
 
-    def _reach_all(self, orders: Sequence[str]) -> None:
+    def _reach_all(self, orders: Sequence[str], meeting_port: int) -> None:
         """Connect to ranks elsewhere.
 
         Raises:
@@ -231,7 +231,7 @@ class RankProcesses:
             for address in addresses:
                 link = connect(address, STEP_TIMEOUT_S)
                 if self.meeting is None:
-                    self.meeting = socket.create_server((link.getsockname()[0], 0))
+                    self.meeting = socket.create_server((link.getsockname()[0], meeting_port))
                     host, port = self.meeting.getsockname()[:2]
                     self.store = f"tcp://{host}:{port}"
                 greet(link, address, self.store)

@@ -113,14 +113,18 @@ async def test_a_link_that_is_closed_as_it_opens_leaves_nothing_half_begun(worke
 async def test_a_worker_whose_next_life_takes_long_to_start_stays_in_sight():
     dead = record_of("decode-0", "127.0.0.1:1")
     directory = StaticDirectory([dead])
-    async with running(directory) as (table, _):
+    async with running(directory, dead_shown_s=1.5) as (table, _):
         directory.put(msgspec.structs.replace(dead, state="dead"))
         await until(lambda: state(table) == "dead")
         next_life = msgspec.structs.replace(dead, state="starting", epoch=dead.epoch + 1)
         directory.put(msgspec.structs.replace(next_life, address=""))
-        await asyncio.sleep(1.3)  # the dead are shown for 0.5 s
+        await asyncio.sleep(2.6)  # the dead are shown for 1.5 s
         assert [worker["id"] for worker in table.describe()["workers"]] == ["decode-0"]
-        directory.put(msgspec.structs.replace(next_life, address="", state="dead"))
+        why = "cannot place: no node had 1 free CPUs"
+        directory.put(msgspec.structs.replace(next_life, address="", state="dead", reason=why))
+        await asyncio.sleep(1.2)  # the one before has been dead for longer
+        (shown,) = table.describe()["workers"]
+        assert (shown["state"], shown["reason"]) == ("dead", why)
         await until(lambda: table.get("decode-0") is None, timeout_s=4)
 
 

@@ -1,0 +1,36 @@
+"""What every process of ours that Ray starts does first: its log file, its node's address."""
+
+import faulthandler
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from telemetry.logs import LogFormat, set_up_logs
+
+_LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
+
+
+def on_this_node(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose empty ``host`` is this node's address."""
+    if settings["host"]:
+        return dict(settings)
+    import ray
+
+    return {**settings, "host": ray.util.get_node_ip_address()}
+
+
+def log_to(file: Path, layout: LogFormat = "text") -> None:
+    """Send this process' output, its children's, and crash dumps to one file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists() and file.stat().st_size > _LOG_LIMIT_BYTES:
+        file.replace(file.with_suffix(".log.1"))
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    faulthandler.enable(file=2, all_threads=True)
+    set_up_logs(layout, before=f"{os.getpid()} ")
