@@ -306,6 +306,7 @@ async def running(settings: RankSettings) -> AsyncIterator[tuple[str, asyncio.Fu
             no port is free.
         SecretError: The file that holds the token cannot be used.
     """
+    keep_message_memory()
     token = FleetToken.of(settings.fleet_token_file, settings.fleet_token)
     if not (settings.insecure or is_loopback(settings.host)):
         raise InternalError(f"host = {settings.host}: a rank speaks plain text; say `insecure`")
@@ -336,7 +337,6 @@ async def serve(settings: RankSettings) -> int:
 def main() -> None:
     """Entry of ``python -m fleet.rank``: settings as JSON on standard input."""
     die_with_parent()
-    keep_message_memory()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
     set_up_logs("text")
     sys.exit(asyncio.run(serve(settings)))

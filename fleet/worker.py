@@ -122,6 +122,7 @@ class Worker:
                 says why.
             SecretError, CertificateError: A file of its settings cannot be used.
         """
+        keep_message_memory()
         token, tls = settings.token(), settings.credentials()
         async with AsyncExitStack() as undo:
             stderr = _open_log(settings)
@@ -426,7 +427,6 @@ async def serve(settings: WorkerSettings) -> int:
 def main() -> None:
     """Entry of ``python -m fleet.worker``: settings as JSON on standard input, secrets included."""
     die_with_parent()
-    keep_message_memory()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     set_up_logs(settings.log_format)
     sys.exit(asyncio.run(serve(settings)))

@@ -12,7 +12,7 @@ _KEPT_BYTES = 128 << 20  # freed, at the end of the heap: what may be in flight,
 
 
 def keep_message_memory() -> None:
-    """Have freed memory used again, where the C library is glibc; once, as the process begins."""
+    """Have this process use freed memory again, where the C library is glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)
