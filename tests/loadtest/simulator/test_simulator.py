@@ -93,10 +93,10 @@ def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
         asked.append([Giver(others, 1), *placement.prefix])
         return replace(placement, prefix=asked[-1])
 
-    trace, setup = read_trace(SAMPLE, 200), replace(SMALL, prefill_workers=4, check_every_step=True)
+    trace, setup = read_trace(SAMPLE, 200), replace(SMALL, prefill_workers=4)
     before = run(setup, trace)
     monkeypatch.setattr(Placer, "place", with_one_more)
-    simulation = run(setup, trace)
+    simulation = run(replace(setup, check_every_step=True), trace)
     assert asked and all(record.ends == 1 and not record.error for record in simulation.records)
     pulled = [sum(one.pulled_blocks for one in run.records) for run in (before, simulation)]
     assert 0 < pulled[0] == pulled[1], "no block came twice, and none was lost"
