@@ -81,6 +81,7 @@ class PoolsConfig(BaseModel):
         unsigned_pulls: KV is also handed to whoever has no capability of a router: for as long as
             routers or workers of versions run that know none.
         int8_chunks: In ``numerics: fast``, KV may travel as int8 over links so slow that it pays.
+        pull_prefixes: Workers may have leading blocks of a prompt from each other's caches.
         receive_cpu_share: Of a core, what KV that comes in may take of it while the worker writes
             answers; 0: no limit. ``docs/handoff.md``.
         routers: Processes that share the port; ``auto`` is one for every `CORES_OF_A_ROUTER` cores
@@ -102,6 +103,7 @@ class PoolsConfig(BaseModel):
     token_file: AbsoluteFile | None = None
     unsigned_pulls: bool = False
     int8_chunks: bool = True
+    pull_prefixes: bool = True
     receive_cpu_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.025
 
     @field_validator("ports")

@@ -1,17 +1,19 @@
-"""Brings leading blocks of a prompt into this worker's cache, from another worker that has them.
+"""Brings leading blocks of a prompt into this worker's cache, from other workers that have them.
 
     begin ──▶ reserve pages ──▶ the peer holds and publishes ──▶ pull, verify ──▶ commit ──▶ ended
       └─────────┴── the peer lacks them, is gone, is slow; nobody wants them any more ──────▶ ended
 
 It is a hand-off of a prompt that is nothing but those blocks, whose answer has ended already: once
 committed, the engine leaves them in the cache, where the request that waits for them finds them.
-However it ends, the request goes on: what is not in the cache is computed.
+Peers are asked one after the other, each for what is still lacking of the blocks that it has, so
+one that gives nothing leaves more for the next. However that ends, the request goes on: what is
+not in the cache is computed.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from batonpb import common_pb2, decode_pb2
 from batonpb import prefill_pb2 as pb
@@ -32,11 +34,11 @@ _LOOK_AGAIN_S = 0.1
 _BUDGET_S = 2.0  # and so long on top of it: a busy engine listens between two steps
 
 
-class PrefixPull:
-    """One pull. ``begin`` it once; it ends by itself or by ``stop``.
+class _Link:
+    """A pull from one peer. ``begin`` it once; it ends by itself or by ``stop``.
 
     Args:
-        submission: The hand-off, as ``prefix_submission`` makes it.
+        submission: The hand-off.
         parts: Of this worker.
         on_end: Called once, with the tokens that came.
     """
@@ -137,6 +139,48 @@ class PrefixPull:
         self._parts.engine.client.send(messages.Cancel(self._engine_id))
 
 
+class PrefixPull:
+    """What a request pulls: one link after the other, to the last or to ``stop``.
+
+    Args:
+        links: The hand-offs, as ``prefix_links`` makes them.
+        parts: Of this worker.
+        on_end: Called once, with the tokens that came by all of them.
+    """
+
+    def __init__(
+        self,
+        links: Iterable[decode_pb2.Submission],
+        parts: WorkerParts,
+        on_end: Callable[[int], None],
+    ) -> None:
+        self._left = iter(links)
+        self._parts = parts
+        self._on_end = on_end
+        self._tokens = 0
+        self._link: _Link | None = None
+
+    def begin(self) -> bool:
+        """Ask the next peer; False if none is left."""
+        submission = next(self._left, None)
+        if submission is None:
+            return False
+        self._link = _Link(submission, self._parts, self._on_link_end)
+        self._link.begin()
+        return True
+
+    def stop(self) -> None:
+        """Nobody waits for it any more."""
+        self._left = iter(())
+        if self._link is not None:
+            self._link.stop()
+
+    def _on_link_end(self, tokens: int) -> None:
+        self._tokens += tokens
+        if not self.begin():
+            self._on_end(self._tokens)
+
+
 class PrefixPuller:
     """Begins pulls for the requests of a worker.
 
@@ -161,37 +205,48 @@ class PrefixPuller:
         Returns:
             The pull; None if there is nothing to wait for.
         """
-        submission = prefix_submission(request)
-        if submission is None or request.prefix.incarnation == self._parts.identity.incarnation:
-            return None
-        pull = PrefixPull(submission, self._parts, on_end)
-        pull.begin()
-        return pull
+        pull = PrefixPull(
+            prefix_links(request, self._parts.identity.incarnation), self._parts, on_end
+        )
+        return pull if pull.begin() else None
 
 
-def prefix_submission(
-    request: decode_pb2.Submission | pb.PrefillStart,
-) -> decode_pb2.Submission | None:
-    """The hand-off of a request's leading blocks; None if it has no use for any.
+def prefix_links(
+    request: decode_pb2.Submission | pb.PrefillStart, own: bytes
+) -> Iterator[decode_pb2.Submission]:
+    """The hand-offs of a request's leading blocks, in order; none if it has no use for any.
 
     One that asks for something of all its prompt's rows computes them all, and so does a probe.
+
+    Args:
+        request: As it came.
+        own: Our incarnation, which asks itself for nothing.
     """
-    source = request.prefix
-    every_row = request.pooling or request.sampling.prompt_logprobs
+    if request.probe or request.pooling or request.sampling.prompt_logprobs:
+        return
     tokens = request.prompt_tokens
     if isinstance(request, decode_pb2.Submission):  # the router named blocks of its longest answer
         live = [choice.token_ids for choice in request.emitted if not choice.finish_reason]
         tokens += max(live, key=len, default=b"")
     block_bytes = TOKEN_BYTES * BLOCK_TOKENS
-    blocks = min(source.blocks, len(tokens) // block_bytes)
-    if not blocks or request.probe or every_row:
-        return None
+    for number, source in enumerate((request.prefix, *request.prefix_then)):
+        blocks = min(source.blocks, len(tokens) // block_bytes)
+        if blocks and source.incarnation != own:
+            yield _hand_off(request, source, number, tokens[: blocks * block_bytes])
+
+
+def _hand_off(
+    request: decode_pb2.Submission | pb.PrefillStart,
+    source: common_pb2.PrefixSource,
+    number: int,
+    tokens: bytes,
+) -> decode_pb2.Submission:
     return decode_pb2.Submission(
-        request_id=prefix_request_id(request.request_id),
+        request_id=prefix_request_id(request.request_id, number),
         attempt=request.attempt,
         ticket=request.ticket,
         priority=request.priority,
-        prompt_tokens=tokens[: blocks * block_bytes],
+        prompt_tokens=tokens,
         sampling=common_pb2.SamplingParams(n=1, max_tokens=2),
         tenant=request.tenant,
         hash_seed=request.hash_seed,

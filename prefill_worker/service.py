@@ -46,7 +46,7 @@ _REMEMBERED_ATTEMPTS = 4096
 
 
 class PrefixPull(Protocol):
-    """Blocks on their way from another worker's cache into ours."""
+    """Blocks on their way from other workers' caches into ours."""
 
     def stop(self) -> None:
         """Nobody waits for them any more."""
@@ -56,7 +56,7 @@ class PrefixPuller(Protocol):
     """Brings blocks from other workers' caches."""
 
     def begin(self, request: pb.PrefillStart, on_end: Callable[[int], None]) -> PrefixPull | None:
-        """Pull what ``request.prefix`` names; None if there is nothing to wait for.
+        """Pull what the request names; None if there is nothing to wait for.
 
         Args:
             request: As it came.

@@ -114,6 +114,7 @@ class RouterSettings:
             max_queued_requests=config.max_queued_requests,
             window_requests=config.max_batch_requests,
             default_timeout_s=config.default_timeout_s,
+            pull_prefixes=config.pools.pull_prefixes,
             redis_url=environ.get("BATON_REDIS_URL", ""),
             fleet_token=_fleet_token(config),
             tls=FleetTls(files) if (files := config.tls_files) is not None else None,

@@ -53,13 +53,17 @@ def prefill_start(
         router_id=submission.router_id,
         pooling=submission.pooling,
         prefix=submission.prefix if submission.HasField("prefix") else None,
+        prefix_then=submission.prefix_then,
         held_only=target.held_only,
     )
 
 
-def prefix_request_id(request_id: str) -> str:
-    """Of the hand-off that brings leading blocks of a request from another worker's cache."""
-    return f"prefix/{request_id}"
+def prefix_request_id(request_id: str, link: int = 0) -> str:
+    """Of the hand-off that brings leading blocks of a request from another worker's cache.
+
+    ``link`` counts those before it that are for the same request.
+    """
+    return f"prefix{link or ''}/{request_id}"
 
 
 def emitted_from_wire(submission: Submission) -> tuple[tuple[int, ...] | None, ...]:

@@ -116,7 +116,7 @@ def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int)
 def _fleet(folder: Path, *, pair: bool, pinned: bool) -> Iterator[str]:
     folder.mkdir(parents=True)
     cores = os.cpu_count() or 1
-    port = _free_port()
+    port = free_port()
     pools, threads = ((1, 1), str(max(cores // 2, 1))) if pair else ((0, 1), str(cores))
     if pair and not pinned:
         threads = "auto"
@@ -127,7 +127,9 @@ def _fleet(folder: Path, *, pair: bool, pinned: bool) -> Iterator[str]:
     )
     command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
     url = f"http://127.0.0.1:{port}"
-    with _process(command, folder, {"BATON_HOME": str(folder / "home")}, f"{url}/health/ready"):
+    with server_process(
+        command, folder, {"BATON_HOME": str(folder / "home")}, f"{url}/health/ready"
+    ):
         if pinned:
             _pin(url, cores)
         yield url
@@ -136,13 +138,13 @@ def _fleet(folder: Path, *, pair: bool, pinned: bool) -> Iterator[str]:
 @contextlib.contextmanager
 def _llama(folder: Path) -> Iterator[str]:
     folder.mkdir(parents=True)
-    peer, port, cores = Peer(cache_folder()), _free_port(), str(os.cpu_count() or 1)
+    peer, port, cores = Peer(cache_folder()), free_port(), str(os.cpu_count() or 1)
     source = resolve_model(DEFAULT_MODEL).path
     arguments = ("-m", str(peer.bf16_model(source)), "-t", cores, "-tb", cores, "-np", "32")
     where = ("-c", "131072", "--host", "127.0.0.1", "--port", str(port))
     command = [str(peer.programs / "llama-server"), *arguments, *where]
     url = f"http://127.0.0.1:{port}"
-    with _process(command, folder, peer.environment, f"{url}/health"):
+    with server_process(command, folder, peer.environment, f"{url}/health"):
         yield url
 
 
@@ -166,7 +168,7 @@ def columns(console: Console, layouts: Sequence[Layout] = LAYOUTS) -> list[Layou
 
 
 @contextlib.contextmanager
-def _process(
+def server_process(
     command: Sequence[str], folder: Path, more: dict[str, str], ready: str
 ) -> Iterator[None]:
     """A server process, from ready to gone."""
@@ -205,7 +207,8 @@ def _pin(url: str, cores: int) -> None:
                 os.sched_setaffinity(thread.id, list(halves[worker["role"]]) or [0])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

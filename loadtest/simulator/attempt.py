@@ -5,7 +5,7 @@ a layer group and the blocks of one chunk is one frame, and one message on the n
 shells do between machines, engines and wire takes ``CONTROL_NS`` a message.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -67,8 +67,8 @@ class Attempt:
         clock: Of the simulation.
         network: Between the workers.
         listener: The router.
-        holder: Has leading blocks that whoever computes the prompt is to pull.
-        prefix_blocks: So many.
+        prefix: Who has leading blocks that whoever computes the prompt is to pull, and how many,
+            in order.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class Attempt:
         record: Record,
         decode: SimulatedWorker,
         prefill: SimulatedWorker | None,
-        holder: SimulatedWorker | None = None,
-        prefix_blocks: int = 0,
+        prefix: Sequence[tuple[SimulatedWorker, int]] = (),
         *,
         block_tokens: int,
         kv_bytes_per_token: int,
@@ -89,8 +88,7 @@ class Attempt:
         self.decode = decode
         self.prefill = prefill
         self.over = False
-        self._holder = holder
-        self._prefix_blocks = prefix_blocks
+        self._prefix = prefix
         self._block_bytes = kv_bytes_per_token * block_tokens
         self._id = f"{record.id}.{record.attempt}"
         self._clock = clock
@@ -128,16 +126,16 @@ class Attempt:
             submit()
 
     def _with_prefix(self, worker: SimulatedWorker, submit: Callable[[], None]) -> None:
-        """Submit, once what another worker holds of the prompt is there, or will not come."""
-        holder, self._holder = self._holder, None
-        if holder is None or holder is worker:
+        """Submit, once what others hold of the prompt is there, or will not come."""
+        links = [link for link in self._prefix if link[0] is not worker]
+        self._prefix = ()
+        if not links:
             submit()
             return
         PrefixPull(
             self.record,
             worker,
-            holder,
-            blocks=self._prefix_blocks,
+            links,
             block_bytes=self._block_bytes,
             clock=self._clock,
             network=self._network,

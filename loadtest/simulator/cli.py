@@ -30,6 +30,9 @@ def simulate(
     mode: Annotated[str, typer.Option(help="disaggregated, colocated or auto.")] = "disaggregated",
     worker: Annotated[str, typer.Option(help=f"{', '.join(TIMINGS)}.")] = H100_70B.name,
     link: Annotated[str, typer.Option(help=f"{', '.join(LINKS)}.")] = "between-nodes",
+    nodes: Annotated[
+        int, typer.Option(min=0, help="With NVLink inside, --link between; 0: one for each worker.")
+    ] = 0,
     prefill_kv_tokens: Annotated[int, typer.Option(min=1024)] = 3_100_160,
     decode_kv_tokens: Annotated[int, typer.Option(min=1024)] = 1_048_576,
     memory_kv_tokens: Annotated[
@@ -80,6 +83,7 @@ def simulate(
             mode=modes[mode],
             timing=TIMINGS[worker],
             link=LINKS[link],
+            nodes=nodes,
             prefill_kv_tokens=prefill_kv_tokens,
             decode_kv_tokens=decode_kv_tokens,
             memory_kv_tokens=memory_kv_tokens,

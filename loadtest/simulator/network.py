@@ -31,20 +31,35 @@ LINKS = {
 
 
 class Network:
-    """All links, alike. A worker sends one message at a time, and receives one.
+    """All links. A worker sends one message at a time, and receives one.
 
     Args:
-        link: Of each pair.
+        link: Between workers of two nodes.
+        nodes: Workers are dealt out to so many by their numbers; 0: each has one of its own.
+        within: Between workers of one node.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, nodes: int = 0, within: Link = LINKS["nvlink"]) -> None:
         self.link = link
+        self._nodes = nodes
+        self._within = within
         self._sends_until_ns: defaultdict[str, int] = defaultdict(int)
         self._receives_until_ns: defaultdict[str, int] = defaultdict(int)
+
+    def node(self, worker_id: str) -> str:
+        """Where a worker is; "" where each is elsewhere."""
+        if not self._nodes:
+            return ""
+        return f"node-{int(worker_id.rpartition('-')[2]) % self._nodes}"
+
+    def seconds(self, source: str, target: str, payload_bytes: float) -> float:
+        """One message alone."""
+        near = self._nodes and self.node(source) == self.node(target)
+        return (self._within if near else self.link).seconds(payload_bytes)
 
     def send(self, source: str, target: str, payload_bytes: float, now_ns: int) -> int:
         """When a message that is ready now will have arrived."""
         free_ns = max(self._sends_until_ns[source], self._receives_until_ns[target])
-        end_ns = max(free_ns, now_ns) + round(self.link.seconds(payload_bytes) * 1e9)
+        end_ns = max(free_ns, now_ns) + round(self.seconds(source, target, payload_bytes) * 1e9)
         self._sends_until_ns[source] = self._receives_until_ns[target] = end_ns
         return end_ns

@@ -1,10 +1,11 @@
-"""Leading blocks of a prompt on their way from one worker's cache into another's.
+"""Leading blocks of a prompt on their way from other workers' caches into one's own.
 
 What ``decode_worker.prefix_pull`` has real machines do, done here by the same engine commands: a
-reservation at the one worker, HELD blocks at the other, and one message for all bytes.
+reservation at the one worker, HELD blocks at the other, and one message for all bytes; then the
+next worker that has more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from engine.core import events as ev
@@ -16,12 +17,12 @@ from loadtest.simulator.network import CONTROL_NS, Network
 from loadtest.simulator.records import HASH_SEED, Record
 from loadtest.simulator.worker import SimulatedWorker
 
-_BUDGET_NS = 2_000_000_000  # ``decode_worker.prefix_pull``
+_BUDGET_S, _BUDGET_TIMES = 2.0, 4  # ``decode_worker.prefix_pull``
 _PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
-class PrefixPull:
-    """One pull; it ends once, whatever becomes of either worker.
+class _Link:
+    """A pull from one worker; it ends once, whatever becomes of either worker.
 
     Args:
         record: The request.
@@ -54,7 +55,7 @@ class PrefixPull:
         self._clock = clock
         self._network = network
         self._on_end = on_end
-        self._id = f"prefix/{record.id}.{record.attempt}"
+        self._id = f"prefix/{record.id}.{record.attempt}/{source.worker_id}"
         self._skip_blocks = 0
         self._generation = 0
         self._began_ns = 0
@@ -92,7 +93,7 @@ class PrefixPull:
             case ev.Reserved():
                 self._generation, self._skip_blocks = event.generation, event.skip_blocks
                 self._clock.after(CONTROL_NS, self._ask)
-                self._clock.after(_BUDGET_NS, self._give_up)
+                self._clock.after(self._budget_ns, self._give_up)
             case ev.Bound():
                 self._send()
             case ev.Revoked():
@@ -130,6 +131,12 @@ class PrefixPull:
         self._clock.at(end_ns, self._arrived)
 
     @property
+    def _budget_ns(self) -> int:
+        ends = self._source.worker_id, self._target.worker_id
+        wire_s = self._network.seconds(*ends, self._blocks * self._block_bytes)
+        return round((_BUDGET_S + _BUDGET_TIMES * wire_s) * 1e9)
+
+    @property
     def _bytes(self) -> float:
         return (self._blocks - self._skip_blocks) * self._block_bytes
 
@@ -157,3 +164,50 @@ class PrefixPull:
         if not self._ended:
             self._ended = True
             self._on_end()
+
+
+class PrefixPull:
+    """What a request pulls: one link after the other.
+
+    Args:
+        record: The request.
+        target: The worker that is to compute the rest.
+        links: Workers that hold leading blocks, and how many, in the order to ask them.
+        block_bytes: Of one block's KV.
+        clock: Of the simulation.
+        network: Between the workers.
+        on_end: Called at the end of the last, also when nothing came.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        target: SimulatedWorker,
+        links: Sequence[tuple[SimulatedWorker, int]],
+        *,
+        block_bytes: float,
+        clock: VirtualClock,
+        network: Network,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._left = iter(links)
+        self._target = target
+        self._link = partial(
+            _Link,
+            record,
+            target,
+            block_bytes=block_bytes,
+            clock=clock,
+            network=network,
+            on_end=self.begin,
+        )
+        self._on_end = on_end
+
+    def begin(self) -> None:
+        """Ask the next worker, or say that there is none left."""
+        link = next(self._left, None)
+        if link is None or not self._target.alive:
+            self._on_end()
+        else:
+            source, blocks = link
+            self._link(source, blocks=blocks).begin()

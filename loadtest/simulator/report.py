@@ -206,6 +206,7 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
             "worker": setup.timing,
             "link_latency_s": setup.link.latency_s,
             "link_bytes_per_s": setup.link.bytes_per_s,
+            "nodes": setup.nodes,
         },
         "slo": slo,
         "figures": result,

@@ -24,6 +24,7 @@ from loadtest.simulator.table import SimulatedTable
 from loadtest.simulator.worker import SimulatedWorker, WorkerListener
 from registry.types import TIERS, EventBatch, tier_incarnation
 from router.placement.booked_load import LoadBook
+from router.placement.chain import Giver
 from router.placement.cost import WorkerLoad
 from router.placement.placer import Placer
 from router.placement.prefix_index import PrefixIndex
@@ -40,13 +41,12 @@ _REGRET_OF_EVERY = 16  # requests: reading all queues takes long
 
 
 class _Chosen(NamedTuple):
-    """Where a request is to run, and who has leading blocks of its prompt."""
+    """Where a request is to run, and who gives leading blocks of its prompt, in order."""
 
     prefill_id: str | None
     decode_id: str
     uncached_tokens: int
-    holder_id: str | None = None
-    prefix_blocks: int = 0
+    prefix: Sequence[Giver] = ()
 
 
 class SimulatedRouter(WorkerListener):
@@ -152,12 +152,10 @@ class SimulatedRouter(WorkerListener):
         record.attempt += 1
         record.placed_ns = record.placed_ns or self._clock.now_ns
         record.prefill_id, record.decode_id = chosen.prefill_id, chosen.decode_id
-        prefill, holder = (
-            self._table.worker(worker_id) if worker_id is not None else None
-            for worker_id in (chosen.prefill_id, chosen.holder_id)
-        )
-        decode = self._table.worker(chosen.decode_id)
-        attempt = self._attempt_of(record, decode, prefill, holder, chosen.prefix_blocks)
+        prefill_id, worker_of = chosen.prefill_id, self._table.worker
+        prefill = worker_of(prefill_id) if prefill_id is not None else None
+        prefix = [(worker_of(giver.worker_id), giver.blocks) for giver in chosen.prefix]
+        attempt = self._attempt_of(record, worker_of(chosen.decode_id), prefill, prefix)
         self._attempts[record.id] = attempt
         self._clock.after(CONTROL_NS, attempt.start)
         return chosen.uncached_tokens
@@ -173,8 +171,7 @@ class SimulatedRouter(WorkerListener):
                 placement.prefill_id,
                 placement.decode_id,
                 placement.chosen.uncached_tokens,
-                placement.holder.worker_id if placement.holder is not None else None,
-                placement.prefix_blocks,
+                placement.prefix,
             )
         else:
             chosen = self._choose_by(self._policy, record, avoid, number)

@@ -33,6 +33,8 @@ class Setup:
         prefill_workers: None of them: every worker does both.
         policy: ``fleet``, or one of ``POLICIES``.
         mode: As requests may ask for; without prefill workers it is ``colocated``.
+        link: Between two nodes.
+        nodes: Workers are dealt out to so many, with NVLink inside; 0: each has one of its own.
         prefill_kv_tokens: Of each prefill worker's pool.
         decode_kv_tokens: Of each decode worker's pool.
         memory_kv_tokens: Of a tier in host memory below each prefill worker's pool; 0: none.
@@ -53,6 +55,7 @@ class Setup:
     mode: Mode = "disaggregated"
     timing: WorkerTiming = H100_70B
     link: Link = LINKS["between-nodes"]
+    nodes: int = 0
     prefill_kv_tokens: int = 3_100_160
     decode_kv_tokens: int = 1_048_576
     memory_kv_tokens: int = 0
@@ -98,11 +101,12 @@ class Simulation:
             window_requests=setup.max_batch_requests,
             pull_prefixes=setup.pull_prefixes,
         )
+        self._network = Network(setup.link, setup.nodes)
         self.router = SimulatedRouter(
             settings,
             self._table,
             self.clock,
-            Network(setup.link),
+            self._network,
             POLICIES.get(setup.policy),
             block_tokens=setup.block_tokens,
             kv_bytes_per_token=timing.kv_bytes_per_token,
@@ -152,6 +156,7 @@ class Simulation:
                 / setup.memory_bytes_per_s
                 * 1e9
             ),
+            host=self._network.node(worker_id),
             check_every_step=setup.check_every_step,
         )
         self.lives.append(worker)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
-from batonpb.common_pb2 import BlockCounts, KvTier, WorkerStatus
+from batonpb.common_pb2 import BlockCounts, KvTier, WorkerIdentity, WorkerStatus
 from batonpb.common_pb2 import EdgeRate as EdgeRateMessage
 
 from engine.core import events as ev
@@ -113,6 +113,7 @@ class SimulatedWorker:
         listener: The router.
         memory_blocks: Of a tier below the pool; 0: there is none.
         copy_ns: How long one block takes between the two; they go one after the other.
+        host: The node it is on, as it reports it.
         check_every_step: Recount all blocks after every step (tests).
     """
 
@@ -128,12 +129,14 @@ class SimulatedWorker:
         listener: WorkerListener,
         memory_blocks: int = 0,
         copy_ns: int = 0,
+        host: str = "",
         check_every_step: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.role = worker_id.split("-")[0]
         self.incarnation = blake2b(f"{worker_id}/{epoch}".encode(), digest_size=16).digest()
         self.alive = True
+        self._identity = WorkerIdentity(host=host)
         self.core = EngineCore(
             TimedRunner(geometry),
             config,
@@ -357,6 +360,7 @@ class SimulatedWorker:
         """As the Decode service reports it."""
         load, blocks, fit = self._load, self._load.blocks, self._rates.prompt_fit
         return WorkerStatus(
+            identity=self._identity,
             state="ready",
             kv_blocks=BlockCounts(
                 total=blocks.total,

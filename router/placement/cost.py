@@ -10,9 +10,10 @@ and for a LoRA adapter that one of them does not hold yet, the time to load it t
 One unit for everything, so that nothing needs a weight: the seconds that this request waits, plus
 those by which it delays the streams that run already (slowdown) and the requests that come later
 (crowding). Leading blocks that the worker has below its pool, in host memory or on disk, are
-brought back, and those that another worker holds are pulled from it, where that takes less time
-than to compute them. Rates are those that the workers fitted to their own steps; until they have,
-the priors below stand in. A prompt token takes longer the more tokens are before it.
+brought back, and those that other workers hold are pulled from them (``chain.py``), where that
+takes less time than to compute them. Rates are those that the workers fitted to their own steps;
+until they have, the priors below stand in. A prompt token takes longer the more tokens are before
+it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.core.geometry import BLOCK_TOKENS, context_tokens
+from router.placement.chain import Chain, Giver, cheapest_chains
 from router.request import Mode
 
 # Until a worker reports: a small model on a laptop, and loopback.
@@ -32,8 +34,6 @@ PRIOR_EDGE_BYTES_PER_S = 500e6
 # What one prefill and one hand-off cost beside tokens and bytes; no worker measures it.
 PREFILL_OVERHEAD_S = 0.01
 EDGE_OVERHEAD_S = 0.005
-# Before the first byte of a prefix comes: two engines are asked, each between two of its steps.
-PULL_OVERHEAD_S = 0.03
 # Before the first block comes out of a tier, and for a block, until a worker has measured.
 BRING_OVERHEAD_S = 0.002
 PRIOR_TIER_BLOCK_S = {"memory": 0.0005, "disk": 0.003}
@@ -58,8 +58,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     ``answering`` streams stand still while a prompt is computed, the others are prompts;
     ``adapter_s`` is how long it would have to load the prompt's adapter; ``crowding`` is how many
     seconds later requests wait longer for each second that a worker of its role computes;
-    ``edges_bytes_per_s`` are measured, by the worker that KV came from; ``peer_id`` is another one
-    that holds ``peer_blocks`` of the prompt, of which this one can have those that it lacks;
+    ``edges_bytes_per_s`` are measured, by the worker that KV came from; ``givers`` are others from
+    which it can have what it lacks of the prompt's leading blocks, those with most first;
     ``tier_blocks`` of them it has in its pool or below, and needs ``tier_s`` to bring them back.
     """
 
@@ -73,8 +73,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     room_blocks: int = 1 << 30  # free and cached
     total_blocks: int = 1 << 30
     cached_blocks: int = 0
-    peer_id: str = ""
-    peer_blocks: int = 0
+    givers: tuple[Giver, ...] = ()
     tier_blocks: int = 0
     tier_s: float = 0.0
     adapter_s: float = 0.0
@@ -137,7 +136,7 @@ class Candidate(NamedTuple):
     decode: WorkerLoad
     terms: Terms
     uncached_tokens: int  # to be computed
-    pulled_blocks: int = 0  # leading ones that ``computes.peer_id`` is to bring
+    links: tuple[Giver, ...] = ()  # from which whoever computes is to pull leading blocks first
 
     @property
     def mode(self) -> Mode:
@@ -156,7 +155,7 @@ class Candidate(NamedTuple):
             "decode": self.decode.worker_id,
             "mode": self.mode,
             "uncached_tokens": self.uncached_tokens,
-            "prefix_from": self.computes.peer_id if self.pulled_blocks else None,
+            "prefix_from": [giver._asdict() for giver in self.links],
             "cost_s": round(self.terms.total_s, 6),
             "terms": {name: round(value, 6) for name, value in self.terms._asdict().items()},
         }
@@ -251,7 +250,7 @@ class _Prompt(NamedTuple):
 
     worker: WorkerLoad
     uncached_tokens: int
-    pulled_blocks: int
+    links: tuple[Giver, ...]
     queue_s: float
     bring_s: float
     pull_s: float
@@ -290,14 +289,14 @@ class _Work(NamedTuple):
             if worker.tier_s + rest_s < compute_s:
                 uncached, compute_s, held_blocks = rest, rest_s, worker.tier_blocks
                 bring_s = worker.tier_s
-        pull_s, pulled_blocks = 0.0, 0
-        if (lacking_blocks := worker.peer_blocks - held_blocks) > 0:
-            bytes_per_s = worker.edge_bytes_per_s(worker.peer_id)
-            wire_s = PULL_OVERHEAD_S + lacking_blocks * worker.block_bytes / bytes_per_s
-            rest, rest_s = self._compute(worker, worker.peer_blocks)
-            if wire_s + rest_s < compute_s:
-                uncached, compute_s, pulled_blocks = rest, rest_s, worker.peer_blocks
-                pull_s = max(wire_s - worker.queue_s, 0.0)  # it comes while others are computed
+        pull_s, least_s = 0.0, compute_s
+        links: tuple[Giver, ...] = ()
+        for chain in self._chains(worker, held_blocks):
+            rest, rest_s = self._compute(worker, chain.links[-1].blocks)
+            if chain.seconds + rest_s < least_s:
+                least_s, links = chain.seconds + rest_s, chain.links
+                uncached, compute_s = rest, rest_s
+                pull_s = max(chain.seconds - worker.queue_s, 0.0)  # while others are computed
         # Streams wait while a prompt is computed. Prompts that came before it do not.
         delayed = worker.streams if worker.answering is None else worker.answering
         queue_s, slowdown_s = worker.queue_s, compute_s * delayed
@@ -307,7 +306,7 @@ class _Work(NamedTuple):
         return _Prompt(
             worker,
             uncached,
-            pulled_blocks,
+            links,
             queue_s,
             bring_s,
             pull_s,
@@ -316,6 +315,14 @@ class _Work(NamedTuple):
             crowding_s,
             own_s,
         )
+
+    @staticmethod
+    def _chains(worker: WorkerLoad, held_blocks: int) -> list[Chain]:
+        givers = worker.givers
+        if not givers or givers[0].blocks <= held_blocks:
+            return []
+        rates = [worker.edge_bytes_per_s(giver.worker_id) for giver in givers]
+        return cheapest_chains(held_blocks, givers, rates, worker.block_bytes)
 
     def _compute(self, worker: WorkerLoad, held_blocks: int) -> tuple[int, float]:
         """Tokens to compute behind so many blocks, and how long that takes."""
@@ -391,7 +398,7 @@ def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
         slowdown_s=answer.slowdown_s + prompt.slowdown_s,
         crowding_s=prompt.crowding_s,
     )
-    return Candidate(None, answer.worker, terms, prompt.uncached_tokens, prompt.pulled_blocks)
+    return Candidate(None, answer.worker, terms, prompt.uncached_tokens, prompt.links)
 
 
 def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
@@ -408,4 +415,4 @@ def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
         slowdown_s=answer.slowdown_s + prompt.slowdown_s,
         crowding_s=prompt.crowding_s,
     )
-    return Candidate(prefill, decode, terms, prompt.uncached_tokens, prompt.pulled_blocks)
+    return Candidate(prefill, decode, terms, prompt.uncached_tokens, prompt.links)

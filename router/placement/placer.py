@@ -15,9 +15,10 @@ from engine.core.geometry import context_tokens
 from registry.types import TIERS, tier_incarnation
 from router.placement.block_table import HASH_BYTES, Hashes, packed
 from router.placement.booked_load import LoadBook
+from router.placement.chain import Giver
 from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, WorkerLoad, candidates, choose
 from router.placement.crowding import Crowding
-from router.placement.described import Described
+from router.placement.placed import Described
 from router.placement.prefix_index import PrefixIndex
 from router.placement.pricing import Asked
 from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
@@ -39,8 +40,7 @@ class Placement:
 
     Attributes:
         chosen: The workers, and what they are predicted to cost.
-        prefix_blocks: Leading blocks that whoever computes the prompt is to pull from ``holder``.
-        holder: A worker that holds them.
+        prefix: From which workers whoever computes the prompt is to pull leading blocks, in order.
         candidates: The cheapest of those that were compared, for ``GET /fleet/requests/{id}``.
         placed_ns: When it was decided and booked, on the monotonic clock.
     """
@@ -48,8 +48,7 @@ class Placement:
     chosen: Candidate
     candidates: Sequence[Candidate]
     placed_ns: int
-    holder: Slot | None = None
-    prefix_blocks: int = 0
+    prefix: Sequence[Giver] = ()
 
     @property
     def decode_id(self) -> str:
@@ -63,12 +62,12 @@ class Placement:
 
 
 class _Prompt(NamedTuple):
-    """What is to be placed: its hashes, who holds how many of them, and who gives how many."""
+    """What is to be placed: its hashes, who holds how many of them, and who gives which."""
 
     request: GenerationRequest
     hashes: bytes
     held: Mapping[bytes, int]
-    gives: tuple[str, int]
+    givers: tuple[Giver, ...]
     avoid: bytes
 
 
@@ -202,11 +201,10 @@ class Placer:
         hashes = packed(self._hashes_of(request, usable))
         reusable = b"" if request.whole_prompt else hashes
         held = self._prefix_index.prefixes(reusable, now_ns) if reusable else {}
-        holder, held_blocks = None, 0
+        givers: tuple[Giver, ...] = ()
         if held and request.pinned is None and self._settings.pull_prefixes:
-            holder, held_blocks = self._shortlist.holder(held)
-        gives = (holder.worker_id, held_blocks) if holder is not None else ("", 0)
-        prompt = _Prompt(request, reusable, held, gives, avoid)
+            givers = self._shortlist.givers(held)
+        prompt = _Prompt(request, reusable, held, givers, avoid)
         found = self._cheapest_of_all(prompt, rates, now_ns)
         if found is None:
             found = self._cheapest_of_few(prompt, rates, now_ns)
@@ -216,19 +214,27 @@ class Placer:
             holders = (chosen.computes.incarnation, chosen.decode.incarnation)
             for incarnation in dict.fromkeys(holders):  # a set has another order in each process
                 self._prefix_index.expect(incarnation, hashes, now_ns)
-        prefix_blocks = 0  # to pull; what the holder is only expected to have soon cannot be
-        if holder is not None and chosen.pulled_blocks:
-            held_now = self._prefix_index.prefixes(hashes)
-            memory = tier_incarnation(holder.incarnation, TIERS[0])
-            now_held = max(held_now.get(holder.incarnation, 0), held_now.get(memory, 0))
-            prefix_blocks = min(chosen.pulled_blocks, now_held)
         return Placement(
             chosen=chosen,
             candidates=compared,
             placed_ns=now_ns,
-            holder=holder if prefix_blocks else None,
-            prefix_blocks=prefix_blocks,
+            prefix=self._held_now(chosen.links, hashes) if chosen.links else (),
         )
+
+    def _held_now(self, links: Sequence[Giver], hashes: Hashes) -> list[Giver]:
+        """Without what givers are only expected to have soon: nobody can pull that."""
+        held, there = self._prefix_index.prefixes(hashes), []
+        before = 0
+        for giver in links:
+            slot = self._workers.get(giver.worker_id)
+            if slot is None:
+                continue
+            memory = tier_incarnation(slot.incarnation, TIERS[0])
+            held_blocks = max(held.get(slot.incarnation, 0), held.get(memory, 0))
+            if (blocks := min(giver.blocks, held_blocks)) > before:
+                there.append(Giver(giver.worker_id, blocks))
+                before = blocks
+        return there
 
     def _cheapest_of_all(
         self, prompt: "_Prompt", rates: Rates, now_ns: int
@@ -243,8 +249,7 @@ class Placer:
             expected_tokens=self._expected_tokens(request),
             choices=request.sampling.n,
             moves_kv=request.sampling.max_tokens > 1,
-            holder_id=prompt.gives[0],
-            held_blocks=prompt.gives[1],
+            givers=prompt.givers,
         )
         placed = self._shortlist.cheapest(
             asked, prompt.held, self._book, now_ns, avoid=prompt.avoid
@@ -292,7 +297,7 @@ class Placer:
             self._book,
             now_ns,
             keep=PAIRED_OF_A_ROLE,
-            given_blocks=prompt.gives[1],
+            given_blocks=prompt.givers[0].blocks if prompt.givers else 0,
             avoid=prompt.avoid,
         )
         return [
@@ -304,7 +309,7 @@ class Placer:
                 rates,
                 self._reports,
                 self._crowding,
-                prompt.gives,
+                prompt.givers,
                 tiers.get(slot.worker_id, NO_TIERS),
             )
             for slot, cached_blocks in best

@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from router.placement.booked_load import Unreported
+from router.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
 from router.placement.cost import (
     COMPARED,
     EDGE_OVERHEAD_S,
     EXPOSED_SHARE,
     PAIRED_OF_A_ROLE,
     PREFILL_OVERHEAD_S,
-    PULL_OVERHEAD_S,
     STEP_SHARE_PER_STREAM,
 )
 from router.placement.edges import ReportedEdges
@@ -35,14 +35,15 @@ from router.placement.worker_load import Rates, Report
 from router.request import Mode
 
 _ROW = Struct("14d")
-_ASKED = Struct("12d")
+_ASKED = Struct(f"{12 + MAX_GIVERS}d")
+_NOBODY = (0,) * MAX_GIVERS
 NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
 
 
 class Asked(NamedTuple):
     """What a prompt asks of workers; as in ``cost.candidates``.
 
-    ``holder_id`` is a worker that can give the others ``held_blocks`` of it.
+    ``givers`` can give the others leading blocks of it, those with most first.
     """
 
     mode: Mode
@@ -50,8 +51,7 @@ class Asked(NamedTuple):
     expected_tokens: int
     choices: int
     moves_kv: bool
-    holder_id: str = ""
-    held_blocks: int = 0
+    givers: tuple[Giver, ...] = ()
 
 
 class Pricing:
@@ -74,8 +74,10 @@ class Pricing:
         self._book_cells, self._cached_cells = _cells(self._booked), _cells(self._cached)
         self._asked = bytearray(_ASKED.size)
         self._tiers = np.zeros((workers, 2))  # blocks, and the seconds until they are back
-        self._pulls = np.zeros(workers)  # measured bytes/s from the holder; 0: as is usual
+        # Bytes/s from each giver, behind whether any was measured.
+        self._pulls = np.zeros((workers, 1 + MAX_GIVERS))
         self._pull_cells = _cells(self._pulls)
+        self._again = np.zeros(workers, np.int32)  # of which those are known
         self._alone_s = np.zeros(workers)
         self._prompts, self._answers = np.zeros((workers, 2)), np.zeros((workers, 2))
         self._formats: dict[str, int] = {}
@@ -83,6 +85,7 @@ class Pricing:
         self._halves = np.zeros((0, 2, PAIRED_OF_A_ROLE), np.int32)
         self._rates = np.zeros((0, PAIRED_OF_A_ROLE, PAIRED_OF_A_ROLE))
         self._rate_cells = _cells(self._rates)
+        self._read_of: list[list[list[int]]] = []  # halves whose rates these are
         self._at = _Addresses.of(self)
 
     def write(self, index: int, worker_id: str, role: str, report: Report, rates: Rates) -> None:
@@ -151,7 +154,8 @@ class Pricing:
             *(asked.prompt_tokens, asked.expected_tokens, asked.choices, asked.moves_kv),
             *crowding,
             *(PREFILL_OVERHEAD_S, EDGE_OVERHEAD_S, STEP_SHARE_PER_STREAM, EXPOSED_SHARE),
-            *(asked.held_blocks, PULL_OVERHEAD_S),
+            *(PULL_OVERHEAD_S, len(asked.givers)),
+            *(*(giver.blocks for giver in asked.givers), *_NOBODY)[:MAX_GIVERS],
         )
         cells = self._cached_cells
         for index, blocks in cached:
@@ -160,36 +164,51 @@ class Pricing:
         if below:
             self._tiers[below] = list(tiers.values())
         priced = self._price(asked.mode, avoid, first)
-        if asked.held_blocks and self._measured_pulls(priced[0], asked.holder_id):
-            priced = self._price(asked.mode, avoid, first)
-            self._pulls.fill(0.0)
+        if asked.givers and (measured := self._measured_pulls(priced[0], asked)):
+            self._again[: len(measured)] = measured
+            priced = self._price(asked.mode, avoid, first, len(measured))
+            for index in measured:
+                self._pull_cells[index * (1 + MAX_GIVERS)] = 0.0
         for index, _ in cached:
             cells[index] = 0.0
         if below:
             self._tiers[below] = 0.0
         return priced
 
-    def _measured_pulls(self, pairs: list[list[int]], holder_id: str) -> bool:
-        """Note measured rates from the holder, of those few that may be the best; if there are."""
-        few = {index for pair in pairs for index in pair}
-        few.update(index for index in self._halves.ravel().tolist() if index >= 0)
-        any_measured = False
-        for index in few:
-            if rate := self._edges[index].get(holder_id):
-                self._pull_cells[index] = rate
-                any_measured = True
-        return any_measured
+    def _measured_pulls(self, pairs: list[list[int]], asked: Asked) -> list[int]:
+        """Note measured rates from the givers, for those few that may be the best.
 
-    def _price(self, mode: Mode, avoid: int, first: int) -> tuple[list[list[int]], list[float]]:
+        Returns:
+            For which there are any.
+        """
+        few = {computes for computes, _ in pairs}
+        for prefills, decodes in self._halves.tolist():
+            few.update(prefills if asked.mode == "disaggregated" else prefills + decodes)
+        few.discard(-1)
+        most, held, cells = asked.givers[0].blocks, self._cached_cells, self._pull_cells
+        givers, measured = [giver.worker_id for giver in asked.givers], []
+        for index in few:
+            if held[index] < most and any(rates := self._edges[index].rates(givers)):
+                at = index * (1 + MAX_GIVERS)
+                cells[at] = 1.0
+                for place, rate in enumerate(rates, start=at + 1):
+                    cells[place] = rate
+                measured.append(index)
+        return measured
+
+    def _price(
+        self, mode: Mode, avoid: int, first: int, again: int = 0
+    ) -> tuple[list[list[int]], list[float]]:
         at, count, formats = self._at, self._workers, len(self._formats)
         self._library.baton_price_workers(
             *(at.rows, count, at.asked, at.booked, at.cached, at.tiers, at.pulls),
             *(avoid, first, formats),
-            *(at.alone_s, at.prompts, at.answers, at.halves),
+            *(at.alone_s, at.prompts, at.answers, at.halves, at.again, again),
         )
         pairs = mode != "colocated"
-        if pairs:
-            self._read_edges()
+        if pairs and ((halves := self._halves.tolist()) != self._read_of or not again):
+            self._read_edges(halves)
+            self._read_of = halves
         found = self._library.baton_price_cheapest(
             *(at.rows, count, at.asked, first, formats, mode != "disaggregated", pairs),
             *(at.alone_s, at.prompts, at.answers, at.halves, at.rates),
@@ -197,10 +216,10 @@ class Pricing:
         )
         return self._chosen[:found].tolist(), self._costs[:found].tolist()
 
-    def _read_edges(self) -> None:
+    def _read_edges(self, halves: list[list[list[int]]]) -> None:
         """Measured rates of the few pairs that are priced."""
         names, cells = self._names, self._rate_cells
-        for number, (prefills, decodes) in enumerate(self._halves.tolist()):
+        for number, (prefills, decodes) in enumerate(halves):
             of_prefills = [names[index] for index in prefills if index >= 0]
             for place, decode in enumerate(decodes):
                 if decode < 0 or not of_prefills:
@@ -225,6 +244,7 @@ class _Addresses(NamedTuple):
     cached: int
     tiers: int
     pulls: int
+    again: int
     alone_s: int
     prompts: int
     answers: int

@@ -8,7 +8,6 @@ and a price for the few workers that are left.
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from heapq import nlargest
 from operator import itemgetter
 from typing import Protocol
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from registry.types import TIERS, tier_incarnation
 from router.placement.booked_load import LoadBook, Unreported
-from router.placement.cost import PULL_OVERHEAD_S
+from router.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
 from router.placement.crowding import Crowding
 from router.placement.native.library import load
 from router.placement.placed import Found, Placements
@@ -27,7 +26,6 @@ from router.request import GenerationRequest
 from router.workers.table import Slot
 
 _JITTER_S = 1e-9  # among equals, not always the same are looked at
-_HOLDERS = 8  # of a prompt are looked at
 _CROWDING_EVERY_NS = 20_000_000
 
 _Column = npt.NDArray[np.float64]
@@ -222,8 +220,8 @@ class Shortlist:
 
     # ---------------------------------------------------------------- a prompt
 
-    def holder(self, held: Mapping[bytes, int]) -> tuple[Slot | None, int]:
-        """Who can give others most of a prompt, and how many blocks; one that drains can too.
+    def givers(self, held: Mapping[bytes, int]) -> tuple[Giver, ...]:
+        """Who can give others most of a prompt, the first most of all; one that drains can too.
 
         ``held`` is how many blocks of it each incarnation has that has the first.
         """
@@ -235,21 +233,19 @@ class Shortlist:
                 slot = slot if tier == TIERS[0] else None  # a disk takes as long as computing
             if slot is not None:
                 known[slot] = max(known.get(slot, 0), blocks)
-        if not known:
-            return None, 0
-        most = max(known.items(), key=itemgetter(1))  # nearly always it can: no need to sort
-        if most[0].gives_prefixes:
-            return most
-        for slot, blocks in nlargest(_HOLDERS, known.items(), key=itemgetter(1)):
-            if slot.gives_prefixes:
-                return slot, blocks
-        return None, 0
+        most = sorted(known.items(), key=itemgetter(1), reverse=True)[:MAX_GIVERS]
+        usable = self._index_of_incarnation  # by what was seen last: those give, too
+        return tuple(
+            Giver(slot.worker_id, blocks)
+            for slot, blocks in most
+            if slot.incarnation in usable or slot.gives_prefixes
+        )
 
     def tiers(self, held: Mapping[bytes, int]) -> dict[int, tuple[int, float]]:
         """Of workers that have more of a prompt below their pools: see ``Report.tiers``.
 
         Args:
-            held: As in ``holder``.
+            held: As in ``givers``.
         """
         below: dict[int, dict[str, int]] = {}
         for incarnation, blocks in held.items():

@@ -12,6 +12,7 @@ from batonpb.common_pb2 import Capabilities, WorkerStatus
 from engine.core.geometry import BLOCK_TOKENS, context_tokens, head_bytes
 from router.placement.block_table import Hashes
 from router.placement.booked_load import LoadBook, Unreported
+from router.placement.chain import Giver
 from router.placement.cost import (
     BRING_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
@@ -290,13 +291,13 @@ def load_of(
     rates: Rates = Rates(),
     reports: Reports | None = None,
     crowding: Crowding | None = None,
-    holder: tuple[str, int] = ("", 0),
+    givers: tuple[Giver, ...] = (),
     tiers: tuple[int, float] = NO_TIERS,
 ) -> WorkerLoad:
     """One worker's load: its last report, and what was booked since.
 
-    ``holder`` is a worker that can give it leading blocks of the prompt, and how many; ``tiers``
-    how many it has in its pool or below, and how long it takes until they are back.
+    ``givers`` can give it leading blocks of the prompt, those with most first; ``tiers`` is how
+    many it has in its pool or below, and how long it takes until they are back.
 
     Raises:
         ValueError: The worker is not connected.
@@ -310,7 +311,7 @@ def load_of(
     wait_per_s = crowding.wait_per_s(slot.role) if crowding is not None else 0.0
     booked = book.unreported(slot.worker_id)
     known = Known(slot, link.incarnation, report, booked, cached_blocks, tiers)
-    return known.load(rates, wait_per_s, adapter_s, holder)
+    return known.load(rates, wait_per_s, adapter_s, givers)
 
 
 class Known(NamedTuple):
@@ -328,7 +329,7 @@ class Known(NamedTuple):
         rates: Rates,
         wait_per_s: float,
         adapter_s: float = 0.0,
-        holder: tuple[str, int] = ("", 0),
+        givers: tuple[Giver, ...] = (),
     ) -> WorkerLoad:
         """As the cost model takes it; the arguments are those of `load_of`."""
         slot, report, booked = self.slot, self.report, self.booked
@@ -346,8 +347,7 @@ class Known(NamedTuple):
             room_blocks=report.room_blocks,
             total_blocks=report.total_blocks,
             cached_blocks=self.cached_blocks,
-            peer_id=holder[0],
-            peer_blocks=holder[1],
+            givers=givers,
             tier_blocks=self.tiers[0],
             tier_s=self.tiers[1],
             adapter_s=adapter_s,

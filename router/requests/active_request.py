@@ -125,6 +125,7 @@ class ActiveRequest:
             "finish_reasons": [choice.finish_reason for choice in record.choices],
             "candidates": [c.explain() for c in placement.candidates] if placement else [],
             "chosen": placement.chosen.explain() if placement else None,
+            "prefix_from": [giver._asdict() for giver in placement.prefix] if placement else [],
             "route": None
             if route is None
             else {

@@ -1,13 +1,15 @@
 """Begins an attempt: has the request placed, and sends it to the worker that is to hold it."""
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 from batonpb.common_pb2 import PrefixSource
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
 from engine.core.errors import UnavailableError
-from router.placement.placer import Placement, Placer
+from router.placement.chain import Giver
+from router.placement.placer import Placer
 from router.requests.active_request import ActiveRequest
 from router.requests.observer import Observer
 from router.settings import RouterSettings
@@ -39,20 +41,28 @@ def prefill_target(
     )
 
 
-def _prefix_source(
-    placement: Placement | None, token: FleetToken, active: ActiveRequest, reader: bytes
-) -> PrefixSource | None:
-    """Who has leading blocks that ``reader``, who computes the prompt, is to pull."""
-    link = placement.holder.link if placement is not None and placement.holder else None
-    if placement is None or link is None:
-        return None
-    return PrefixSource(
-        worker_id=link.worker_id,
-        incarnation=link.incarnation,
-        address=link.address,
-        blocks=placement.prefix_blocks,
-        capability=_word(token, active, prefix_request_id(active.id), link.incarnation, reader),
-    )
+def _prefix_sources(
+    givers: Sequence[Giver],
+    workers: WorkerTable,
+    token: FleetToken,
+    active: ActiveRequest,
+    reader: bytes,
+) -> list[PrefixSource]:
+    """Who has leading blocks that ``reader``, who computes the prompt, is to pull, in order."""
+    sources: list[PrefixSource] = []
+    for giver in givers:
+        link = workers.link(giver.worker_id)
+        if link is not None:
+            pull_id = prefix_request_id(active.id, len(sources))
+            source = PrefixSource(
+                worker_id=link.worker_id,
+                incarnation=link.incarnation,
+                address=link.address,
+                blocks=giver.blocks,
+                capability=_word(token, active, pull_id, link.incarnation, reader),
+            )
+            sources.append(source)
+    return sources
 
 
 def _word(
@@ -124,6 +134,8 @@ class Dispatcher:
         if prefill is not None:
             target = prefill_target(prefill, token, active, link.incarnation)
         computes = (prefill or link).incarnation
+        givers = active.placement.prefix if active.placement is not None else ()
+        prefix = _prefix_sources(givers, self._workers, token, active, computes)
         emitted, sampling = record.emitted, request.sampling
         if emitted:  # behind all scores of the prompt
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -145,5 +157,6 @@ class Dispatcher:
             probe=request.probe,
             adapter=adapter_to_wire(request.adapter),
             pooling=request.pooling,
-            prefix=_prefix_source(active.placement, token, active, computes),
+            prefix=prefix[0] if prefix else None,
+            prefix_then=prefix[1:],
         )

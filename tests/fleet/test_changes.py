@@ -64,6 +64,7 @@ def test_a_worker_that_is_added_is_not_renewed_as_well() -> None:
         {"max_queued_requests": 7},
         {"default_timeout_s": 9.0},
         {"share_cache_between_tenants": True},
+        {"pools": {"pull_prefixes": False}},
         {"chat_template": "other.jinja"},
     ],
 )

@@ -41,6 +41,10 @@ STORY = {
     "worker_times_s": {"preemptions": 2, "repaired_chunks": 0},
     "candidates": [CANDIDATE, {**CANDIDATE, "prefill": None}] * 6,
     "chosen": CANDIDATE,
+    "prefix_from": [
+        {"worker_id": "decode-1", "blocks": 60},
+        {"worker_id": "decode-2", "blocks": 75},
+    ],
     "timeline": [{"event": "arrived", "at_s": 0.0}, {"event": "first token", "at_s": 1.2}],
 }
 BLOCKS = {"total": 100, "free": 59, "cached": 20, "leased": 20, "quarantined": 1}
@@ -65,6 +69,7 @@ def test_a_story_says_the_sentence_the_phases_and_the_prices() -> None:
         assert words in text
     assert "200.0 ms before token 3 (usually 10.0 ms)" in text
     assert "2 preemptions" in text
+    assert "asked of decode-1 (up to block 60), then decode-2 (up to block 75)" in text
     assert "and 4 more: --json" in text
     [first, second] = [line.split() for line in text.splitlines() if " 800.0 ms" in line][:2]
     assert first[:4] == ["→", "prefill-0", "→", "decode-0"]

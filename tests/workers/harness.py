@@ -107,6 +107,20 @@ class WorkerProcess:
             return await self.process.wait()
 
 
+def prefix_source(
+    holder: WorkerProcess, blocks: int, pull_id: str, reader: WorkerRecord
+) -> common_pb2.PrefixSource:
+    """Leading blocks of a prompt at a worker, which another one may pull."""
+    target = holder.target(pull_id, reader)
+    return common_pb2.PrefixSource(
+        worker_id=target.worker_id,
+        incarnation=target.incarnation,
+        address=target.address,
+        blocks=blocks,
+        capability=target.capability,
+    )
+
+
 class MiniRouter:
     """One Serve stream; collects what each request gets."""
 
@@ -164,6 +178,7 @@ class MiniRouter:
         adapter: common_pb2.Adapter | None = None,
         emitted: Sequence[list[int]] = (),
         prefix: tuple[WorkerProcess, int] | None = None,
+        prefix_then: Sequence[tuple[WorkerProcess, int]] = (),
         **fields,
     ) -> None:
         sampling = {"max_tokens": 8, "n": 1, "top_p": 1, "repetition_penalty": 1, "logprobs": -1}
@@ -184,16 +199,12 @@ class MiniRouter:
             submission.adapter.CopyFrom(adapter)
         if prefix is not None:
             reader = (prefill or self.worker).record  # who computes the prompt
-            holder = self.target(prefix[0], prefix_request_id(name), reader)
-            submission.prefix.CopyFrom(
-                common_pb2.PrefixSource(
-                    worker_id=holder.worker_id,
-                    incarnation=holder.incarnation,
-                    address=holder.address,
-                    blocks=prefix[1],
-                    capability=holder.capability,
-                )
-            )
+            sources = [
+                prefix_source(holder, blocks, prefix_request_id(name, link), reader)
+                for link, (holder, blocks) in enumerate((prefix, *prefix_then))
+            ]
+            submission.prefix.CopyFrom(sources[0])
+            submission.prefix_then.extend(sources[1:])
         for key, value in fields.items():
             setattr(submission, key, value)
         self.tokens[name] = {choice: list(tokens) for choice, tokens in enumerate(emitted)}

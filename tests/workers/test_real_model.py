@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,10 +21,12 @@ async def answer(
     prompt: list[int],
     prefill: WorkerProcess | None,
     prefix: tuple[WorkerProcess, int] | None = None,
+    prefix_then: Sequence[tuple[WorkerProcess, int]] = (),
     **sampling,
 ) -> dict[int, list[int]]:
     sampling = {"max_tokens": 16, **sampling}
-    await router.submit(name, prompt, prefill, prefix=prefix, sampling=sampling)
+    links = {"prefix": prefix, "prefix_then": prefix_then}
+    await router.submit(name, prompt, prefill, sampling=sampling, **links)
     end = await router.ended(name, 60)
     assert not end.HasField("error"), end.error.message
     return router.tokens[name]
@@ -71,6 +74,12 @@ async def test_a_prefix_from_another_workers_cache_has_the_bits_of_a_computed_on
             longer = await answer(router, "longer", [*LONG, 5], None, **sampling)
             assert computed == pulled == handed_on
             assert again == longer
+            turned = LONG[::-1]
+            whole = await answer(other, "whole", turned, None, **sampling)
+            await answer(router, "half", turned[:100], None, max_tokens=1)
+            links = {"prefix": (a, 6), "prefix_then": [(b, 18)]}
+            assert await answer(owner, "in two links", turned, None, **links, **sampling) == whole
+            assert owner.routes["in two links"].cached_tokens == 18 * 16
             for one in (router, other, owner):
                 await one.baseline()
 

@@ -41,7 +41,7 @@ def _loads(placer: Any, prompt: Any, rates: Any) -> list[WorkerLoad]:
         report, booked = placer._reports.of(slot), placer._book.unreported(slot.worker_id)
         cached_blocks = prompt.held.get(slot.incarnation, 0)
         known = Known(slot, slot.incarnation, report, booked, cached_blocks)
-        loads.append(known.load(rates, waits[slot.role], holder=prompt.gives))
+        loads.append(known.load(rates, waits[slot.role], givers=prompt.givers))
     return loads
 
 

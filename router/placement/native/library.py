@@ -33,7 +33,7 @@ _FUNCTIONS: Functions = {
     "baton_blocks_clear": (None, (_POINTER,)),
     "baton_price_workers": (
         None,
-        (_POINTER, _U32, *(_POINTER,) * 5, _I32, _U32, _U32, *(_POINTER,) * 4),
+        (_POINTER, _U32, *(_POINTER,) * 5, _I32, _U32, _U32, *(_POINTER,) * 5, _U32),
     ),
     "baton_price_cheapest": (
         _U32,

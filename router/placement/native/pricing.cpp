@@ -14,7 +14,8 @@ enum Column {
   kStepS, kBlockBytes, kBlockTokens, kFormat, kIsDecode, kUnmeasured, kColumns
 };
 
-constexpr int kPaired = 6;
+constexpr int kPaired = 6, kGivers = 4, kLinks = 3;
+constexpr double kClearlyFaster = 2.0;
 
 struct Prompt {
   double own_s, compute_s;
@@ -64,20 +65,61 @@ struct BatonAsked {
   double prompt_tokens, expected_tokens, choices, moves_kv;
   double crowding_prefill, crowding_decode;
   double prefill_overhead_s, edge_overhead_s, step_share, exposed_share;
-  double peer_blocks, pull_overhead_s;  // so many can be had from another worker
+  double pull_overhead_s, givers;
+  double given_blocks[kGivers];  // to be had from each other worker, the most first
 };
+
+struct BatonPulled {
+  double wire_s, rest_s;  // the rest is computed; infinite where nobody has what is lacking
+};
+
+// What chain.py finds: the cheapest way to bring blocks behind `held`, as the whole prompt then takes.
+// `pulls` says whether any edge was measured, then bytes/s from each giver; 0: as is usual.
+static BatonPulled baton_pull(const double* row, const BatonAsked* asked, const double* pulls, double held,
+                              double compute_s) {
+  double blocks[kGivers], link_rate[kGivers], least_s[kGivers];
+  int ends = 0, givers = static_cast<int>(asked->givers);
+  if (pulls[0] == 0 && givers > 1) givers = 1;  // nobody is faster than the one with most
+  for (int k = 0; k < givers; ++k) {
+    double rate = pulls[0] != 0 && pulls[1 + k] != 0 ? pulls[1 + k] : row[kUnmeasured];
+    if (!(asked->given_blocks[k] > held) || (ends > 0 && !(rate > link_rate[ends - 1] * kClearlyFaster))) continue;
+    blocks[ends] = asked->given_blocks[k];
+    link_rate[ends] = rate;
+    ++ends;
+  }
+  auto link_s = [&](int end, double before) {
+    return asked->pull_overhead_s + (blocks[end] - before) * row[kBlockBytes] / link_rate[end];
+  };
+  for (int end = 0; end < ends; ++end) least_s[end] = link_s(end, held);
+  for (int link = 1; link < (kLinks < ends ? kLinks : ends); ++link)
+    for (int end = 0; end < ends; ++end)  // those behind `end` have one link less, still
+      for (int before = end + 1; before < ends; ++before) {
+        double seconds = least_s[before] + link_s(end, blocks[before]);
+        if (seconds < least_s[end]) least_s[end] = seconds;
+      }
+  BatonPulled best = {0, INFINITY};
+  for (int end = 0; end < ends; ++end) {
+    double rest_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, blocks[end]).seconds;
+    if (least_s[end] + rest_s < compute_s) {
+      compute_s = least_s[end] + rest_s;
+      best = {least_s[end], rest_s};
+    }
+  }
+  return best;
+}
 
 // For each worker: what it costs alone, and the two halves of what it would cost in a pair.
 // `halves` gets, for each format, six prefill and six decode workers, -1 where there are fewer.
-// `tiers` has, for each, how many blocks it can have without computing, and how long that takes.
-// Workers are looked at from `first` on, so that among equals not always the same are paired.
+// `tiers` has, for each, how many blocks it can have without computing, and how long that takes;
+// `pulls` what is known of the edges from the givers to it (baton_pull).
+// Workers are looked at from `first` on, so that among equals not always the same are paired. Where
+// `again` names some, only these are priced, and the others' prices are those of the call before.
 void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* asked,
                          const double* booked, const double* cached, const double* tiers, const double* pulls,
                          int32_t avoid, uint32_t first, uint32_t formats, double* alone_s, double* prompts, double* answers,
-                         int32_t* halves) {
-  std::vector<Best> best(2 * formats);
-  for (uint32_t step = 0; step < count; ++step) {
-    uint32_t i = first + step < count ? first + step : first + step - count;
+                         int32_t* halves, const int32_t* again, uint32_t again_count) {
+  for (uint32_t step = 0; step < (again_count > 0 ? again_count : count); ++step) {
+    uint32_t i = again_count > 0 ? static_cast<uint32_t>(again[step]) : step;
     if (static_cast<int32_t>(i) == avoid) {
       alone_s[i] = INFINITY;
       continue;
@@ -102,14 +144,12 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
         held = in_tiers;
       }
     }
-    double pull_s = 0, given = asked->peer_blocks - held;
-    if (given > 0) {
-      double rate = pulls[i] != 0 ? pulls[i] : row[kUnmeasured];
-      double wire_s = asked->pull_overhead_s + given * row[kBlockBytes] / rate;
-      double rest_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, asked->peer_blocks).seconds;
-      if (wire_s + rest_s < compute_s) {
-        compute_s = rest_s;
-        pull_s = wire_s > queue_s ? wire_s - queue_s : 0;
+    double pull_s = 0;
+    if (asked->givers > 0 && asked->given_blocks[0] > held) {
+      BatonPulled pulled = baton_pull(row, asked, pulls + static_cast<size_t>(i) * (1 + kGivers), held, compute_s);
+      if (pulled.rest_s < INFINITY) {
+        compute_s = pulled.rest_s;
+        pull_s = pulled.wire_s > queue_s ? pulled.wire_s - queue_s : 0;
       }
     }
     double delays_s = compute_s * delayed;
@@ -128,18 +168,24 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
     double lacks = whole_up(asked->prompt_tokens, row[kBlockTokens]) - cached[i];
     double lacking_bytes = asked->moves_kv != 0 && lacks > 0 ? lacks * row[kBlockBytes] : 0;
     double answer_s = room_s + decode_s + slows_s;
-    double wire_s = lacking_bytes / row[kUnmeasured] * asked->exposed_share;
 
     alone_s[i] = prompt_own_s + answer_s;
     prompts[2 * i] = prompt_own_s;
     prompts[2 * i + 1] = compute_s;
     answers[2 * i] = answer_s;
     answers[2 * i + 1] = lacking_bytes;
+  }
+  std::vector<Best> best(2 * formats);
+  for (uint32_t step = 0; step < count; ++step) {
+    uint32_t i = first + step < count ? first + step : first + step - count;
+    if (static_cast<int32_t>(i) == avoid) continue;
+    const double* row = rows + static_cast<size_t>(i) * kColumns;
     Best* halves_of = &best[2 * static_cast<uint32_t>(row[kFormat])];
+    double wire_s = answers[2 * i + 1] / row[kUnmeasured] * asked->exposed_share;
     if (row[kIsDecode] == 0)
-      halves_of[0].offer(prompt_own_s, static_cast<int32_t>(i));
+      halves_of[0].offer(prompts[2 * i], static_cast<int32_t>(i));
     else
-      halves_of[1].offer(answer_s + wire_s, static_cast<int32_t>(i));
+      halves_of[1].offer(answers[2 * i] + wire_s, static_cast<int32_t>(i));
   }
   for (uint32_t half = 0; half < 2 * formats; ++half)
     for (int k = 0; k < kPaired; ++k)

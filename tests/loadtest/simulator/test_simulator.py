@@ -21,6 +21,8 @@ from loadtest.simulator.policies import FLEET
 from loadtest.simulator.report import Slo, as_json, bound_share, figures
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.traces import TraceRequest, read_trace
+from router.placement.chain import Giver
+from router.placement.placer import Placer
 from tests.soak import examples
 
 SAMPLE = Path(__file__).parents[2] / "router" / "placement" / "conversation_sample.jsonl"
@@ -68,6 +70,37 @@ def test_a_message_takes_the_line_through_the_measured_times_and_ends_queue():
     assert network.send("a", "b", 5e6, 0) == pytest.approx(158e3, rel=0.01)  # measured: 33 GB/s
     assert network.send("a", "c", 5e6, 0) == pytest.approx(2 * 158e3, rel=0.01)
     assert network.send("x", "y", 5e6, 0) == pytest.approx(158e3, rel=0.01)
+
+
+def test_within_a_node_messages_take_another_link():
+    network = Network(LINKS["between-nodes"], nodes=2)
+    assert network.node("prefill-1") == network.node("decode-3") == "node-1"
+    near = network.send("prefill-1", "decode-3", 5e6, 0)
+    assert network.send("prefill-0", "decode-1", 5e6, 0) == pytest.approx(158e3, rel=0.01)
+    assert near == pytest.approx(LINKS["nvlink"].seconds(5e6) * 1e9)
+
+
+def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
+    """Before each giver another one is asked, for a block that it may have or not."""
+    asked = []
+    place = Placer.place
+
+    def with_one_more(placer, *said):
+        placement = place(placer, *said)
+        if not placement.prefix:
+            return placement
+        others = ({"prefill-0", "prefill-1"} - {placement.prefix[0].worker_id}).pop()
+        asked.append([Giver(others, 1), *placement.prefix])
+        return replace(placement, prefix=asked[-1])
+
+    trace, setup = read_trace(SAMPLE, 200), replace(SMALL, prefill_workers=4)
+    before = run(setup, trace)
+    monkeypatch.setattr(Placer, "place", with_one_more)
+    simulation = run(replace(setup, check_every_step=True), trace)
+    assert asked and all(record.ends == 1 and not record.error for record in simulation.records)
+    pulled = [sum(one.pulled_blocks for one in run.records) for run in (before, simulation)]
+    assert 0 < pulled[0] == pulled[1], "no block came twice, and none was lost"
+    assert_nothing_is_left(simulation)
 
 
 @pytest.mark.parametrize("workers", [2, 24], ids=["small", "only the best are priced"])

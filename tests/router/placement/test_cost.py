@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from registry.types import EventBatch
 from router.placement.booked_load import LoadBook, Unreported
+from router.placement.chain import PULL_OVERHEAD_S, Giver
 from router.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
-    PULL_OVERHEAD_S,
     Candidate,
     Terms,
     WorkerLoad,
@@ -146,7 +146,7 @@ def test_blocks_that_decode_holds_do_not_travel():
 
 
 def lacking(**more) -> WorkerLoad:
-    return worker("decode-0", peer_id="decode-9", peer_blocks=60, **more)
+    return worker("decode-0", givers=(Giver("decode-9", 60),), **more)
 
 
 class TestAPrefixThatAnotherWorkerHolds:
@@ -158,27 +158,27 @@ class TestAPrefixThatAnotherWorkerHolds:
 
     def test_is_pulled_where_that_takes_less_time_than_to_compute_it(self):
         chosen = self.alone(edges_bytes_per_s={"decode-9": 1e9})
-        assert chosen.pulled_blocks == 60 and chosen.uncached_tokens == 40
+        assert chosen.links == (("decode-9", 60),) and chosen.uncached_tokens == 40
         assert chosen.terms.pull_s == pytest.approx(PULL_OVERHEAD_S + 60 * 368_640 / 1e9)
         assert chosen.terms.compute_s < 0.1
-        assert chosen.explain()["prefix_from"] == "decode-9"
+        assert chosen.explain()["prefix_from"] == [{"worker_id": "decode-9", "blocks": 60}]
 
     def test_is_computed_over_a_slow_edge(self):
         chosen = self.alone(edges_bytes_per_s={"decode-9": 2e6})
-        assert (chosen.pulled_blocks, chosen.uncached_tokens) == (0, 1000)
-        assert chosen.terms.pull_s == 0 and chosen.explain()["prefix_from"] is None
+        assert (chosen.links, chosen.uncached_tokens) == ((), 1000)
+        assert chosen.terms.pull_s == 0 and chosen.explain()["prefix_from"] == []
 
     @pytest.mark.parametrize(("own", "pulled"), [(0, 60), (30, 60), (59, 0), (60, 0), (62, 0)])
     def test_only_what_is_lacking_is_worth_asking_for(self, own, pulled):
         chosen = self.alone(cached_blocks=own)
-        assert chosen.pulled_blocks == pulled
+        assert chosen.links == ((("decode-9", 60),) if pulled else ())
         assert chosen.uncached_tokens == 1000 - 16 * max(own, pulled)
 
     def test_lets_an_idle_worker_help_one_that_is_busy_and_holds_it(self):
         busy = worker("decode-9", cached_blocks=60, queued_tokens=3000)
         idle = lacking()
         chosen = ranked([busy, idle], "colocated")[0]
-        assert chosen.decode.worker_id == "decode-0" and chosen.pulled_blocks == 60
+        assert chosen.decode.worker_id == "decode-0" and chosen.links[0].blocks == 60
         assert ranked([replace(busy, queued_tokens=0), idle])[0].decode.worker_id == "decode-9"
 
 

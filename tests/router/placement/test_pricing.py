@@ -4,15 +4,17 @@ import random
 
 import msgspec
 import pytest
+from batonpb.common_pb2 import EdgeRate
 
 from loadtest.bench.placement import fleet
 from registry.types import TIERS, EventBatch, tier_incarnation
 from router.placement import cost
 from router.placement.booked_load import LoadBook
+from router.placement.chain import MAX_GIVERS, MAX_LINKS
 from router.placement.cost import candidates
 from router.placement.crowding import Crowding
-from router.placement.described import Described
 from router.placement.native.library import load
+from router.placement.placed import Described
 from router.placement.prefix_index import PrefixIndex
 from router.placement.pricing import Asked, Pricing
 from router.placement.shortlist import Shortlist
@@ -83,11 +85,9 @@ def test_what_is_found_is_what_python_finds_among_all(seed, mode):
     found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
     loads = with_tiers(loads_of(slots, hashes, index, book, 0), short, held)
     if held and mode == MODES[seed % 3]:  # somebody gives what it holds
-        holder = max(slots, key=lambda slot: held.get(slot.incarnation, 0))
-        gives = (holder.worker_id, held.get(holder.incarnation, 0))
-        asked = asked._replace(holder_id=gives[0], held_blocks=gives[1])
-        named = {"peer_id": gives[0], "peer_blocks": gives[1]}
-        loads = [msgspec.structs.replace(load, **named) for load in loads]
+        givers = short.givers(held)
+        asked = asked._replace(givers=givers)
+        loads = [msgspec.structs.replace(load, givers=givers) for load in loads]
         placed = short.cheapest(asked, held, book, 0)
         found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
     work = ("mode", "prompt_tokens", "expected_tokens", "choices", "moves_kv")
@@ -101,6 +101,40 @@ def test_what_is_found_is_what_python_finds_among_all(seed, mode):
     )
     if expected:
         assert found[0].terms == expected[0].terms
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chains_over_unlike_edges_are_priced_as_in_python(seed):
+    """As many workers as are priced anew with the rates of their own edges."""
+    draw, slots, _, book, index, hashes = drawn(seed)
+    slots = slots[: cost.COMPARED]
+    for slot in slots:
+        del slot.link.status.edges[:]
+        slot.link.status.edges.extend(
+            EdgeRate(prefill_worker_id=other.worker_id, bytes_per_s=draw.choice((1e6, 1e8, 3e9)))
+            for other in slots
+            if draw.random() < 0.8
+        )
+    short = Shortlist(Reports(), Crowding(), seed)
+    rates, held = short.update(Slots(slots), 0), index.prefixes(hashes, 0)
+    asked = Asked("colocated", draw.randrange(1000, 4000), 64, 1, True, short.givers(held))
+    placed = short.cheapest(asked, held, book, 0)
+    found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
+    loads = with_tiers(loads_of(slots, hashes, index, book, 0), short, held)
+    loads = [msgspec.structs.replace(load, givers=asked.givers) for load in loads]
+    expected = candidates(
+        loads, mode="colocated", prompt_tokens=asked.prompt_tokens, expected_tokens=64
+    )
+    assert [one.cost_s for one in placed] == pytest.approx(
+        [one.terms.total_s for one in expected], rel=1e-12
+    )
+    assert [one.links for one in found] == [one.links for one in expected]
+    # Nothing of it is left for the next prompt.
+    bare = asked._replace(givers=())
+    costs = [one.cost_s for one in short.cheapest(bare, held, book, 0)]
+    fresh = Shortlist(Reports(), Crowding(), seed)
+    fresh.update(Slots(slots), 0)
+    assert costs == [one.cost_s for one in fresh.cheapest(bare, held, book, 0)]
 
 
 def test_a_worker_that_just_failed_is_in_none():
@@ -194,7 +228,7 @@ def test_the_work_for_a_prompt_grows_with_reports_and_not_with_workers(monkeypat
     assert (len(written), looked) == (1, [slots[3].worker_id])
 
 
-assert cost.PAIRED_OF_A_ROLE == 6, "as in pricing.cpp"
+assert (cost.PAIRED_OF_A_ROLE, MAX_GIVERS, MAX_LINKS) == (6, 4, 3), "as in pricing.cpp"
 
 
 def test_a_block_costs_what_its_tier_costs():
@@ -227,4 +261,4 @@ def test_a_block_costs_what_its_tier_costs():
     placed = short.cheapest(asked, held, LoadBook(), 1)
     costs = {one.holds.slot.worker_id: one.cost_s for one in placed}
     assert costs[slots[2].worker_id] == pytest.approx(costs[slots[3].worker_id])
-    assert short.holder(held)[1] == 60
+    assert [giver.blocks for giver in short.givers(held)] == [60, 60]

@@ -1,14 +1,20 @@
 """A router names a worker that holds what the chosen one lacks of a prompt."""
 
 import asyncio
+import time
 from dataclasses import replace
+from time import monotonic_ns
 
 import pytest
 from batonpb import common_pb2 as common
 
 from engine.core.block_hashes import block_hashes
 from registry.types import EventBatch
+from router.watch.stories import story_of
 from tests.router.requests.fake_links import FakeLink, fake_gateway, request, run
+from wire.capability import refusal
+from wire.fleet_token import FleetToken
+from wire.requests import prefix_request_id
 
 PROMPT = tuple(range(1000))
 BLOCKS = len(PROMPT) // 16
@@ -92,3 +98,64 @@ async def test_a_worker_that_drains_gives_what_its_answers_need_elsewhere(model)
     sent = (other.sent("submit") + other.unary)[-1]
     assert sent.emitted and sent.prefix.worker_id == "decode-0"
     assert sent.prefix.blocks == (len(PROMPT) + len(answer)) // 16
+
+
+NEAR, FAR = 400, 1000  # tokens that they hold
+TOKEN = FleetToken("a-fleet-token")
+
+
+@pytest.fixture
+def unlike(model):
+    """Of three workers two are busy: one holds most, and one a part of it, over a faster edge."""
+    gateway = fake_gateway(model, fleet_token=TOKEN)
+    near, far, idle = (FakeLink(gateway, f"decode-{number}") for number in range(3))
+    for link, tokens in ((near, NEAR), (far, FAR)):
+        tell(gateway, link, PROMPT[:tokens])
+        say(link, queued_prompt_tokens=100_000)
+    edge(idle, near, 1e10)
+    edge(idle, far, 1.5e8)
+    return gateway, near, far, idle
+
+
+def edge(link, source, bytes_per_s):
+    status = common.WorkerStatus()
+    status.CopyFrom(link.status)
+    status.edges.add(prefill_worker_id=source.worker_id, bytes_per_s=bytes_per_s)
+    link.status = status
+
+
+async def test_who_is_near_is_named_first_and_then_who_has_more(unlike):
+    gateway, near, far, idle = unlike
+    sent = submission(gateway, idle)
+    sources = [sent.prefix, *sent.prefix_then]
+    assert [(one.worker_id, one.blocks) for one in sources] == [
+        ("decode-0", NEAR // 16),
+        ("decode-1", FAR // 16),
+    ]
+    for number, (source, holder) in enumerate(zip(sources, (near, far), strict=True)):
+        assert (source.incarnation, source.address) == (holder.incarnation, holder.address)
+        pull = (prefix_request_id("r", number), holder.incarnation, idle.incarnation)
+        assert refusal(source.capability, TOKEN, *pull, time.time()) == ""
+    told = story_of(gateway.kept, "r")["prefix_from"]
+    assert told == [
+        {"worker_id": "decode-0", "blocks": NEAR // 16},
+        {"worker_id": "decode-1", "blocks": FAR // 16},
+    ]
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+async def test_a_giver_that_is_dead_is_no_link(unlike, gone):
+    gateway, *_, idle = unlike
+    unlike[1 + gone].live = False
+    sent = submission(gateway, idle)
+    assert sent.prefix.worker_id == f"decode-{1 - gone}" and not sent.prefix_then
+
+
+async def test_what_a_giver_will_only_have_soon_is_not_asked_of_it(unlike):
+    gateway, _, far, idle = unlike
+    gateway.prefix_index.forget(far.incarnation)
+    seed = gateway._placer.hash_seed(request(), far.capabilities)
+    hashes = b"".join(block_hashes(seed, PROMPT))
+    gateway.prefix_index.expect(far.incarnation, hashes, monotonic_ns())
+    sent = submission(gateway, idle)
+    assert sent.prefix.worker_id == "decode-0" and not sent.prefix_then
