@@ -225,21 +225,20 @@ class Shortlist:
 
         ``held`` is how many blocks of it each incarnation has that has the first.
         """
-        known: dict[Slot, int] = {}
-        for incarnation, blocks in held.items():
+        usable = self._index_of_incarnation  # by what was seen last: those give, too
+        found: dict[Slot, int] = {}
+        for incarnation, blocks in sorted(held.items(), key=itemgetter(1), reverse=True):
             slot = self._slot_of_incarnation.get(incarnation)
             if slot is None:
                 slot, tier = self._tier_of_incarnation.get(incarnation, (None, ""))
                 slot = slot if tier == TIERS[0] else None  # a disk takes as long as computing
-            if slot is not None:
-                known[slot] = max(known.get(slot, 0), blocks)
-        most = sorted(known.items(), key=itemgetter(1), reverse=True)[:MAX_GIVERS]
-        usable = self._index_of_incarnation  # by what was seen last: those give, too
-        return tuple(
-            Giver(slot.worker_id, blocks)
-            for slot, blocks in most
-            if slot.incarnation in usable or slot.gives_prefixes
-        )
+            if slot is None or slot in found:
+                continue
+            if slot.incarnation in usable or slot.gives_prefixes:
+                found[slot] = blocks
+                if len(found) == MAX_GIVERS:
+                    break
+        return tuple(Giver(slot.worker_id, blocks) for slot, blocks in found.items())
 
     def tiers(self, held: Mapping[bytes, int]) -> dict[int, tuple[int, float]]:
         """Of workers that have more of a prompt below their pools: see ``Report.tiers``.
