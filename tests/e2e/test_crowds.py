@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.llm import LLM
-from tests.e2e.fleet_processes import Fleet, chat, events, fleet, free_port
+from tests.e2e.fleet_processes import Fleet, chat, events, fleet, free_port, soon
 
 pytestmark = pytest.mark.slow
 
@@ -110,10 +110,11 @@ async def test_fifty_pulls_outlive_their_peer_which_comes_back_on_its_two_ports(
     with fleet(tmp_path, "decode-0", queued=CROWD, **ROOM) as running:
         running.start_workers("prefill-0", ports=ports, **ROOM)
         running.start_workers("prefill-1", **ROOM)
-        ready = lambda: all(w["state"] == "ready" for w in running.workers_shown().values())  # noqa: E731
-        async with asyncio.timeout(20):
-            while not (len(running.workers_shown()) == 3 and ready()):
-                await asyncio.sleep(0.1)
+
+        def all_ready() -> bool:
+            return [w["state"] for w in running.workers_shown().values()] == ["ready"] * 3
+
+        await soon(all_ready, 20)
         decode = running.workers["decode-0"]
         async with crowd_of(running) as ask, live_throughout(running):
             answers = [asyncio.create_task(ask(number)) for number in range(CROWD)]

@@ -90,6 +90,9 @@ async def test_fleet_requests_explanation_and_chat(make_fleet, tab, tmp_path):
     await tab.show_as(390, 800, "dark")
     assert await tab.js("getComputedStyle(document.body).backgroundColor") != light
     assert await tab.js("document.documentElement.scrollWidth") <= 390
+    # Nor while a plot still has the width that the window had.
+    await tab.js("state.plots[0].uplot.setSize({ width: 800, height: 150 })")
+    assert await tab.js("document.documentElement.scrollWidth") <= 390
 
 
 @needs_browser
