@@ -88,7 +88,17 @@ def why(facts: Facts) -> Why:
         return Why("queued", told, facts.elapsed_s)
     if found and _worth(facts, found[0]):
         return found[0]
+    if facts.state == "running" and "decode" not in facts.phases_s:
+        return _no_token_yet(facts)
     return _work(facts)
+
+
+def _no_token_yet(facts: Facts) -> Why:
+    """Workers tell of a request when it has a token: until then there are two ways to wait."""
+    placed_s = facts.phases_s.get("prefill", 0.0)
+    told = f"It was placed {_s(placed_s)} ago and has no token: it waits for KV blocks at"
+    told += f" {facts.decode_worker}, or {facts.prefill_worker} is not through its"
+    return Why("no_token_yet", f"{told} {facts.prompt_tokens} prompt tokens.", placed_s)
 
 
 def _worth(facts: Facts, one: Why) -> bool:

@@ -66,9 +66,12 @@ class Fleet:
         self.routers: list[tuple[subprocess.Popen[bytes], str]] = []
         self.log = (folder / "processes.log").open("ab")
 
-    def start(self, *worker_ids: str, queued: int = 4, **changes: object) -> "Fleet":
+    def start(
+        self, *worker_ids: str, queued: int = 4, also: str = "", **changes: object
+    ) -> "Fleet":
+        """``also`` are more lines of the fleet file; ``changes`` are the workers' settings."""
         self.redis.start()
-        config = CONFIG.replace(MODEL, str(changes.get("model", MODEL)))
+        config = CONFIG.replace(MODEL, str(changes.get("model", MODEL))) + also
         config = config.replace("max_queued_requests: 4", f"max_queued_requests: {queued}")
         (self.folder / "fleet.yaml").write_text(config)
         self.start_workers(*worker_ids, **changes)
@@ -253,6 +256,20 @@ async def text_of(url: str, body: dict, mode: str = "auto") -> str:
             for choice in event["choices"]:
                 found += choice["delta"].get("content") or ""
         return found
+
+
+def samples(url: str) -> dict[str, float]:
+    """A page of metrics: values by name and labels."""
+    found = {}
+    for line in httpx.get(f"{url}/metrics", timeout=5).text.splitlines():
+        if line and not line.startswith("#"):
+            key, value = line.rsplit(" ", 1)
+            found[key] = float(value)
+    return found
+
+
+def total(found: dict[str, float], name: str) -> float:
+    return sum(v for key, v in found.items() if key.split("{")[0] == name)
 
 
 async def soon(condition, timeout_s: float = 10.0):

@@ -3,21 +3,8 @@
 import httpx
 import pytest
 
-from tests.e2e.fleet_processes import NAME, chat, fleet, soon
+from tests.e2e.fleet_processes import NAME, chat, fleet, samples, soon, total
 from tests.telemetry.otlp_collector import over_grpc
-
-
-def samples(url: str) -> dict[str, float]:
-    found = {}
-    for line in httpx.get(f"{url}/metrics", timeout=5).text.splitlines():
-        if line and not line.startswith("#"):
-            key, value = line.rsplit(" ", 1)
-            found[key] = float(value)
-    return found
-
-
-def total(found: dict[str, float], name: str) -> float:
-    return sum(v for key, v in found.items() if key.split("{")[0] == name)
 
 
 def ask(shared, text: str, mode: str = "auto", **fields) -> httpx.Response:

@@ -132,7 +132,8 @@ async def test_a_step_loop_that_stands_still_is_not_ready() -> None:
             assert router.status.state == "ready"
             for worker in (prefill, decode):
                 os.kill(worker.record.pid, signal.SIGSTOP)
-            await router.until(lambda: router.status.state == "draining", 6.0)
+            # After 3 s of silence; they count anew when the whole host stood still for one.
+            await router.until(lambda: router.status.state == "draining", 9.0)
             await router.submit("a", [1, 2, 3])
             assert (await router.ended("a", 3.0)).error.code == "unavailable"
             os.kill(decode.record.pid, signal.SIGCONT)

@@ -1,5 +1,7 @@
 """A planted cause is told, by its name and with its figures; where nothing was slow, that is."""
 
+from dataclasses import replace
+
 import pytest
 
 from router.watch.why import Facts, why
@@ -122,6 +124,17 @@ def test_a_failure_says_what_failed_and_what_came_before() -> None:
 
 def test_a_request_that_waits_says_so() -> None:
     assert why(Facts(elapsed_s=2.0, state="queued")).cause == "queued"
+
+
+def test_of_a_request_without_a_token_both_ways_to_wait_are_told() -> None:
+    """It may wait for pages: that its prompt is being computed would be a guess."""
+    placed = {"tokenize": 0.01, "queue": 0.01, "prefill": 4.1}
+    told = why(replace(facts(4.12), phases_s=placed, prefill_s=0.0, state="running"))
+    assert told.cause == "no_token_yet"
+    assert "4.10 s" in told.sentence
+    assert "blocks at decode-0, or prefill-1" in told.sentence
+    answering = why(replace(facts(4.12), phases_s=placed | {"decode": 0.0}, state="running"))
+    assert answering.cause != "no_token_yet"
 
 
 def test_of_a_few_tokens_no_rate_is_told() -> None:
