@@ -8,6 +8,7 @@ operators; what is told of a request is for its tenant and for operators.
 
 import importlib.metadata
 from collections import Counter
+from time import monotonic_ns
 from typing import Annotated, Any
 
 from fastapi import HTTPException, Query, Request, Response
@@ -98,11 +99,15 @@ def routes(router: RouterParts) -> Endpoints:
         limit: Annotated[int, Query(ge=1, le=500)] = 50,
         order: Order = "newest",
     ) -> dict[str, Any]:
-        """The latest requests: all of them to an operator, to a tenant its own."""
+        """The latest requests: all of them to an operator, to a tenant its own.
+
+        Their ages are as of ``at_s``, seconds since the host's start.
+        """
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
-        found = latest(router.gateway.kept.newest_first(), tenant=tenant, limit=limit, order=order)
-        return {"requests": found}
+        kept, now_ns = router.gateway.kept.newest_first(), monotonic_ns()
+        found = latest(kept, now_ns, tenant=tenant, limit=limit, order=order)
+        return {"at_s": round(now_ns / 1e9, 6), "requests": found}
 
     @api.get("/fleet/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:

@@ -14,13 +14,22 @@ def load_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, int]:
 
 
 def latest_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:
-    """``GET /fleet/requests``: the newest or slowest of all."""
-    found = [request for part in parts for request in part["requests"]]
+    """``GET /fleet/requests``: the newest or slowest of all.
+
+    Each router has told ages as of its own moment: here they are as of the latest one. Routers of a
+    group are on one host, and have one monotonic clock.
+    """
+    at_s = max(part.get("at_s", 0.0) for part in parts)  # none: of the version before
+    found = [
+        {**request, "age_s": round(request["age_s"] + at_s - part.get("at_s", at_s), 6)}
+        for part in parts
+        for request in part["requests"]
+    ]
     if asked.get("order") == "slowest":
         found.sort(key=lambda request: -float(request["elapsed_s"]))
     else:
         found.sort(key=lambda request: float(request["age_s"]))
-    return {"requests": found[: int(asked.get("limit", _DEFAULT_LIMIT))]}
+    return {"at_s": at_s, "requests": found[: int(asked.get("limit", _DEFAULT_LIMIT))]}
 
 
 def series_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:

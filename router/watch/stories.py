@@ -54,12 +54,12 @@ def _named_by_client(kept: KeptRecords, name: str, tenant: str | None) -> Iterat
             yield active
 
 
-def summary(active: ActiveRequest) -> dict[str, Any]:
+def summary(active: ActiveRequest, now_ns: int) -> dict[str, Any]:
     """One line of the list of requests; of one that is over it is made once."""
     made = active.summary or _summary(active)
     if active.observed and active.delivered_ns:
         active.summary = made
-    return {**made, "age_s": round((monotonic_ns() - active.request.arrived_ns) / 1e9, 3)}
+    return {**made, "age_s": round((now_ns - active.request.arrived_ns) / 1e9, 6)}
 
 
 def _summary(active: ActiveRequest) -> dict[str, Any]:
@@ -88,12 +88,13 @@ def _summary(active: ActiveRequest) -> dict[str, Any]:
 
 
 def latest(
-    kept: Iterable[ActiveRequest], *, tenant: str | None, limit: int, order: Order
+    kept: Iterable[ActiveRequest], now_ns: int, *, tenant: str | None, limit: int, order: Order
 ) -> list[dict[str, Any]]:
     """The list of requests.
 
     Args:
         kept: In the order of their arrival, the latest first.
+        now_ns: What their ages count to.
         tenant: Whose requests are told; None: everybody's.
         limit: How many at most.
         order: ``slowest`` looks at all that are kept, and takes those that took longest.
@@ -103,7 +104,7 @@ def latest(
         chosen = heapq.nlargest(limit, own, key=elapsed_s)
     else:
         chosen = [active for active, _ in zip(own, range(limit), strict=False)]
-    return [summary(active) for active in chosen]
+    return [summary(active, now_ns) for active in chosen]
 
 
 def elapsed_s(active: ActiveRequest) -> float:

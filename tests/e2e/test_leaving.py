@@ -32,7 +32,7 @@ WINDOW = 2 * 2  # sequences that the router lets run on two workers
 FILLER = " ".join(f"item {number}" for number in range(200))
 PROMPT_TOKENS = 900  # it has some more: half a second of prefill, or two
 MAX_TOKENS = 400
-KV_BLOCKS = 400  # for two prompts of three times that; not for three
+KV_BLOCKS = 400  # for two prompts of three times that, not for three
 
 Leave = Callable[[], Awaitable[None]]
 Point = Callable[[Fleet], AbstractAsyncContextManager[Leave]]
@@ -54,19 +54,38 @@ class Client:
 
     async def until(self, reached: Callable[[], bool]) -> None:
         """Read on; what ends the answer before that ends the test."""
-        waiting = asyncio.create_task(soon(reached, 20))
-        await asyncio.wait({waiting, self._reading}, return_when=asyncio.FIRST_COMPLETED)
-        if self._reading.done():
+        waiting = asyncio.create_task(soon(reached, 30))
+        try:
+            await asyncio.wait({waiting, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+            if self._reading.done():
+                self._reading.result()
+                raise AssertionError("it was answered before it could leave")
+            await waiting
+        except BaseException:
             waiting.cancel()
-            self._reading.result()
-            raise AssertionError("it was answered before it could leave")
-        await waiting
+            await self.end()
+            raise
 
     async def leave(self) -> None:
         assert not self._reading.done(), "it was answered before it could leave"
+        await self.end()
+
+    async def end(self) -> None:
         self._reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError, AssertionError):
             await self._reading
+
+
+@asynccontextmanager
+async def crowd(*clients: Client) -> AsyncIterator[None]:
+    """Others, whose answers are being written meanwhile."""
+    try:
+        for client in clients:
+            await client.until(lambda client=client: client.events > 0)
+        yield
+    finally:
+        for client in clients:
+            await client.end()
 
 
 def asked(text: str, **fields: object) -> dict[str, object]:
@@ -114,27 +133,21 @@ async def in_its_body(running: Fleet) -> AsyncIterator[Leave]:
 
 @asynccontextmanager
 async def queued_at_the_router(running: Fleet) -> AsyncIterator[Leave]:
-    crowd = [Client(running, "Hi", n=WINDOW // 2, max_tokens=1000) for _ in range(2)]
-    for one in crowd:
-        await one.until(lambda one=one: one.events > 0)
-    client = Client(running)
-    await client.until(lambda: total(samples(running.url), "baton_queue_requests") == 1)
-    yield client.leave
-    for one in crowd:
-        await one.leave()
+    pairs = [Client(running, "Hi", n=WINDOW // 2, max_tokens=2000) for _ in range(2)]
+    async with crowd(*pairs):
+        client = Client(running)
+        await client.until(lambda: total(samples(running.url), "baton_queue_requests") == 1)
+        yield client.leave
 
 
 @asynccontextmanager
 async def before_decode_admits(running: Fleet) -> AsyncIterator[Leave]:
     """Its pages are taken, and nobody prefills what has no place to go."""
-    crowd = [Client(running, 3 * FILLER) for _ in range(2)]
-    for one in crowd:
-        await one.until(lambda one=one: one.events > 0 and leased(running) == 0)
-    client = Client(running, 3 * FILLER)
-    await client.until(lambda: shown(running, "decode-0")["baton_waiting_requests"] > 0)
-    yield client.leave
-    for one in crowd:
-        await one.leave()
+    async with crowd(*(Client(running, 3 * FILLER, max_tokens=1000) for _ in range(2))):
+        client = Client(running, 3 * FILLER)
+        await client.until(lambda: shown(running, "decode-0")["baton_waiting_requests"] > 0)
+        await client.until(lambda: leased(running) == 0)
+        yield client.leave
 
 
 @asynccontextmanager
@@ -227,9 +240,11 @@ async def test_who_waits_at_prefill_and_leaves_is_never_computed(running: Fleet)
     first = Client(running, 3 * FILLER)
     await first.until(lambda: leased(running) > 0)
     client = Client(running)
-    await client.until(lambda: shown(running)["baton_waiting_requests"] == 1)
-    await client.leave()
-    await first.until(lambda: first.events > 0)
-    await first.leave()
+    try:
+        await client.until(lambda: shown(running)["baton_waiting_requests"] == 1)
+        await client.leave()
+        await first.until(lambda: first.events > 0)
+    finally:
+        await first.end()
     await asyncio.to_thread(running.assert_baseline)
     assert computed_tokens(running) - began_tokens < 3.5 * PROMPT_TOKENS

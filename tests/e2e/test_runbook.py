@@ -191,7 +191,9 @@ def test_an_upgrade_is_judged_by_two_results(
     def load(folder: Path) -> None:
         lengths = ("--prompt-tokens", "40", "--answer-tokens", "24", "--requests", "8")
         where = ("--url", running.url, "--model", NAME, "--out", str(folder))
-        result = CliRunner().invoke(app, ["poisson", *where, *lengths, "--rate", "2"])
+        # Else the router sends past the slow worker what it can: all, on a busy machine.
+        through = ("--header", "x-baton-mode: disaggregated")
+        result = CliRunner().invoke(app, ["poisson", *where, *lengths, "--rate", "2", *through])
         assert result.exit_code == 0, result.output + result.stderr
 
     load(tmp_path / "before")
@@ -204,8 +206,7 @@ def test_an_upgrade_is_judged_by_two_results(
     assert "tpot_s" in compared.output
     runs = [read_results(tmp_path / name) for name in ("before", "after")]
     tpot = [run.summary.distributions["tpot_s"] for run in runs]
-    # The median may not move: the router sends what it can past the slow worker.
-    assert tpot[1].p99 > 1.5 * tpot[0].p99, "what the quotients tell was really so"
+    assert tpot[1].p50 > 1.5 * tpot[0].p50, "what the quotients tell was really so"
 
 
 def test_nothing_is_held_after_clients_have_left(running: Fleet, client: Client) -> None:

@@ -20,9 +20,12 @@ async def test_prefill_of_two_ranks_and_decode_of_three_answer_as_one_rank(
     try:
         wide.start("prefill-0", tensor_parallel=2)
         wide.start_workers("decode-0", tensor_parallel=3)
+
+        def ranks() -> dict[str, int]:
+            return {name: len(shown["ranks"]) for name, shown in wide.workers_shown().items()}
+
+        await soon(lambda: ranks() == {"prefill-0": 2, "decode-0": 3})
         wide.wait_ready(wide.url)
-        shown = wide.workers_shown()
-        assert [len(shown[name]["ranks"]) for name in ("prefill-0", "decode-0")] == [2, 3]
         for body in QUESTIONS:
             expected = await text_of(shared.url, body)
             for mode in ("disaggregated", "colocated"):

@@ -1,38 +1,25 @@
 """A replica whose ranks Ray places each by itself: real Ray, Redis, weights and processes."""
 
 import asyncio
-import gc
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
-from fleet.local.redis_server import EmbeddedRedis
-from fleet.pools.ray_runtime import Controller, start_local
-from fleet.pools.resources import ControllerSpec
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
+from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, RayFleet, ray_fleet
 from tests.workers.harness import TOKEN, WorkerProcess
 from tests.workers.test_tensor_parallel import SMOLLM2, both_ways
 from tests.workers.test_transports import counted
 
-pytestmark = [
-    pytest.mark.fleet,
-    pytest.mark.slow,
-    # Ray's own: it leaves a pipe and a socket to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, *RAYS_OWN_WARNINGS]
 APART = TensorParallelConfig(decode=2, memory="own", nodes="several")
 CONFIG = FleetConfig(
     fleet="apart",
@@ -43,36 +30,13 @@ CONFIG = FleetConfig(
 )
 
 
-class Fleet(NamedTuple):
-    controller: Controller
-    redis_url: str
-    logs: Path
-
-
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    folder = Path(tempfile.mkdtemp(prefix="bt-"))
-    redis = EmbeddedRedis()
-    try:
-        redis.start()
-        start_local(folder / "r", CONFIG)
-        spec = ControllerSpec(
-            config_json=CONFIG.to_json(),
-            redis_url=redis.url,
-            fleet_token=TOKEN,
-            host="127.0.0.1",
-            log_dir=str(folder / "logs"),
-            sealed=True,
-        )
-        yield Fleet(Controller.start("apart", spec), redis.url, folder / "logs")
-    finally:
-        ray.shutdown()
-        redis.stop()
-        shutil.rmtree(folder)
-        gc.collect()  # Ray's pipes and process handles, while their warnings are ignored
+def fleet() -> Iterator[RayFleet]:
+    with ray_fleet(CONFIG, fleet_token=TOKEN, sealed=True) as running:
+        yield running
 
 
-async def ready(fleet: Fleet, epochs: dict[str, int]) -> dict[str, WorkerRecord]:
+async def ready(fleet: RayFleet, epochs: dict[str, int]) -> dict[str, WorkerRecord]:
     """The records of workers, once each is in this life, or in a later one."""
     registry = Registry(fleet.redis_url, "apart")
     until = time.monotonic() + 120
@@ -91,7 +55,7 @@ async def ready(fleet: Fleet, epochs: dict[str, int]) -> dict[str, WorkerRecord]
         await registry.close()
 
 
-def _logs(fleet: Fleet) -> str:
+def _logs(fleet: RayFleet) -> str:
     return "\n".join(f"{f.name}: {f.read_text()[-1500:]}" for f in fleet.logs.glob("*.log"))
 
 
@@ -108,7 +72,7 @@ def programs(record: WorkerRecord) -> list[psutil.Process]:
     return [process for engine in engines for process in (engine.parent(), engine)]
 
 
-async def test_its_answers_are_those_of_one_rank(fleet: Fleet) -> None:
+async def test_its_answers_are_those_of_one_rank(fleet: RayFleet) -> None:
     found = await ready(fleet, {"prefill-0": 1, "decode-0": 1})
     one, two = found["prefill-0"], found["decode-0"]
     assert (len(one.ranks), len(two.ranks), set(two.rank_hosts)) == (0, 2, {two.host})
@@ -126,7 +90,7 @@ async def test_its_answers_are_those_of_one_rank(fleet: Fleet) -> None:
     "victim",
     ["rank's engine", "rank's program", "leader's program", "leader's engine"],
 )
-async def test_it_ends_and_comes_back_as_one(fleet: Fleet, victim: str) -> None:
+async def test_it_ends_and_comes_back_as_one(fleet: RayFleet, victim: str) -> None:
     epoch = next(s for s in fleet.controller.status() if s["worker_id"] == "decode-0")["epoch"]
     before = (await ready(fleet, {"prefill-0": 1, "decode-0": epoch}))["decode-0"]
     processes = programs(before)
@@ -139,7 +103,7 @@ async def test_it_ends_and_comes_back_as_one(fleet: Fleet, victim: str) -> None:
     await both_ways(reached(found["decode-0"]), reached(found["prefill-0"]))
 
 
-async def test_a_stop_leaves_nothing(fleet: Fleet) -> None:
+async def test_a_stop_leaves_nothing(fleet: RayFleet) -> None:
     slots = {s["worker_id"]: s["epoch"] for s in fleet.controller.status()}
     found = await ready(fleet, slots)
     processes = programs(found["decode-0"])

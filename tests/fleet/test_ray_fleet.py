@@ -2,15 +2,11 @@
 
 import asyncio
 import contextlib
-import gc
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,14 +15,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
-from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools.liveness import FROZEN_AFTER_S
 from fleet.pools.placement import listens
-from fleet.pools.ray_runtime import Controller, start_local
 from fleet.pools.ray_worker import WorkerActor
 from fleet.pools.resources import (
     NAMESPACE,
-    ControllerSpec,
     controller_name,
     worker_environment,
     worker_settings,
@@ -35,53 +28,29 @@ from fleet.process_key import ProcessKey
 from registry.orders import Answer, Orders
 from registry.redis_store import Registry
 from registry.types import WorkerRecord
+from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, RayFleet, ray_fleet
 
-pytestmark = [
-    pytest.mark.fleet,
-    # Ray's own: it leaves a pipe and a socket to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
+pytestmark = [pytest.mark.fleet, *RAYS_OWN_WARNINGS]
 
 HEALTHY_AFTER_S = 3
 APART = TensorParallelConfig(decode=2, memory="own", nodes="several")
 
 
-class Fleet(NamedTuple):
-    controller: Controller
-    redis_url: str
-    logs: Path
-
-
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    folder = Path(tempfile.mkdtemp(prefix="bt-"))
+def fleet() -> Iterator[RayFleet]:
     config = FleetConfig(
         fleet="test", pools=PoolsConfig(prefill=1, decode=1), cpus_per_rank=0.5, threads_per_rank=1
     )
-    redis = EmbeddedRedis()
-    try:
-        redis.start()
-        start_local(folder / "r", config)
-        spec = ControllerSpec(
-            config_json=config.to_json(),
-            redis_url=redis.url,
-            fleet_token="t",
-            host="127.0.0.1",
-            log_dir=str(folder / "logs"),
-            program="tests.fleet.small_worker",
-            healthy_after_ns=HEALTHY_AFTER_S * 1_000_000_000,
-        )
-        yield Fleet(Controller.start("test", spec), redis.url, folder / "logs")
-    finally:
-        ray.shutdown()
-        redis.stop()
-        shutil.rmtree(folder)
-        gc.collect()  # Ray's pipes and process handles, while their warnings are ignored
+    with ray_fleet(
+        config,
+        fleet_token="t",
+        program="tests.fleet.small_worker",
+        healthy_after_ns=HEALTHY_AFTER_S * 1_000_000_000,
+    ) as running:
+        yield running
 
 
-async def records(fleet: Fleet) -> dict[str, WorkerRecord]:
+async def records(fleet: RayFleet) -> dict[str, WorkerRecord]:
     registry = Registry(fleet.redis_url, "test")
     try:
         return (await registry.records())[1]
@@ -89,7 +58,7 @@ async def records(fleet: Fleet) -> dict[str, WorkerRecord]:
         await registry.close()
 
 
-async def record_of(fleet: Fleet, worker: str) -> WorkerRecord:
+async def record_of(fleet: RayFleet, worker: str) -> WorkerRecord:
     """Its record, which a slow machine may let lapse for a moment."""
     until = time.monotonic() + 20
     while worker not in (found := await records(fleet)) and time.monotonic() < until:
@@ -104,16 +73,16 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def slot(fleet: Fleet, worker_id: str) -> dict[str, Any]:
+def slot(fleet: RayFleet, worker_id: str) -> dict[str, Any]:
     return next(item for item in fleet.controller.status() if item["worker_id"] == worker_id)
 
 
-def wait_ready(fleet: Fleet, worker_id: str, epoch: int) -> None:
+def wait_ready(fleet: RayFleet, worker_id: str, epoch: int) -> None:
     wanted = {"phase": "ready", "epoch": epoch}
     wait_for(lambda: wanted.items() <= slot(fleet, worker_id).items())
 
 
-async def test_the_pools_come_up_with_their_environment(fleet: Fleet) -> None:
+async def test_the_pools_come_up_with_their_environment(fleet: RayFleet) -> None:
     wait_ready(fleet, "prefill-0", 1)
     wait_ready(fleet, "decode-0", 1)
     found = await records(fleet)
@@ -125,7 +94,7 @@ async def test_the_pools_come_up_with_their_environment(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("victim", ["engine", "actor"])
-async def test_kill_9_brings_a_new_incarnation(fleet: Fleet, victim: str) -> None:
+async def test_kill_9_brings_a_new_incarnation(fleet: RayFleet, victim: str) -> None:
     before = await record_of(fleet, "decode-0")
     engine = ProcessKey.of(before.pid)
     assert engine is not None
@@ -140,7 +109,7 @@ async def test_kill_9_brings_a_new_incarnation(fleet: Fleet, victim: str) -> Non
     assert f"dead {reason}" in (fleet.logs / "controller.log").read_text()
 
 
-async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: Fleet) -> None:
+async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: RayFleet) -> None:
     """Defect 5d: SIGSTOP; a new life within the deadline, and SIGCONT revives nothing."""
     before = await record_of(fleet, "decode-0")
     shell = ProcessKey.of(int(before.address.rpartition(":")[2]))
@@ -158,7 +127,7 @@ async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: Fleet) -
     assert "dead frozen: it did not answer for 8 s" in (fleet.logs / "controller.log").read_text()
 
 
-async def test_an_engine_that_dies_late_is_followed_in_the_same_process(fleet: Fleet) -> None:
+async def test_an_engine_that_dies_late_is_followed_in_the_same_process(fleet: RayFleet) -> None:
     await asyncio.sleep(HEALTHY_AFTER_S)
     before = await record_of(fleet, "decode-0")
     os.kill(before.pid, signal.SIGKILL)
@@ -169,7 +138,7 @@ async def test_an_engine_that_dies_late_is_followed_in_the_same_process(fleet: F
     assert after.incarnation != before.incarnation
 
 
-async def test_operators_drain_and_restart_through_redis(fleet: Fleet) -> None:
+async def test_operators_drain_and_restart_through_redis(fleet: RayFleet) -> None:
     epoch = slot(fleet, "prefill-0")["epoch"]
     registry = Registry(fleet.redis_url, "test")
     orders = Orders(registry)
@@ -190,7 +159,9 @@ async def test_operators_drain_and_restart_through_redis(fleet: Fleet) -> None:
     await registry.close()
 
 
-async def test_a_pool_is_scaled_out_and_in_and_refused_where_it_does_not_fit(fleet: Fleet) -> None:
+async def test_a_pool_is_scaled_out_and_in_and_refused_where_it_does_not_fit(
+    fleet: RayFleet,
+) -> None:
     registry = Registry(fleet.redis_url, "test")
     orders = Orders(registry)
     refused = await orders.ask("scale", arguments={"decode": 99}, timeout_s=10)
@@ -206,7 +177,7 @@ async def test_a_pool_is_scaled_out_and_in_and_refused_where_it_does_not_fit(fle
     await registry.close()
 
 
-async def test_a_worker_that_cannot_start_says_why_and_is_tried_again(fleet: Fleet) -> None:
+async def test_a_worker_that_cannot_start_says_why_and_is_tried_again(fleet: RayFleet) -> None:
     marker = fleet.logs / "fail-decode-0"
     marker.touch()
     os.kill((await record_of(fleet, "decode-0")).pid, signal.SIGKILL)
@@ -216,7 +187,9 @@ async def test_a_worker_that_cannot_start_says_why_and_is_tried_again(fleet: Fle
 
 
 @pytest.mark.parametrize("end", ["kill -9", "stop"])
-async def test_a_rank_that_is_placed_by_itself_ends_with_its_leader(fleet: Fleet, end: str) -> None:
+async def test_a_rank_that_is_placed_by_itself_ends_with_its_leader(
+    fleet: RayFleet, end: str
+) -> None:
     """Whose stream it has not yet seen, so that it ends by Ray alone, or by a word of the leader.
 
     ``test_ranks_apart.py`` has replicas that answer.
@@ -255,7 +228,7 @@ async def test_a_rank_that_is_placed_by_itself_ends_with_its_leader(fleet: Fleet
     remove_placement_group(group)
 
 
-async def test_workers_outlive_their_controller_and_are_adopted(fleet: Fleet) -> None:
+async def test_workers_outlive_their_controller_and_are_adopted(fleet: RayFleet) -> None:
     before = await records(fleet)
     actor = ray.get_actor(controller_name("test"), namespace=NAMESPACE)
     ray.kill(actor, no_restart=False)
@@ -271,7 +244,7 @@ async def test_workers_outlive_their_controller_and_are_adopted(fleet: Fleet) ->
     }
 
 
-def _goes_on(fleet: Fleet) -> bool:
+def _goes_on(fleet: RayFleet) -> bool:
     try:
         fleet.controller.keep_running(timeout_s=2)
     except ray.exceptions.RayError:
@@ -279,7 +252,7 @@ def _goes_on(fleet: Fleet) -> bool:
     return True
 
 
-async def test_a_stop_ends_every_worker(fleet: Fleet) -> None:
+async def test_a_stop_ends_every_worker(fleet: RayFleet) -> None:
     engines = [ProcessKey.of(record.pid) for record in (await records(fleet)).values()]
     assert fleet.controller.stop()
     wait_for(lambda: not any(engine and engine.find() for engine in engines), limit_s=5)

@@ -1,12 +1,14 @@
 """The bench of the router: its clients read streams right, and all of it runs."""
 
 import asyncio
+import contextlib
 import json
+import time
 
 import pytest
 
-from loadtest.bench.router.__main__ import Figures, Shape, baton, measure, median
-from loadtest.bench.router.load import Client, Load
+from loadtest.bench.router.__main__ import Demand, Figures, Shape, baton, measure, median
+from loadtest.bench.router.load import Client, Load, run
 from tests.house.imports import ROOT
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -30,7 +32,7 @@ class Wire(asyncio.Transport):
 
 def client() -> tuple[Client, Load, Wire]:
     load, wire = Load("m", words=5, answer_tokens=3), Wire()
-    made = Client(load)
+    made = Client(load, lambda free: free.ask(time.perf_counter()))
     made.connection_made(wire)
     return made, load, wire
 
@@ -65,6 +67,32 @@ def test_a_refusal_is_a_failure_and_not_asked_again():
     assert wire.closed
 
 
+async def test_requests_at_a_rate_wait_from_their_own_moment_however_slow_answers_are():
+    served: list[asyncio.Task[None]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(int(head.rpartition(b"content-length: ")[2]))
+                await asyncio.sleep(0.2)
+                writer.write(HEAD + BODY)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    load = Load("m", words=5, answer_tokens=3)
+    seen = await run(load, port, clients=0, rate_per_s=100.0, warm_s=0.3, seconds=1.0)
+    server.close()
+    await asyncio.gather(*served)
+    assert seen.failed == 0
+    assert 50 < seen.requests < 150, "one connection would have brought 5"
+    assert len(served) >= 100 * 0.2
+    assert seen.ttft_p50_s >= 0.2
+
+
 def test_medians_are_of_each_number_alone():
     def figures(rate: float, gap: float) -> Figures:
         zeros = dict.fromkeys(
@@ -74,7 +102,7 @@ def test_medians_are_of_each_number_alone():
             ),
             0.0,
         )
-        rest = {"side": "a", "load": "b", "clients": 1, "failed": 0, "limit": ""}
+        rest = {"side": "a", "load": "b", "demand": "1", "failed": 0, "limit": ""}
         return Figures(**zeros, **rest, tokens_per_cpu_s=rate, gap_p99_s=gap)
 
     middle = median([figures(1.0, 9.0), figures(2.0, 7.0), figures(3.0, 8.0)])
@@ -84,7 +112,10 @@ def test_medians_are_of_each_number_alone():
 @pytest.mark.slow
 def test_a_router_is_measured():
     with baton(ROOT, 2, 0.01) as side:
-        figures = measure("baton", side, Shape(20, 16), clients=4, seconds=2)
+        figures = measure("baton", side, Shape(20, 16), Demand(clients=4), seconds=2)
+        slow = measure("baton", side, Shape(20, 16), Demand(rate_per_s=10), seconds=4)
+    assert slow.failed == 0
+    assert 3 < slow.requests_per_s < 20
     assert figures.failed == 0
     assert figures.requests_per_s > 0
     assert figures.tokens_per_cpu_s > figures.requests_per_cpu_s > 0

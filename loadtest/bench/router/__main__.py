@@ -57,6 +57,16 @@ class Shape(NamedTuple):
         return f"{self.words} words, {self.answer_tokens} tokens"
 
 
+class Demand(NamedTuple):
+    """So many clients, each with one request at a time; or requests that come at a rate."""
+
+    clients: int = 0
+    rate_per_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.rate_per_s:g}/s" if self.rate_per_s else str(self.clients)
+
+
 _LONG = 1000  # words, from which a prompt is what counts, and answers are short
 
 
@@ -72,14 +82,16 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """One side under one load; medians of the rounds.
 
     Attributes:
+        demand: Clients, or requests a second.
         router_cores: CPU seconds of the router for each second.
         limit: The process that took a whole core; empty: none.
-        stream_bytes: Memory that the router holds more than before, for each client.
+        stream_bytes: Memory that the router holds more than before, for each client; 0 where
+            requests come at a rate.
     """
 
     side: str
     load: str
-    clients: int
+    demand: str
     requests_per_s: float
     tokens_per_s: float
     requests_per_cpu_s: float
@@ -95,12 +107,17 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     limit: str
 
 
-def measure(name: str, side: Side, shape: Shape, clients: int, seconds: float) -> Figures:
+def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float) -> Figures:
     """One load on one side."""
     before_bytes = rss_bytes(side.router_pid)
     command = [sys.executable, "-m", "loadtest.bench.router.load", "--port", str(side.port)]
-    asked = {"words": shape.words, "answer-tokens": shape.answer_tokens, "model": MODEL_NAME}
-    for option, value in {**asked, "clients": clients, "seconds": seconds}.items():
+    asked: dict[str, object] = {
+        "words": shape.words,
+        "answer-tokens": shape.answer_tokens,
+        "model": MODEL_NAME,
+    }
+    asked |= {"clients": demand.clients, "rate": demand.rate_per_s, "seconds": seconds}
+    for option, value in asked.items():
         command += [f"--{option}", str(value)]
     with running(command, stdout=subprocess.PIPE) as process:
         if process.stdout is None or process.stdout.readline() != b"begin\n":
@@ -122,7 +139,7 @@ def measure(name: str, side: Side, shape: Shape, clients: int, seconds: float) -
     return Figures(
         side=name,
         load=str(shape),
-        clients=clients,
+        demand=str(demand),
         requests_per_s=seen.requests / seen.seconds,
         tokens_per_s=tokens / seen.seconds,
         requests_per_cpu_s=seen.requests / spent_s,
@@ -133,7 +150,7 @@ def measure(name: str, side: Side, shape: Shape, clients: int, seconds: float) -
         ttft_p99_s=seen.ttft_p99_s,
         gap_p50_s=seen.gap_p50_s,
         gap_p99_s=seen.gap_p99_s,
-        stream_bytes=held_bytes / clients,
+        stream_bytes=held_bytes / demand.clients if demand.clients else 0.0,
         failed=seen.failed,
         limit=" ".join(who for who, share in busy.items() if share >= _LIMIT),
     )
@@ -185,14 +202,23 @@ def table(figures: list[Figures], rounds: int) -> Table:
     """What a reader compares."""
     shown = Table(title=f"a router's CPU second, median of {rounds}; times in ms")
     for column in (
-        *("side", "load", "clients", "req/s", "req/CPU s", "tok/CPU s", "cores", "events/req"),
+        *(
+            "side",
+            "load",
+            "clients or rate",
+            "req/s",
+            "req/CPU s",
+            "tok/CPU s",
+            "cores",
+            "events/req",
+        ),
         *("TTFT p50", "p99", "gap p50", "p99", "failed", "limit"),
     ):
         shown.add_column(column, justify="left" if column in ("side", "load", "limit") else "right")
     for f in figures:
         times = (f.ttft_p50_s, f.ttft_p99_s, f.gap_p50_s, f.gap_p99_s)
         shown.add_row(
-            *(f.side, f.load, str(f.clients)),
+            *(f.side, f.load, f.demand),
             *(f"{f.requests_per_s:.0f}", f"{f.requests_per_cpu_s:.0f}"),
             *(f"{f.tokens_per_cpu_s:.0f}", f"{f.router_cores:.2f}", f"{f.events_per_request:.1f}"),
             *(f"{1e3 * value:.1f}" for value in times),
@@ -203,6 +229,7 @@ def table(figures: list[Figures], rounds: int) -> Table:
 
 def main(
     clients: Annotated[str, typer.Option(help="Connections, one number for each load.")] = "64,256",
+    rates: Annotated[str, typer.Option(help="Requests a second, a number for each load.")] = "50",
     seconds: Annotated[float, typer.Option(help="That count, of each load.")] = 8.0,
     rounds: Annotated[int, typer.Option(help="Rounds in turns; medians are shown.")] = 3,
     count: Annotated[int, typer.Option("--workers", help="Emulated workers.")] = 4,
@@ -226,15 +253,17 @@ def main(
     if with_peer:
         sides[f"dynamo {dynamo.VERSION}"] = lambda: peer(count)
     shapes = [Shape(n, 16 if n >= _LONG else 64) for n in map(int, words.split(","))]
-    seen: dict[tuple[str, Shape, int], list[Figures]] = defaultdict(list)
+    demands = [Demand(clients=number) for number in map(int, clients.split(",")) if number]
+    demands += [Demand(rate_per_s=rate) for rate in map(float, rates.split(",")) if rate]
+    seen: dict[tuple[str, Shape, Demand], list[Figures]] = defaultdict(list)
     for _ in range(rounds):
         for name, side in list(sides.items()):
             try:
                 with side() as up:
                     for shape in shapes:
-                        for number in map(int, clients.split(",")):
-                            figures = measure(name, up, shape, number, seconds)
-                            seen[name, shape, number].append(figures)
+                        for demand in demands:
+                            figures = measure(name, up, shape, demand, seconds)
+                            seen[name, shape, demand].append(figures)
             except dynamo.PeerError as error:
                 console.print(f"{name}: not run ({error})")
                 del sides[name]

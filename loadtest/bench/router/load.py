@@ -2,6 +2,9 @@
 
     python -m loadtest.bench.router.load --port 8000 --model smollm2 --clients 64 …
 
+With ``--rate`` requests come at random moments of their own, however slow the answers are, and wait
+from then on: sides under the same rate are under the same load.
+
 Reads no more of HTTP than it must, so that the router is the bottleneck and not this. Prints
 ``begin`` when the warm-up is over, and at the end one line of JSON.
 """
@@ -11,7 +14,7 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, cast
 
 import msgspec
@@ -92,26 +95,27 @@ class Load:
 
 
 class Client(asyncio.Protocol):
-    """One connection."""
+    """One connection; whoever made it is told when it is free."""
 
-    def __init__(self, load: Load) -> None:
-        self._load = load
+    def __init__(self, load: Load, free: "Callable[[Client], None]") -> None:
+        self._load, self._free = load, free
         self._transport: asyncio.WriteTransport | None = None
         self._asked_s = self._last_s = 0.0
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """It may be asked."""
         self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's has no such base
-        self._ask()
+        self._free(self)
 
-    def _ask(self) -> None:
+    def ask(self, due_s: float) -> None:
+        """The next request, which waits since ``due_s``."""
         if self._transport is not None:
-            self._tail, self._last_s, self._asked_s = b"", 0.0, time.perf_counter()
+            self._tail, self._last_s, self._asked_s = b"", 0.0, due_s
             self._transport.write(self._load.request())
 
     def data_received(self, data: bytes) -> None:
-        """Count events; at the end ask again."""
+        """Count events."""
         load, now_s = self._load, time.perf_counter()
         if not self._tail and not data.startswith(b"HTTP/1.1 200"):
             load.failures.append(data[:400].decode(errors="replace"))
@@ -128,7 +132,7 @@ class Client(asyncio.Protocol):
         self._tail = (self._tail + data[-len(_END) :])[-len(_END) :]
         if self._tail == _END:
             load.requests += 1
-            self._ask()
+            self._free(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Only at the end, if all is well."""
@@ -150,14 +154,53 @@ def percentile(values: Sequence[float], share: float) -> float:
     return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
 
 
-async def run(load: Load, port: int, clients: int, warm_s: float, seconds: float) -> Result:
+class Clients:
+    """All connections to one port."""
+
+    def __init__(self, load: Load, port: int) -> None:
+        self._load, self._port = load, port
+        self._made: list[Client] = []
+        self._idle: list[Client] = []
+
+    async def _connect(self, free: Callable[[Client], None]) -> None:
+        loop = asyncio.get_running_loop()
+        _, client = await loop.create_connection(
+            lambda: Client(self._load, free), "127.0.0.1", self._port
+        )
+        self._made.append(client)
+
+    async def ask_again_and_again(self, count: int) -> None:
+        """Closed loop: each of ``count`` clients has one request at a time."""
+        for place in range(count):
+            await self._connect(lambda client: client.ask(time.perf_counter()))
+            await asyncio.sleep(0.3 / count if place else 0)  # steps are not to be in step
+
+    async def ask_at(self, rate_per_s: float) -> None:
+        """Open loop, for ever: a connection that is free, or a new one."""
+        draw, due_s = random.Random(2), time.perf_counter()
+        while True:
+            due_s += draw.expovariate(rate_per_s)
+            await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
+            if not self._idle:
+                await self._connect(self._idle.append)
+            self._idle.pop().ask(due_s)
+
+    def close(self) -> None:
+        """Hang up."""
+        for client in self._made:
+            client.close()
+
+
+async def run(
+    load: Load, port: int, clients: int, rate_per_s: float, warm_s: float, seconds: float
+) -> Result:
     """Ask for ``warm_s``, then for ``seconds`` that count."""
-    loop = asyncio.get_running_loop()
-    made = []
-    for place in range(clients):
-        _, client = await loop.create_connection(lambda: Client(load), "127.0.0.1", port)
-        made.append(client)
-        await asyncio.sleep(0.3 / clients if place else 0)  # steps are not to be in step
+    made = Clients(load, port)
+    asking = None
+    if rate_per_s:
+        asking = asyncio.create_task(made.ask_at(rate_per_s))
+    else:
+        await made.ask_again_and_again(clients)
     await asyncio.sleep(warm_s)
     load.reset()
     print("begin", flush=True)
@@ -177,8 +220,9 @@ async def run(load: Load, port: int, clients: int, warm_s: float, seconds: float
     )
     for reason in load.failures[:3]:
         print(f"failed: {reason!r}", flush=True)
-    for client in made:
-        client.close()
+    if asking is not None:
+        asking.cancel()
+    made.close()
     return result
 
 
@@ -186,13 +230,15 @@ def main(
     port: Annotated[int, typer.Option(help="Of the router.")],
     model: Annotated[str, typer.Option(help="Name to ask for.")],
     clients: Annotated[int, typer.Option(help="Connections.")] = 64,
+    rate: Annotated[float, typer.Option(help="Requests a second instead; 0: none.")] = 0.0,
     words: Annotated[int, typer.Option(help="Of each prompt.")] = 20,
     answer_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
     warm_s: Annotated[float, typer.Option("--warm-s", help="Before it counts.")] = 2.0,
     seconds: Annotated[float, typer.Option(help="That count.")] = 8.0,
 ) -> None:
     """Ask, and print what was seen."""
-    result = uvloop.run(run(Load(model, words, answer_tokens), port, clients, warm_s, seconds))
+    load = Load(model, words, answer_tokens)
+    result = uvloop.run(run(load, port, clients, rate, warm_s, seconds))
     print(msgspec.json.encode(result).decode(), flush=True)
 
 

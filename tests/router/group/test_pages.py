@@ -84,14 +84,18 @@ def test_load_and_latest_requests():
     assert load_of(parts, {}) == {"server_load": 5}
     lists = [
         {
+            "at_s": 50.0,
             "requests": [
                 {"id": "a", "age_s": 1, "elapsed_s": 9},
                 {"id": "b", "age_s": 4, "elapsed_s": 1},
-            ]
+            ],
         },
-        {"requests": [{"id": "c", "age_s": 2, "elapsed_s": 5}]},
+        # It was slow to answer: what looks older came later than b.
+        {"at_s": 53.0, "requests": [{"id": "c", "age_s": 5, "elapsed_s": 5}]},
     ]
-    assert [r["id"] for r in latest_of(lists, {})["requests"]] == ["a", "c", "b"]
+    newest = latest_of(lists, {})
+    assert newest["at_s"] == 53.0
+    assert [(r["id"], r["age_s"]) for r in newest["requests"]] == [("a", 4), ("c", 5), ("b", 7)]
     slowest = latest_of(lists, {"order": "slowest", "limit": "2"})["requests"]
     assert [r["id"] for r in slowest] == ["a", "c"]
 
