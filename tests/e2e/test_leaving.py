@@ -211,12 +211,22 @@ POINTS = {  # and what prefill computes meanwhile is told when it is done
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
+def started(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaving")
     also = f"max_batch_requests: {WINDOW // 2}\n"
     both = ("prefill-0", "decode-0")
-    with fleet(folder, *both, also=also, kv_blocks=KV_BLOCKS) as started:
-        yield started
+    with fleet(folder, *both, also=also, kv_blocks=KV_BLOCKS) as made:
+        yield made
+
+
+@pytest.fixture
+def running(started: Fleet) -> Fleet:
+    """Whole again: a worker that stood still is not ready at once."""
+    until_s = time.monotonic() + 20
+    while {worker["state"] for worker in started.workers_shown().values()} != {"ready"}:
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    return started
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
@@ -234,14 +244,19 @@ async def test_prefill_is_free_again_within_a_second(running: Fleet, point: Poin
         assert computed_tokens(running) - began_tokens < 7 * PROMPT_TOKENS, "for nobody"
 
 
-async def test_who_waits_at_prefill_and_leaves_is_never_computed(running: Fleet) -> None:
-    """The ninth: there is somebody else's prompt before it."""
+async def test_who_is_second_at_prefill_and_leaves_is_not_computed(running: Fleet) -> None:
+    """The ninth: it waits, or has what a step leaves of its budget, a block at a time."""
+
+    def second() -> bool:
+        page = shown(running)
+        return page["baton_running_requests"] + page["baton_waiting_requests"] == 2
+
     began_tokens = computed_tokens(running)
     first = Client(running, 3 * FILLER)
     await first.until(lambda: leased(running) > 0)
     client = Client(running)
     try:
-        await client.until(lambda: shown(running)["baton_waiting_requests"] == 1)
+        await client.until(second)
         await client.leave()
         await first.until(lambda: first.events > 0)
     finally:

@@ -39,6 +39,7 @@ def test_numbers_that_were_said_stay() -> None:
     assert settled(said, Measured(0.02, 0.01, 1000.0)) is said
 
 
+@pytest.mark.slow  # what a fleet does with it is in `tests/fleet/test_up.py`
 def test_it_is_measured_on_the_real_engine_and_kept(cache: Path) -> None:
     measured = measure(AUTO)
     assert 0 < measured.decode_s < measured.mixed_s

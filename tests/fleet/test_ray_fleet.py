@@ -186,7 +186,7 @@ async def test_a_worker_that_cannot_start_says_why_and_is_tried_again(fleet: Ray
     wait_for(lambda: slot(fleet, "decode-0")["phase"] == "ready")
 
 
-@pytest.mark.parametrize("end", ["kill -9", "stop"])
+@pytest.mark.parametrize("end", ["kill -9", pytest.param("stop", marks=pytest.mark.slow)])
 async def test_a_rank_that_is_placed_by_itself_ends_with_its_leader(
     fleet: RayFleet, end: str
 ) -> None:

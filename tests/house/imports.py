@@ -6,6 +6,7 @@ an arrow     some module of one room imports some module of another one
 
 import ast
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ def modules() -> dict[str, Path]:
     return named
 
 
+@cache
 def imports() -> Graph:
     """Module -> the modules of the product that it imports, wherever the statement stands."""
     known = modules()

@@ -277,7 +277,10 @@ async def test_a_choice_that_stopped_stays_stopped_after_local_compute():
             assert len(router.tokens["a"][1]) == 80
 
 
-@pytest.mark.parametrize("damage", ["flip", "swap", "replay", "incarnation", "torn"])
+SLOW_DAMAGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("swap", "replay", "torn")]
+
+
+@pytest.mark.parametrize("damage", ["flip", "incarnation", *SLOW_DAMAGE])
 async def test_damage_now_and_then_is_repaired(damage):
     async with workers("prefill-0", "decode-0", prefill_fault_injection=f"{damage}:3") as (
         prefill,

@@ -32,7 +32,7 @@ HARD = [
 texts = st.lists(st.sampled_from(HARD) | st.text(max_size=4), max_size=30).map("".join)
 
 
-@pytest.fixture(scope="session", params=[*CUTS, "gemma"])
+@pytest.fixture(scope="session", params=[*CUTS, pytest.param("gemma", marks=pytest.mark.slow)])
 def pair(request, metadata) -> tuple[TextTokenizer, TextTokenizer]:
     """The same tokenizer, slow and fast."""
     source = {**metadata, "tokenizer.ggml.pre": request.param}
