@@ -196,11 +196,18 @@ async def run(
 ) -> Result:
     """Ask for ``warm_s``, then for ``seconds`` that count."""
     made = Clients(load, port)
-    asking = None
-    if rate_per_s:
-        asking = asyncio.create_task(made.ask_at(rate_per_s))
-    else:
-        await made.ask_again_and_again(clients)
+    async with asyncio.TaskGroup() as group:
+        work = made.ask_at(rate_per_s) if rate_per_s else made.ask_again_and_again(clients)
+        asking = group.create_task(work)
+        if not rate_per_s:
+            await asking
+        result = await _measured(load, warm_s, seconds)
+        asking.cancel()
+    made.close()
+    return result
+
+
+async def _measured(load: Load, warm_s: float, seconds: float) -> Result:
     await asyncio.sleep(warm_s)
     load.reset()
     print("begin", flush=True)
@@ -220,9 +227,6 @@ async def run(
     )
     for reason in load.failures[:3]:
         print(f"failed: {reason!r}", flush=True)
-    if asking is not None:
-        asking.cancel()
-    made.close()
     return result
 
 
