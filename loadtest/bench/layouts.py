@@ -15,7 +15,6 @@ column with the same weights.
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from rich.table import Table
 from engine.artifacts.artifact import resolve_model
 from engine.llm import DEFAULT_MODEL
 from loadtest.bench.llamacpp import Peer, PeerError, cache_folder
+from loadtest.bench.router.processes import free_port
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server
 from loadtest.metrics.summary import Slo
@@ -113,23 +113,36 @@ def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int)
 
 
 @contextlib.contextmanager
-def _fleet(folder: Path, *, pair: bool, pinned: bool) -> Iterator[str]:
+def bench_fleet(folder: Path, settings: str) -> Iterator[str]:
+    """A fresh fleet of the default model; its URL while it is up.
+
+    Args:
+        folder: For its file, its logs and its state; it is made.
+        settings: More lines of the fleet file.
+    """
     folder.mkdir(parents=True)
-    cores = os.cpu_count() or 1
     port = free_port()
+    (folder / "fleet.yaml").write_text(
+        f"fleet: bench-{folder.name}\nport: {port}\nmodel: {DEFAULT_MODEL}\n"
+        f"max_context_tokens: 4096\n{settings}"
+    )
+    command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
+    url, home = f"http://127.0.0.1:{port}", {"BATON_HOME": str(folder / "home")}
+    with _server_process(command, folder, home, f"{url}/health/ready"):
+        yield url
+
+
+@contextlib.contextmanager
+def _fleet(folder: Path, *, pair: bool, pinned: bool) -> Iterator[str]:
+    cores = os.cpu_count() or 1
     pools, threads = ((1, 1), str(max(cores // 2, 1))) if pair else ((0, 1), str(cores))
     if pair and not pinned:
         threads = "auto"
-    (folder / "fleet.yaml").write_text(
-        f"fleet: bench-{folder.name}\nport: {port}\nmodel: {DEFAULT_MODEL}\n"
+    settings = (
         f"pools: {{prefill: {pools[0]}, decode: {pools[1]}}}\nthreads_per_rank: {threads}\n"
-        "kv_blocks_per_worker: 1024\nmax_context_tokens: 4096\n"
+        "kv_blocks_per_worker: 1024\n"
     )
-    command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
-    url = f"http://127.0.0.1:{port}"
-    with server_process(
-        command, folder, {"BATON_HOME": str(folder / "home")}, f"{url}/health/ready"
-    ):
+    with bench_fleet(folder, settings) as url:
         if pinned:
             _pin(url, cores)
         yield url
@@ -144,7 +157,7 @@ def _llama(folder: Path) -> Iterator[str]:
     where = ("-c", "131072", "--host", "127.0.0.1", "--port", str(port))
     command = [str(peer.programs / "llama-server"), *arguments, *where]
     url = f"http://127.0.0.1:{port}"
-    with server_process(command, folder, peer.environment, f"{url}/health"):
+    with _server_process(command, folder, peer.environment, f"{url}/health"):
         yield url
 
 
@@ -168,7 +181,7 @@ def columns(console: Console, layouts: Sequence[Layout] = LAYOUTS) -> list[Layou
 
 
 @contextlib.contextmanager
-def server_process(
+def _server_process(
     command: Sequence[str], folder: Path, more: dict[str, str], ready: str
 ) -> Iterator[None]:
     """A server process, from ready to gone."""
@@ -205,13 +218,6 @@ def _pin(url: str, cores: int) -> None:
             process.cpu_affinity(list(halves[worker["role"]]) or [0])
             for thread in process.threads():  # those that there are already have their own
                 os.sched_setaffinity(thread.id, list(halves[worker["role"]]) or [0])
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_one(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:

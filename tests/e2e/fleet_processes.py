@@ -143,6 +143,11 @@ class Fleet:
         shown = httpx.get(f"{url or self.url}/fleet", timeout=5).json()["workers"]
         return {worker["id"]: worker for worker in shown}
 
+    def all_ready(self) -> bool:
+        """Every worker that was started, as the router sees them."""
+        shown = {name: worker["state"] for name, worker in self.workers_shown().items()}
+        return shown == dict.fromkeys(self.workers, "ready")
+
     def transfers(self) -> dict[str, int]:
         return httpx.get(f"{self.url}/fleet", timeout=5).json()["transfers"]
 

@@ -110,11 +110,7 @@ async def test_fifty_pulls_outlive_their_peer_which_comes_back_on_its_two_ports(
     with fleet(tmp_path, "decode-0", queued=CROWD, **ROOM) as running:
         running.start_workers("prefill-0", ports=ports, **ROOM)
         running.start_workers("prefill-1", **ROOM)
-
-        def all_ready() -> bool:
-            return [w["state"] for w in running.workers_shown().values()] == ["ready"] * 3
-
-        await soon(all_ready, 20)
+        await soon(running.all_ready, 20)
         decode = running.workers["decode-0"]
         async with crowd_of(running) as ask, live_throughout(running):
             answers = [asyncio.create_task(ask(number)) for number in range(CROWD)]

@@ -220,12 +220,9 @@ def started(tmp_path_factory):
 
 
 @pytest.fixture
-def running(started: Fleet) -> Fleet:
+async def running(started: Fleet) -> Fleet:
     """Whole again: a worker that stood still is not ready at once."""
-    until_s = time.monotonic() + 20
-    while {worker["state"] for worker in started.workers_shown().values()} != {"ready"}:
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
+    await soon(started.all_ready, 20)
     return started
 
 

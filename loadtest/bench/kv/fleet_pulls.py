@@ -18,10 +18,8 @@ CPU      of all processes of the fleet during the load: beside other work it say
 import contextlib
 import os
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, NamedTuple
@@ -34,8 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from engine.llm import DEFAULT_MODEL
-from loadtest.bench.layouts import SLO, free_port, server_process
+from loadtest.bench.layouts import SLO, bench_fleet
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server
 from loadtest.results.files import Results
@@ -65,23 +62,6 @@ class Seen(NamedTuple):
             f"TTFT p50 {self.ttft_p50_s:.3f} s, p99 {self.ttft_p99_s:.3f} s; prompt tokens: "
             f"{tokens}; pulls: {pulls or 'none'}; CPU {self.cpu_s:.1f} s; {self.ends}"
         )
-
-
-@contextlib.contextmanager
-def fleet(folder: Path, workers: int, kv_blocks: int, *, pulls: bool) -> Iterator[str]:
-    """A fresh one; its URL while it is up."""
-    folder.mkdir(parents=True)
-    port = free_port()
-    (folder / "fleet.yaml").write_text(
-        f"fleet: bench-{folder.name}\nport: {port}\nmodel: {DEFAULT_MODEL}\n"
-        f"pools: {{prefill: 0, decode: {workers}, pull_prefixes: {str(pulls).lower()}}}\n"
-        f"kv_blocks_per_worker: {kv_blocks}\nmax_context_tokens: 4096\n"
-    )
-    command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
-    url = f"http://127.0.0.1:{port}"
-    home = {"BATON_HOME": str(folder / "home")}
-    with server_process(command, folder, home, f"{url}/health/ready"):
-        yield url
 
 
 def counters(url: str, name: str, label: str) -> Counter[str]:
@@ -173,7 +153,11 @@ def main(
             began_s = time.monotonic()
             with TemporaryDirectory() as folder:
                 where = Path(folder) / name.replace(" ", "-")
-                with fleet(where, workers, kv_blocks, pulls=name == "pulls") as url:
+                settings = (
+                    f"pools: {{prefill: 0, decode: {workers}, pull_prefixes: {name == 'pulls'}}}\n"
+                    f"kv_blocks_per_worker: {kv_blocks}\n"
+                )
+                with bench_fleet(where, settings) as url:
                     one = measure(url, plan)
             seen[name].append(one)
             took_s, busy = time.monotonic() - began_s, os.getloadavg()[0]
