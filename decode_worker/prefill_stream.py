@@ -16,6 +16,7 @@ from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
 from decode_worker.peers import ControlCall, PeerGoneError, PeerRefusedError, Peers
+from telemetry.alive_clock import ALIVE
 from telemetry.tasks import BackgroundTasks
 
 HEARTBEAT_S = 0.5
@@ -114,7 +115,7 @@ class PrefillStream:
         await self._write(call, pb.PrefillControl(start=self._start))
         async with self._tasks.beside(self._renew(call), "renew"):
             while True:
-                async with asyncio.timeout(SILENCE_S):
+                async with ALIVE.timeout(SILENCE_S):
                     event = await call.read()
                 if not isinstance(event, pb.PrefillEvent):
                     return  # gRPC's own mark for the end

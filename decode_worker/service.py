@@ -28,6 +28,7 @@ from engine.core.errors import (
     UnavailableError,
 )
 from engine.core.events import StepDone
+from telemetry.alive_clock import ALIVE
 from telemetry.logs import request_context
 from telemetry.tasks import BackgroundTasks
 from wire.codecs import error_to_wire
@@ -101,8 +102,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 yield frame
 
     async def Submit(self, request: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
-        """A submission too long for the stream."""
-        self._submit(request, self._session(request.router_id))
+        """A submission too long for the stream; it renews the router's leases, as a frame does."""
+        session = self._session(request.router_id)
+        session.renew()
+        self._submit(request, session)
         return pb.SubmitAck()
 
     # ---------------------------------------------------------------- frames from the router
@@ -219,19 +222,20 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         while True:
             await asyncio.sleep(STATUS_S)
             now_ns = time.monotonic_ns()
-            self._parts.engine.watch(now_ns)
+            self._parts.engine.watch(ALIVE.now_ns())
             self._tombstones.tick(now_ns)
             report = self._report()
             for session in list(self._sessions.values()):
                 session.report(report, now_ns)
+            alive_ns = ALIVE.now_ns()
             for request_id, request in list(self._requests.items()):
-                self._watch(request_id, request, now_ns)
+                self._watch(request_id, request, now_ns, alive_ns)
             for router_id, session in list(self._sessions.items()):
-                if now_ns - session.renewed_ns > 60e9:
+                if alive_ns - session.renewed_ns > 60e9:
                     session.end_stream()
                     del self._sessions[router_id]
 
-    def _watch(self, request_id: str, request: DecodeRequest, now_ns: int) -> None:
+    def _watch(self, request_id: str, request: DecodeRequest, now_ns: int, alive_ns: int) -> None:
         if request.ended:
             if now_ns - request.ended_ns > REMEMBER_S * 1e9:
                 del self._requests[request_id]
@@ -239,8 +243,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         request.tick(now_ns)
         lease_ns = (request.submission.lease_ms or DEFAULT_LEASE_MS) * 1_000_000
         session = request.session
-        not_resumed = not request.resumed and now_ns - session.connected_ns > lease_ns
-        if not_resumed or now_ns - session.renewed_ns > lease_ns:
+        not_resumed = not request.resumed and alive_ns - session.connected_ns > lease_ns
+        if not_resumed or alive_ns - session.renewed_ns > lease_ns:
             self._parts.metrics.inc("baton_orphans")
             request.stop(UnavailableError("the router's lease lapsed"))
 

@@ -12,6 +12,7 @@ from batonpb import decode_pb2 as pb
 
 from engine.core import events as ev
 from engine.core.params import SampledToken
+from telemetry.alive_clock import ALIVE
 from wire import codecs
 from wire.tokens import pack_tokens
 
@@ -44,7 +45,8 @@ class RouterSession:
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self.renewed_ns = self.connected_ns = time.monotonic_ns()
+        self.connected_ns = ALIVE.now_ns()
+        self.renewed_ns = self.connected_ns
         self._frame = pb.WorkerFrame()
         self._frame_bytes = 0
         self._full: deque[pb.WorkerFrame] = deque()  # ahead of it: a resume can fill many
@@ -66,7 +68,8 @@ class RouterSession:
         Args:
             may_rest: The router knows that a worker without work may say nothing.
         """
-        self.renewed_ns = self.connected_ns = time.monotonic_ns()
+        self.connected_ns = ALIVE.now_ns()
+        self.renewed_ns = self.connected_ns
         self._frame, self._frame_bytes, self._unread_bytes = pb.WorkerFrame(), 0, 0
         self._full.clear()
         self._reported = self._content = b""
@@ -80,10 +83,14 @@ class RouterSession:
         self._dirty.set()
 
     def hear(self, stream: int) -> None:
-        """A frame came on that stream: the router is alive, and all its requests live on."""
-        self.renewed_ns = time.monotonic_ns()
+        """Note a frame on that stream; it renews the leases of the router's requests."""
+        self.renew()
         if stream == self._stream:
             self._heard += 1
+
+    def renew(self) -> None:
+        """Renew the leases of the router's requests: the router is alive."""
+        self.renewed_ns = ALIVE.now_ns()
 
     async def frames(self, stream: int, step: "StepCounter") -> AsyncIterator[pb.WorkerFrame]:
         """Frames for the stream of that number; it ends when a newer one has begun."""

@@ -48,6 +48,7 @@ from registry.kv_events import KvEventPublisher
 from registry.redis_store import Registry
 from registry.types import WorkerRecord, tier_incarnation
 from registry.workers import Presence
+from telemetry.alive_clock import ALIVE
 from telemetry.logs import set_up_logs
 from telemetry.metrics import Metrics, serve_metrics
 from telemetry.tasks import BackgroundTasks
@@ -102,6 +103,7 @@ class Worker:
         parts.engine.on_cache_changed = self._on_cache_changed
         parts.metrics.before_page.append(self._show_registry)
         self._tasks = BackgroundTasks("worker", _failure_counter(parts.metrics))
+        self._vital(ALIVE.run(), "alive clock")
         self._vital(parts.decode.tick_forever(), "decode tick")
         self._vital(parts.prefill.watch_leases(), "prefill leases")
         self._vital(self._watch_engine(), "engine")

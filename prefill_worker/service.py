@@ -28,6 +28,7 @@ from kvtransfer.kv_slice import KvSlice
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.ranks.link import RankLink
 from kvtransfer.ranks.pools import KvPools
+from telemetry.alive_clock import ALIVE
 from telemetry.metrics import Metrics
 from telemetry.prefix_tokens import count_cached
 from telemetry.tasks import BackgroundTasks
@@ -207,7 +208,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             existing is not None and existing.machine.state is sender.SenderState.OPEN
         ):  # a broken stream came back
             existing.begin_again()
-            existing.machine.renew(time.monotonic_ns())
+            existing.machine.renew(ALIVE.now_ns())
             self._perform(existing, existing.machine.replay())
             return existing, True
         self._check(start)
@@ -217,7 +218,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             len(prompt),
             start.skip_blocks,
             (start.lease_ms or 3000) * 1_000_000,
-            time.monotonic_ns(),
+            ALIVE.now_ns(),
             parts=self._pool.parts,
         )
         self._serial += 1
@@ -267,7 +268,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             async for control in controls:
                 if control.HasField("renew"):
-                    handoff.machine.renew(time.monotonic_ns())
+                    handoff.machine.renew(ALIVE.now_ns())
                 elif control.HasField("release"):
                     self._perform(handoff, handoff.machine.release())
                 elif control.HasField("cancel"):
@@ -403,7 +404,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """End hand-offs whose lease was not renewed; runs as long as the worker."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            now_ns = time.monotonic_ns()
+            now_ns = ALIVE.now_ns()
             self._replaced = [
                 old for old in self._replaced if old.machine.state is not sender.SenderState.CLOSED
             ]

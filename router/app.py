@@ -32,6 +32,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.shares.feed import DemandSource, ShareFeed
 from router.workers.directory import WorkerDirectory
+from telemetry.alive_clock import ALIVE
 
 _POLL_S = 0.01
 _SAMPLE_S = 1.0
@@ -104,6 +105,7 @@ class Router:
         file = Path(state_dir) / "adapters.json" if state_dir else None
         parts.model.adapters.count_failure = parts.observer.task_failed
         parts.model.adapters.start(self._shared_adapters, file)
+        parts.tasks.keep(ALIVE.run, "alive clock")
         parts.gateway.start()
         self._feeder.start()
         self._ticket_feed.start()

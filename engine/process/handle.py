@@ -12,13 +12,13 @@ from engine.process import messages
 from engine.process.client import EngineClient
 from engine.process.step_rates import PromptFit, StepRates
 from engine.settings import EngineSettings
+from telemetry.alive_clock import ALIVE
 
 _LOG = logging.getLogger(__name__)
 
 Handler = Callable[[messages.RequestReport | ev.Ended], None]
 
 SILENCE_NS = 3_000_000_000  # a step takes less, and a loop without steps says that it runs
-_OWN_STALL_NS = 1_000_000_000
 
 
 class EngineHandle:
@@ -34,7 +34,7 @@ class EngineHandle:
         self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))
         self.sick = ""
         self.silent = False  # the step loop hangs, or is stopped
-        self._heard_ns = self._watched_ns = time.monotonic_ns()
+        self._heard_ns = ALIVE.now_ns()
         self.adapters: set[bytes] = set()  # digests of those that the engine holds
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
@@ -111,20 +111,18 @@ class EngineHandle:
         computes = self.load.answering or self.load.queued_prompt_tokens or self._asked
         return max(now_ns - self._load_ns, 0) if computes else 0
 
-    def watch(self, now_ns: int) -> None:
-        """Notice a step loop that says nothing; to be called several times a second.
+    def watch(self, alive_ns: int) -> None:
+        """Notice a step loop that reports nothing; to be called several times a second.
 
-        Where the calls themselves come late, it is this process that stood still.
+        Args:
+            alive_ns: The time by ``telemetry.alive_clock``.
         """
-        if now_ns - self._watched_ns > _OWN_STALL_NS:
-            self._heard_ns = now_ns
-        self._watched_ns = now_ns
-        if not self.silent and now_ns - self._heard_ns > SILENCE_NS:
+        if not self.silent and alive_ns - self._heard_ns > SILENCE_NS:
             self.silent = True
             _LOG.warning("the engine has said nothing for %.0f s", SILENCE_NS / 1e9)
 
     def _note_heard(self) -> None:
-        self._heard_ns = time.monotonic_ns()
+        self._heard_ns = ALIVE.now_ns()
         if self.silent:
             self.silent = False
             _LOG.warning("the engine answers again")

@@ -20,6 +20,7 @@ import grpc.aio
 from batonpb import prefill_pb2 as pb
 from batonpb import rank_pb2, rank_pb2_grpc
 
+from telemetry.alive_clock import ALIVE
 from telemetry.tasks import BackgroundTasks
 from wire.fleet_token import FleetToken
 
@@ -149,7 +150,7 @@ class RankLink:
 
     async def _listen(self) -> None:
         while True:
-            async with asyncio.timeout(_SILENT_S):
+            async with ALIVE.timeout(_SILENT_S):
                 word = await self._call.read()
             if word is grpc.aio.EOF:
                 raise RankGoneError("it ended")

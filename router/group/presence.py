@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from telemetry.alive_clock import ALIVE
+
 BEAT_S = 0.5
 SILENCE_S = 2.5  # a router that says nothing for so long hangs
 RETRY_S = 0.1
@@ -72,7 +74,7 @@ async def watch_life(path: Path, on_change: Callable[[bool], None]) -> None:
     while True:
         ended_well = False
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(SILENCE_S):
+            async with ALIVE.timeout(SILENCE_S):
                 reader, writer = await asyncio.open_unix_connection(path)
             try:
                 ended_well = await _until_its_end(reader, lambda: note(True))
@@ -91,7 +93,7 @@ async def _until_its_end(reader: asyncio.StreamReader, on_sign: Callable[[], Non
     """
     signs = 0
     while True:
-        async with asyncio.timeout(SILENCE_S):
+        async with ALIVE.timeout(SILENCE_S):
             if not await reader.readline():
                 return signs > 0
         signs += 1

@@ -29,7 +29,8 @@ from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Heartbeat, Hello, RouterFrame, Submission, WorkerFrame
 from batonpb.decode_pb2_grpc import DecodeStub
 
-from router.workers.silence import HEARTBEATS_IDLE, Exchange, Rest, Silence
+from router.workers.silence import Exchange, Rest
+from telemetry.alive_clock import ALIVE
 from telemetry.tasks import BackgroundTasks
 from wire.fleet_token import FleetToken
 from wire.grpc_options import ROUTER_OPTIONS, open_channel
@@ -110,13 +111,13 @@ class WorkerLink:
         self._reopen_s = reopen_s
         self._out: deque[RouterFrame] = deque()
         self._wake = asyncio.Event()
-        self._exchange = Exchange(0)
+        self._exchange = Exchange(ALIVE.now_ns())
+        self._beat_ns = 0  # after which the next heartbeat was due when it was last looked at
         self._owes = asyncio.Event()  # the worker may: look how long it has been silent
         self._asks = False  # a heartbeat at once
         self.rest = Rest()
         self.heard_ns = 0
-        self._sent_s = 0.0  # on the loop's clock: the last frame that is no heartbeat
-        self._broken_ns = 0
+        self._broken_ns = 0  # on ALIVE's clock; 0: the stream is not broken
         self._tasks = BackgroundTasks(f"link {worker_id}", count_failure)
         self._stub: DecodeStub | None = None
 
@@ -183,13 +184,16 @@ class WorkerLink:
         stub = self._stub
         reason = "no connection"
         if stub is not None:
-            self.ask()
+            self._exchange.call_began(ALIVE.now_ns())
+            self._pace_changed()
             try:
                 await stub.Submit(submission, metadata=self._token.metadata, timeout=10)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
             else:
                 return
+            finally:
+                self._exchange.call_ended(ALIVE.now_ns())
         self._listener.on_submit_failed(self, submission, reason)
 
     def die(self, reason: str, *, died: bool = False) -> None:
@@ -254,24 +258,23 @@ class WorkerLink:
     def _after_break(self, reason: str, refused: bool) -> None:
         if self.live:
             self.live = False
-            self._broken_ns = monotonic_ns()
+            self._broken_ns = ALIVE.now_ns()
             self._listener.on_broken(self, "refused" if refused else "broken")
         if not self._broken_ns:
             return
-        late = monotonic_ns() - self._broken_ns > self._reopen_s * 1e9
+        late = ALIVE.now_ns() - self._broken_ns > self._reopen_s * 1e9
         if refused or late:
             self.die(reason, died=refused)
 
     async def _serve_once(self, stub: DecodeStub) -> tuple[str, bool]:
         """One stream from open to end; returns why it ended, and whether it was refused."""
         call = stub.Serve(metadata=self._token.metadata)
-        opened_ns = monotonic_ns()
-        self._exchange = Exchange(opened_ns)
+        self._exchange.opened(ALIVE.now_ns())
         ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
         parts = [
             self._tasks.spawn(_part(partial(self._read, call), ended), "read"),
             self._tasks.spawn(_part(partial(self._write, call), ended), "write"),
-            self._tasks.spawn(_part(partial(self._watch, opened_ns), ended), "watch"),
+            self._tasks.spawn(_part(self._watch, ended), "watch"),
         ]
         try:
             return await ended
@@ -281,30 +284,24 @@ class WorkerLink:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
 
-    async def _watch(self, opened_ns: int) -> None:
-        """Ends when the worker has been silent for too long."""
-        silence, grown_ns = Silence(opened_ns), 0
+    async def _watch(self) -> None:
+        """End when the worker has been silent for too long."""
         while True:
-            if self._exchange.silent_since_ns is None:
-                self._owes.clear()
-                await self._owes.wait()
-                grown_ns = 0
-            left_s = 0 if self._broken_ns else (self._silence_ns - grown_ns) / 1e9
-            sleep_s = max(left_s, _WATCH_S)
-            slept_ns = monotonic_ns()
-            await asyncio.sleep(sleep_s)
-            now_ns = monotonic_ns()
-            late_ns = now_ns - slept_ns - int(sleep_s * 1e9)
             since_ns = self._exchange.silent_since_ns
             if since_ns is None:
+                self._owes.clear()
+                await self._owes.wait()
                 continue
-            grown_ns = silence.grown_ns(now_ns, since_ns, late_ns)
-            if grown_ns > self._silence_ns:
+            now_ns = ALIVE.now_ns()
+            left_ns = self._silence_ns - (now_ns - since_ns)
+            if left_ns < 0:
                 self.die(f"silent for {self._silence_ns / 1e9:g} s")
                 return
-            broken_ns = now_ns - silence.late_ns - self._broken_ns
-            if self._broken_ns and broken_ns > self._reopen_s * 1e9:
-                self.die("the stream could not be opened again in time")
+            if self._broken_ns:
+                left_ns = 0
+                if now_ns - self._broken_ns > self._reopen_s * 1e9:
+                    self.die("the stream could not be opened again in time")
+            await asyncio.sleep(max(left_ns / 1e9, _WATCH_S))
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[RouterFrame, WorkerFrame]") -> None:
         first = True
@@ -319,13 +316,15 @@ class WorkerLink:
                     )
                 return
             self.heard_ns = monotonic_ns()
+            now_ns = ALIVE.now_ns()
             if frame.HasField("status"):
-                self._exchange.took(frame.heard, self.heard_ns, resting=frame.status.resting)
+                self._exchange.took(frame.heard, now_ns, resting=frame.status.resting)
                 self._owes.set()
                 self._take_status(frame.status, first)
                 first = False
+                self._pace_changed()
             else:
-                self._exchange.took(frame.heard, self.heard_ns)
+                self._exchange.took(frame.heard, now_ns)
                 if not (first or frame.tokens):  # nothing is new: the last report holds
                     self.status_ns = self.heard_ns
             if self.live:
@@ -350,43 +349,54 @@ class WorkerLink:
         self._listener.on_live(self, same_life=same_life)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[RouterFrame, WorkerFrame]") -> None:
-        loop, exchange, sequence = asyncio.get_running_loop(), self._exchange, 0
+        loop = asyncio.get_running_loop()
+        sequence = 0
         await call.write(RouterFrame(hello=self._hello))
-        exchange.wrote(monotonic_ns())
+        self._exchange.wrote(ALIVE.now_ns())
         wrote_s = -self._heartbeat_s
         while True:
             # Frames wait until the worker has sent its first status.
             while self._out and self.live:
                 frame = self._out[0]
                 await call.write(frame)
-                exchange.wrote(monotonic_ns())
-                self._sent_s = wrote_s = loop.time()  # any frame renews a lease
+                self._exchange.wrote(ALIVE.now_ns())
+                wrote_s = loop.time()  # any frame renews a lease
                 self._owes.set()
                 if self._out and self._out[0] is frame:
                     self._out.popleft()
-            if self._asks or loop.time() >= wrote_s + self._beat_s(loop.time()):
+            if self._asks or loop.time() >= wrote_s + self._next_beat_s():
                 sequence += 1
                 self._asks = False
                 await call.write(RouterFrame(heartbeat=Heartbeat(sequence=sequence)))
-                exchange.wrote(monotonic_ns(), beat=True)
+                self._exchange.wrote(ALIVE.now_ns(), beat=True)
                 wrote_s = loop.time()
                 self._owes.set()
             self._wake.clear()
             if self._asks or (self._out and self.live):
                 continue
-            left_s = wrote_s + self._beat_s(loop.time()) - loop.time()
+            left_s = wrote_s + self._next_beat_s() - loop.time()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(left_s, 0)):
                     await self._wake.wait()
 
-    def _beat_s(self, now_s: float) -> float:
-        """Until the next heartbeat. A worker that has nothing to do holds nothing by a lease."""
-        if self._exchange.at_rest:
-            return self.rest.beat_s
+    def _next_beat_s(self) -> float:
+        """Until the next heartbeat, from the last frame on."""
+        self._beat_ns = self._current_beat_ns()
+        return self._beat_ns / 1e9
+
+    def _pace_changed(self) -> None:
+        """Wake the writer if its next heartbeat is due earlier than when it began to wait."""
+        if self._current_beat_ns() < self._beat_ns:
+            self._wake.set()
+            self._owes.set()
+
+    def _current_beat_ns(self) -> int:
+        """A worker that has nothing to do holds nothing by a lease."""
         status = self._status
         idle = status is not None and not (status.running or status.waiting or status.answering)
-        idle = idle and now_s - self._sent_s > HEARTBEATS_IDLE * self._heartbeat_s
-        return self._heartbeat_s * (HEARTBEATS_IDLE if idle else 1)
+        heartbeat_ns = int(self._heartbeat_s * 1e9)
+        rest_ns = int(self.rest.beat_s * 1e9)
+        return self._exchange.beat_ns(ALIVE.now_ns(), heartbeat_ns, rest_ns, idle=idle)
 
 
 async def _part(

@@ -21,6 +21,7 @@ from engine.process import messages
 from engine.process.client import EngineClient, ReportInbox
 from engine.process.handle import EngineHandle
 from engine.settings import EmulatedModel, EngineSettings
+from telemetry.alive_clock import Standstills
 from wire.tokens import pack_tokens
 
 
@@ -100,10 +101,17 @@ def test_a_step_loop_that_says_nothing_is_silent_until_it_speaks() -> None:
 def test_a_shell_that_stood_still_itself_does_not_blame_its_engine() -> None:
     """Defect 23: reports of that time are still to be read."""
     handle = handle_of(Mock())
-    now_ns = handle._heard_ns + 10_000_000_000
-    handle.watch(now_ns)
-    handle.watch(now_ns + 250_000_000)
+    standstills = Standstills()
+    standstills.tick(handle._heard_ns)
+    back_ns = handle._heard_ns + 10_000_000_000
+    handle.watch(standstills.alive_ns(back_ns))
+    standstills.tick(back_ns)
+    handle.watch(standstills.alive_ns(back_ns + 250_000_000))
     assert not handle.silent
+    for number in range(40):
+        standstills.tick(back_ns + number * 100_000_000)
+    handle.watch(standstills.alive_ns(back_ns + 4_000_000_000))
+    assert handle.silent
 
 
 EMULATED = EngineSettings(

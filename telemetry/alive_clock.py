@@ -1,0 +1,99 @@
+"""The time in which this process could have received something.
+
+A silence, a lease or a budget blames a peer for a time in which nothing came. While this process
+stood still (SIGSTOP, a blocked event loop, a starved core), what the peer sent lay unread, so that
+time must not count. Each process has one clock, ``ALIVE``: monotonic time less the standstills.
+
+    async with tasks.beside(ALIVE.run(), "alive clock"):   # measures standstills meanwhile
+        last_ns = ALIVE.now_ns()
+        async with ALIVE.timeout(3.0):                     # as asyncio.timeout, on this clock
+            await call.read()
+
+Where nothing runs the clock it is the monotonic clock.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from time import monotonic_ns
+
+TICK_S = 0.1
+TOLERANCE_NS = 250_000_000
+"""A tick may come so long after the one before it: an ordinary busy moment counts in full."""
+
+
+class Standstills:
+    """The sum of the times in which no tick came. Sans-IO."""
+
+    def __init__(self) -> None:
+        self._lost_ns = 0
+        self._ticked_ns: int | None = None  # None: nothing ticks
+
+    def tick(self, now_ns: int) -> None:
+        """Note that the process runs."""
+        self._lost_ns += self._late_ns(now_ns)
+        self._ticked_ns = now_ns
+
+    def stop(self, now_ns: int) -> None:
+        """Note that no more ticks come, and that this is no standstill."""
+        self.tick(now_ns)
+        self._ticked_ns = None
+
+    def alive_ns(self, now_ns: int) -> int:
+        """The monotonic time ``now_ns`` without the standstills; it never decreases."""
+        return now_ns - self._lost_ns - self._late_ns(now_ns)
+
+    def _late_ns(self, now_ns: int) -> int:
+        if self._ticked_ns is None:
+            return 0
+        return max(now_ns - self._ticked_ns - TOLERANCE_NS, 0)
+
+
+class AliveClock:
+    """The clock of one process."""
+
+    def __init__(self) -> None:
+        self._standstills = Standstills()
+        self._runs = 0
+
+    def now_ns(self) -> int:
+        """Monotonic nanoseconds without this process's standstills."""
+        return self._standstills.alive_ns(monotonic_ns())
+
+    async def run(self) -> None:
+        """Measure standstills until cancelled. Several components of a process may run it."""
+        self._runs += 1
+        try:
+            while True:
+                self._standstills.tick(monotonic_ns())
+                await asyncio.sleep(TICK_S)
+        finally:
+            self._runs -= 1
+            if not self._runs:
+                self._standstills.stop(monotonic_ns())
+
+    @contextlib.asynccontextmanager
+    async def timeout(self, limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Raise TimeoutError when the block takes longer than ``limit_s`` on this clock."""
+        loop = asyncio.get_running_loop()
+        ends_ns = self.now_ns() + int(limit_s * 1e9)
+
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer
+            left_s = (ends_ns - self.now_ns()) / 1e9
+            if left_s > 0:
+                timer = loop.call_later(left_s, look)
+            else:
+                block.reschedule(loop.time())
+
+        async with asyncio.timeout(None) as block:
+            timer = loop.call_later(limit_s, look)
+            try:
+                yield block
+            finally:
+                timer.cancel()
+
+
+ALIVE = AliveClock()
