@@ -14,7 +14,6 @@ from engine.text.reasoning import ReasoningSyntax, ReasoningTags, Thinking
 from router.request import GenerationRequest, Shown
 from router.requests.record import RequestRecord
 from router.requests.recovery_policy import after_prefill_failure, after_worker_death
-from router.workers.silence import Silence
 from wire.tokens import pack_tokens, unpack_tokens
 
 
@@ -342,14 +341,6 @@ class TestRepair:
     def test_a_begun_stream_is_not_moved(self, record):
         record.sent = True
         assert after_worker_death(record, dead=b"d", reason="x", died=True).code == "worker_lost"
-
-
-def test_silence_does_not_count_while_our_own_loop_stood_still():
-    silence = Silence(since_ns=0)
-    assert silence.grown_ns(100, since_ns=0, late_ns=0) == 100
-    assert silence.grown_ns(1100, since_ns=0, late_ns=900) == 200
-    assert silence.grown_ns(1200, since_ns=0, late_ns=0) == 300
-    assert silence.grown_ns(1300, since_ns=1250, late_ns=0) == 50
 
 
 CALL = 'Wait. <tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>'
