@@ -326,6 +326,11 @@ class Handoff:
             return  # slices of the log-probabilities; the first tokens are still to come
         if self._first is not None:
             return
+        wanted = self._submission.sampling.n
+        if message.choices and len(message.choices) != wanted:
+            reason = f"{len(message.choices)} first tokens came for {wanted} choices"
+            self._perform(self._machine.prefill_failed(reason))
+            return
         self._first = first_tokens_from_wire(message)
         logprobs, outputs = self._prompt_logprobs.complete, None
         if message.embedding or logprobs is not None:

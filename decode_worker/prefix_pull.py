@@ -66,6 +66,12 @@ class _Link:
         """Nobody waits for it any more."""
         self._give_up("abandoned")
 
+    def close(self) -> None:
+        """Cancel the budget: the worker ends."""
+        self._told = True
+        if self._budget is not None:
+            self._budget.cancel()
+
     def _budget_s(self) -> float:
         """Computing is worth more than to wait for a peer for long."""
         size_bytes = self._blocks * self._parts.pool.geometry.block_bytes
@@ -174,6 +180,12 @@ class PrefixPull:
         self._left = iter(())
         if self._link is not None:
             self._link.stop()
+
+    def close(self) -> None:
+        """Cancel the timers: the worker ends, and its engine reports nothing more."""
+        self._left = iter(())
+        if self._link is not None:
+            self._link.close()
 
     def _on_link_end(self, tokens: int) -> None:
         self._tokens += tokens

@@ -110,6 +110,13 @@ class DecodeRequest:
         else:
             self._cancel_at_engine()
 
+    def close(self) -> None:
+        """Cancel the timers: the worker ends, and its engine reports nothing more."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._prefix is not None:
+            self._prefix.close()
+
     def _cancel_at_engine(self) -> None:
         self._parts.engine.client.send(messages.Cancel(self._engine_id))
 

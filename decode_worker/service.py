@@ -326,6 +326,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """Requests that have not ended."""
         return sum(not request.ended for request in self._requests.values())
 
+    async def close(self) -> None:
+        """Let go of all requests, so that nothing keeps the KV pool of an ended engine mapped."""
+        for request in self._requests.values():
+            request.close()
+        self._requests.clear()
+        self._sessions.clear()
+        await self._tasks.close()
+
     def cancel_all(self, error: BatonError) -> None:
         """Drain ran out of time: end what is left."""
         for request in self._requests.values():

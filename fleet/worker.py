@@ -272,6 +272,8 @@ class Worker:
         self._done.set_result(code)
         await self._tasks.close()
         await self._parts.server.stop(0.2 if code == 0 else None)
+        await self._parts.decode.close()
+        await self._parts.prefill.close()
         await self._undo.aclose()
         self._closed.set()
 

@@ -52,6 +52,9 @@ class PrefixPull(Protocol):
     def stop(self) -> None:
         """Nobody waits for them any more."""
 
+    def close(self) -> None:
+        """Cancel the timers: the worker ends."""
+
 
 class PrefixPuller(Protocol):
     """Brings blocks from other workers' caches."""
@@ -413,6 +416,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 self._perform(handoff, handoff.machine.tick(now_ns))
                 if was_open and handoff.machine.state is not sender.SenderState.OPEN:
                     self._metrics.inc("baton_orphans")
+
+    async def close(self) -> None:
+        """Let go of all hand-offs, so that nothing keeps the KV pool of an ended engine mapped."""
+        for handoff in [*self._handoffs.values(), *self._replaced]:
+            if handoff.prefix is not None:
+                handoff.prefix.close()
+        self._handoffs.clear()
+        self._replaced.clear()
+        await self._tasks.close()
 
     @property
     def open_handoffs(self) -> int:

@@ -7,6 +7,7 @@ and is computed again.
 
 import fcntl
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -21,6 +22,8 @@ Bytes = npt.NDArray[np.uint8]
 _HEADER = struct.Struct("<8s16sQQ")  # magic, block hash, payload bytes, digest
 _MAGIC = b"batonkv1"
 _SUFFIX = ".kv"
+_UNFINISHED = ".new"
+_NAME = re.compile(r"[0-9a-f]{32}" + re.escape(_SUFFIX))
 
 
 class DamagedError(Exception):
@@ -125,17 +128,18 @@ class DiskShelf:
         for other in folder.iterdir():
             if other.is_dir() and other != self._folder:
                 shutil.rmtree(other, ignore_errors=True)
-        for path in self._folder.iterdir():
-            if path.suffix != _SUFFIX:
-                path.unlink()
+        for path in self._folder.glob("*" + _UNFINISHED):
+            path.unlink()
 
     def _find(self) -> list[tuple[bytes, int]]:
         size_bytes = _HEADER.size + self._block_bytes
         ages: list[tuple[int, str]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
+                if not _NAME.fullmatch(entry.name):
+                    continue  # not a file of a tier
                 stat = entry.stat()
-                if stat.st_size == size_bytes and len(entry.name) == 32 + len(_SUFFIX):
+                if stat.st_size == size_bytes:
                     ages.append((stat.st_mtime_ns, entry.name))
                 else:
                     (self._folder / entry.name).unlink()
@@ -158,7 +162,7 @@ class DiskShelf:
             self._names[place] = b""
             self._path(former).unlink(missing_ok=True)
         path = self._path(block_hash)
-        unfinished = path.with_suffix(".new")
+        unfinished = path.with_suffix(_UNFINISHED)
         header = _HEADER.pack(_MAGIC, block_hash, len(data), digest(block_hash, data))
         try:
             with unfinished.open("wb", buffering=0) as file:

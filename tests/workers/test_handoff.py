@@ -20,7 +20,7 @@ from decode_worker.pacing import ReceivePacer
 from engine.core import events as ev
 from engine.core.geometry import KvGeometry
 from kvtransfer.kv_slice import FRAME_BYTES
-from tests.workers.harness import TOKEN, MiniRouter, routed, workers
+from tests.workers.harness import TOKEN, MiniRouter, WorkerProcess, routed, workers
 from wire.fleet_token import token_metadata
 from wire.grpc_options import open_channel
 from wire.tokens import pack_tokens, unpack_tokens
@@ -394,3 +394,22 @@ async def test_drain_takes_nothing_new_and_finishes_the_rest():
 
 def test_tokens_survive_the_wire():
     assert unpack_tokens(pack_tokens([0, 1, 2**32 - 1])) == [0, 1, 2**32 - 1]
+
+
+async def test_a_prefill_worker_that_sends_too_few_first_tokens_is_not_used():
+    """The choice without a token neither ran nor ended: the request stayed for ever."""
+    few = await WorkerProcess.start("prefill-0", "tests.workers.few_first_tokens")
+    try:
+        async with workers("decode-0") as (decode,), routed(decode) as router:
+            sampling = {"n": 2, "temperature": 1.0, "seed": 9}
+            want = await golden(router, PROMPT, sampling=sampling, hash_seed=b"t" * 16)
+            await router.submit("a", PROMPT, few, sampling=sampling)
+            await router.until(lambda: router.asks)
+            assert "1 first tokens came for 2 choices" in router.asks[0].reason.message
+            local = pb.PrefillReplacement(request_id="a", attempt=1, compute_locally=True)
+            await router.send(replacement=local)
+            assert not (await router.ended("a")).HasField("error")
+            assert router.tokens["a"] == want
+            await router.baseline()
+    finally:
+        await few.stop()

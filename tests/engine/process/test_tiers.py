@@ -108,6 +108,20 @@ def test_the_next_life_finds_what_is_whole_and_deletes_the_rest(tmp_path):
     assert not folder.exists()
 
 
+def test_files_of_others_in_its_folder_are_left_alone(tmp_path):
+    first = disk(tmp_path)
+    first.write(0, HASH, BLOCK)
+    os.close(first._lock)
+    whole = the_file(tmp_path)
+    folder = whole.parent
+    (folder / ("x" * 32 + whole.suffix)).write_bytes(whole.read_bytes())
+    (folder / "notes.txt").write_text("mine")
+    (folder / "photos.kv").mkdir()
+    assert disk(tmp_path).found == [(HASH, 0)]
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "photos.kv").is_dir()
+
+
 def test_a_smaller_tier_keeps_the_youngest(tmp_path):
     first = disk(tmp_path)
     for place in range(4):
