@@ -139,14 +139,18 @@ class EmulatedRunner:
         return [self._sample(row) for row in plan.rows]
 
     def _write(self, layer: int, row: PlanRow) -> None:
-        for offset, token in enumerate(row.tokens):
-            position = row.start + offset
-            block = row.block_ids[position // self._geometry.block_tokens]
-            slot = position % self._geometry.block_tokens
-            for component in range(2):
-                text = f"{token} {position} {layer} {component}{row.adapter}"
-                seed = zlib.crc32(text.encode())
-                self._pool[layer, component, block, slot] = (self._ramp * 31 + seed) >> 3 & 0xFF
+        """Write one layer's KV of a row's new tokens, all of them at once."""
+        positions = np.arange(row.start, row.start + len(row.tokens))
+        texts = (
+            f"{token} {position} {layer} {component}{row.adapter}"
+            for component in range(2)
+            for position, token in enumerate(row.tokens, row.start)
+        )
+        seeds = np.fromiter((zlib.crc32(text.encode()) for text in texts), dtype=np.uint64)
+        seeds = seeds.reshape(2, len(row.tokens), 1)
+        block, slot = np.divmod(positions, self._geometry.block_tokens)
+        block_ids = np.asarray(row.block_ids)[block]
+        self._pool[layer][:, block_ids, slot] = (self._ramp * 31 + seeds) >> 3 & 0xFF
 
     def _collect(self, row: PlanRow, prompt_outputs: PromptOutputs) -> None:
         """Scores and vectors that tell where each row came from, and of what KV."""

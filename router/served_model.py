@@ -26,6 +26,7 @@ class ServedModel:
         artifact: What the weights files say.
         names: The served name, then its aliases.
         max_context_tokens: Prompt and answer together; at most the model's own limit.
+        emulated: The workers have no weights, so the model's limit does not bind them.
         chat_template: Jinja text that replaces the model's own.
         adapters: LoRA adapters that may be named beside the model; by default none, and any may
             be loaded.
@@ -40,11 +41,12 @@ class ServedModel:
         names: Sequence[str],
         *,
         max_context_tokens: int | None = None,
+        emulated: bool = False,
         chat_template: str | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
         limit = artifact.config.max_context_tokens
-        if max_context_tokens is not None and max_context_tokens > limit:
+        if not emulated and max_context_tokens is not None and max_context_tokens > limit:
             raise ValueError(
                 f"max_context_tokens = {max_context_tokens}: the model has only {limit}"
             )
@@ -81,6 +83,7 @@ class ServedModel:
             settings.model_names,
             adapters=adapters,
             max_context_tokens=settings.max_context_tokens,
+            emulated=bool(settings.emulated),
             chat_template=Path(template).read_text("utf-8") if template else None,
         )
         # Requests do not wait for it: until it is there they are encoded more slowly.

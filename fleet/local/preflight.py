@@ -160,7 +160,8 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     for path in config.adapters.load.values():
         read_adapter(path, artifact.config, config.adapters.max_rank)
     limit = artifact.config.max_context_tokens
-    if config.max_context_tokens is not None and config.max_context_tokens > limit:
+    emulated = config.pools.engine.emulated is not None  # these have no weights with a limit
+    if not emulated and (config.max_context_tokens or 0) > limit:
         raise ValueError(
             f"max_context_tokens = {config.max_context_tokens}: the model's limit is {limit}"
         )
