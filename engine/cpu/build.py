@@ -3,6 +3,7 @@
 ``exact`` is proved on the loaded model before anybody is served (``engine/cpu/selftest.py``).
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,8 @@ from engine.loading.weights import Progress
 from engine.numerics import DTYPES, numerics_of
 from engine.sampling.grammars import Grammars
 from engine.settings import EngineSettings
+
+_LOG = logging.getLogger(__name__)
 
 
 def build_cpu_runner(
@@ -89,7 +92,11 @@ def _shared_cores(settings: EngineSettings) -> SharedCores | None:
         return None
     cores, own = host_cores(), settings.threads * settings.tensor_parallel
     most = settings.threads if settings.tensor_parallel > 1 else cores
-    return SharedCores(own, most, cores, cores_file())
+    try:
+        return SharedCores(own, most, cores, cores_file())
+    except OSError as error:  # the name is free for any user of the host to take
+        _LOG.warning("idle cores are not lent to other workers of this host: %s", error)
+        return None
 
 
 @torch.inference_mode()
