@@ -176,7 +176,13 @@ class FramePuller:
         )
         began_s = asyncio.get_running_loop().time()
         here = [self._peers.take(word, pool) for pool in self._pool.holding(wanted[0])]
-        taken = await asyncio.gather(*here, *(link.take(word) for link in takers))
+        takes = (*here, *(link.take(word) for link in takers))
+        taken: list[rank_pb2.RankTaken] = []
+        # All end before a rank's end is said: our own pool may be written by then.
+        for ended in await asyncio.gather(*takes, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
+            taken.append(ended)
         if not any(one.reason for one in taken):
             edge.note(FALLBACK, size, asyncio.get_running_loop().time() - began_s)
         missed = []

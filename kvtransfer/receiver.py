@@ -175,7 +175,7 @@ class HandoffReceiver:
         self.progress_ns, self._paused = now_ns, False
         if self.state is ReceiverState.OPENING:
             self.state = ReceiverState.PULLING
-            return self._pulls()
+            return [*self._pulls(), *self._finish()]
         return []
 
     def peer_lives(self, now_ns: int) -> list[Action]:
@@ -216,8 +216,7 @@ class HandoffReceiver:
 
     def frame_arrived(self, kv_slice: KvSlice, epoch: int) -> bool:
         """A frame came in; True if it was asked for and may be written now (``writing`` + 1)."""
-        asked = epoch == self.epoch and kv_slice in self._asked
-        if self.state is not ReceiverState.PULLING or not asked:
+        if not self.pulls(epoch) or kv_slice not in self._asked:
             return False
         self.writing += 1
         return True
@@ -225,19 +224,18 @@ class HandoffReceiver:
     def frame_stored(self, kv_slice: KvSlice, epoch: int, now_ns: int) -> list[Action]:
         """A verified frame is in its pages (``writing`` - 1)."""
         self._wrote(epoch)
-        current = self.state is ReceiverState.PULLING and epoch == self.epoch
-        if current and kv_slice in self._asked:
+        if self.pulls(epoch) and kv_slice in self._asked:
             self._asked.discard(kv_slice)
             self.progress_ns = now_ns
             self._broken_pulls = 0
+            self._reopens = 0
             self.payload_bytes += kv_slice.payload_bytes(self.geometry)
         return [*self._settle(), *self._pulls(), *self._finish()]
 
     def frame_bad(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
         """A frame failed its check (``writing`` - 1): ask again, up to a limit."""
         self._wrote(epoch)
-        current = self.state is ReceiverState.PULLING and epoch == self.epoch
-        if not current or kv_slice not in self._asked:
+        if not self.pulls(epoch) or kv_slice not in self._asked:
             return [*self._settle(), *self._pulls(), *self._finish()]
         self._asked.discard(kv_slice)
         self.repairs += 1
@@ -279,7 +277,7 @@ class HandoffReceiver:
 
     def _lost(self, kv_slices: Sequence[KvSlice], epoch: int) -> bool:
         """Whether any of these frames was still expected; they are asked for again later."""
-        if self.state is not ReceiverState.PULLING or epoch != self.epoch:
+        if not self.pulls(epoch):
             return False
         lost = [kv_slice for kv_slice in kv_slices if kv_slice in self._asked]
         self._asked.difference_update(lost)
@@ -363,7 +361,10 @@ class HandoffReceiver:
         return self._close(release=False)
 
     def pulls(self, epoch: int) -> bool:
-        """Whether frames of a pull of that epoch are still wanted."""
+        """Whether frames of a pull of that epoch are still wanted.
+
+        They are while the control stream is opened anew, too: pulls do not depend on it.
+        """
         is_open = self.state in (ReceiverState.OPENING, ReceiverState.PULLING)
         return is_open and epoch == self.epoch
 

@@ -369,6 +369,17 @@ class Duo:
             assert parts == counts.total
         for handover in self.requests.values():
             assert len(handover.ends) <= 1, "a request ends once"
+            self.assert_pulled(handover)
+
+    def assert_pulled(self, handover: Handover) -> None:
+        """Each slice that was asked for has a pull that is under way: else it never comes."""
+        intake = handover.intake
+        if not intake.pulls(intake.epoch):
+            return
+        under_way = {kv_slice for _, _, kv_slice, epoch in handover.asked if epoch == intake.epoch}
+        under_way |= {one[1] for one in handover.arrived if one[4] == intake.epoch}
+        orphans = intake._asked - under_way
+        assert not orphans, f"nothing pulls {orphans}"
 
     def settle(self) -> None:
         """No more trouble: everything runs to its end."""

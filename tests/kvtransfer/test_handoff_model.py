@@ -138,6 +138,25 @@ def test_a_death_after_pulls_that_broke_is_still_told_as_a_death():
     assert handover.tokens == GOLDEN[90]
 
 
+def test_frames_that_arrive_while_the_stream_is_opened_anew_are_kept():
+    """They were dropped and never asked for again: a healthy peer was replaced after 10 s."""
+    duo = Duo()
+    handover = duo.submit(list(range(90)))
+    while not handover.asked:
+        duo.step_prefill()
+        duo.step_decode()
+        duo.hear_engine()
+        duo.hear(handover)
+    duo.lose_stream(handover)
+    assert handover.intake.state is ReceiverState.OPENING
+    while handover.asked:
+        duo.fetch(handover)
+    duo.check()
+    duo.settle()
+    assert duo.stuck() == []
+    assert handover.tokens == GOLDEN[90]
+
+
 class Handovers(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()

@@ -9,7 +9,7 @@ import pytest
 from engine.core.events import Published
 from engine.core.geometry import KvGeometry
 from kvtransfer.kv_slice import KvSlice, cut
-from kvtransfer.receiver import AskForPeer, HandoffReceiver, Pull, ReceiverState
+from kvtransfer.receiver import MAX_REOPENS, AskForPeer, HandoffReceiver, Pull, ReceiverState
 from kvtransfer.sender import HandoffSender
 
 GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
@@ -248,3 +248,29 @@ def test_work_grows_with_the_prompt_and_not_with_its_square(side: str) -> None:
 
     small, large = (python_calls(lambda n=n: hand_over(n)) for n in (20, 80))
     assert large < 4.5 * small
+
+
+def test_progress_forgives_the_streams_that_broke_before_it() -> None:
+    """A long prompt that lost its stream three times in minutes lost its peer, too."""
+    machine, asked = pulling(window_frames=1)
+    for number in range(1, 4):
+        asked += asked_of(machine.published(layer(number), 0))
+    for _ in range(4):
+        machine.stream_lost(peer_gone=False, reason="cut")
+        assert machine.state is ReceiverState.OPENING
+        asked += asked_of(machine.accepted(resumed=True, now_ns=0))
+        piece = asked.pop(0)
+        assert machine.frame_arrived(piece, machine.epoch)
+        asked += asked_of(machine.frame_stored(piece, machine.epoch, 0))
+
+
+def test_a_stream_that_breaks_again_without_progress_costs_the_peer() -> None:
+    machine, _ = pulling()
+    for _ in range(MAX_REOPENS):
+        assert not any(
+            isinstance(action, AskForPeer)
+            for action in machine.stream_lost(peer_gone=False, reason="cut")
+        )
+        machine.accepted(resumed=True, now_ns=0)
+    (_, ask) = machine.stream_lost(peer_gone=False, reason="cut")
+    assert ask == AskForPeer("cut", peer_died=False)
