@@ -22,6 +22,7 @@ from kvtransfer.ranks.link import RankLink
 from kvtransfer.receiver import Action, HandoffReceiver, Pull
 from kvtransfer.transport import Frame, FrameStream, TransportError
 from kvtransfer.transports import FALLBACK
+from telemetry.alive_clock import ALIVE
 
 _LOG = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class FramePuller:
             edge.note(FALLBACK, size, asyncio.get_running_loop().time() - began_s)
         missed = []
         for kv_slice, *outcomes in zip(wanted, *(one.outcomes for one in taken), strict=True):
-            now_ns = time.monotonic_ns()
+            now_ns = ALIVE.now_ns()
             if rank_pb2.MISSING in outcomes:
                 missed.append(kv_slice)
                 self._perform(machine.frame_missed(kv_slice, epoch))
@@ -216,13 +217,15 @@ class FramePuller:
         encoding = self._peers.encoding(target, way, size, int8_size)
         attempt = replace(attempt, encoding=encoding)
         budget_s = _BUDGET_TIMES * size / edge.rate(way).bytes_per_s + _BUDGET_S
-        began_s, kv_slices = loop.time(), tuple(missing)
+        began_s = loop.time()
+        ends_ns = ALIVE.now_ns() + int(budget_s * 1e9)
+        kv_slices = tuple(missing)
         peer = attempt.target.worker_id
         try:
             request = self._request(missing, attempt)
             frames = self._peers.pull(attempt.target, request, attempt.way)
             try:
-                wanted = await self._store_all(frames, missing, attempt, began_s + budget_s)
+                wanted = await self._store_all(frames, missing, attempt, ends_ns)
             finally:
                 frames.close()
         except TimeoutError:
@@ -268,11 +271,11 @@ class FramePuller:
             self._metrics.inc("baton_transfer_fallbacks", transport=attempt.way, reason=kind)
 
     async def _store_all(
-        self, frames: FrameStream, missing: deque[KvSlice], attempt: _Attempt, until_s: float
+        self, frames: FrameStream, missing: deque[KvSlice], attempt: _Attempt, ends_ns: int
     ) -> bool:
         """Store frames until all came or there are no more; False: nobody asks for them now."""
         while missing:
-            async with asyncio.timeout_at(until_s):
+            async with ALIVE.timeout((ends_ns - ALIVE.now_ns()) / 1e9):
                 came = await frames.read()
             if not came:
                 break
@@ -295,7 +298,7 @@ class FramePuller:
                 case None:
                     moved_bytes = self._size([kv_slice], attempt.encoding)
                     self._note_moved(moved_bytes, attempt)
-                    actions = machine.frame_stored(kv_slice, epoch, time.monotonic_ns())
+                    actions = machine.frame_stored(kv_slice, epoch, ALIVE.now_ns())
                 case chunk.GoneError():
                     actions = machine.frame_gone(kv_slice, epoch)
                 case _:

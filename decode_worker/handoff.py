@@ -24,6 +24,7 @@ from engine.process import messages
 from kvtransfer import receiver
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
+from telemetry.alive_clock import ALIVE
 from telemetry.tasks import BackgroundTasks
 from wire.codecs import first_tokens_from_wire, prompt_logprobs_from_wire
 from wire.requests import prefill_start
@@ -126,7 +127,7 @@ class Handoff:
         """The engine speaks of the request's reservation."""
         match report:
             case ev.Reserved():
-                now_ns = time.monotonic_ns()
+                now_ns = ALIVE.now_ns()
                 self._perform(self._machine.reserved(report.generation, report.skip_blocks, now_ns))
             case ev.Bound():
                 self._perform(self._machine.bound(report.generation, report.blocks))
@@ -148,7 +149,7 @@ class Handoff:
         """The router named another prefill worker."""
         if self.needs_peer:
             self._target = target
-            self._perform(self._machine.replaced(time.monotonic_ns()))
+            self._perform(self._machine.replaced(ALIVE.now_ns()))
 
     def ask_again(self) -> None:
         """The router's stream was lost, and perhaps the ask or its answer with it."""
@@ -288,10 +289,10 @@ class Handoff:
 
     def on_event(self, event: pb.PrefillEvent) -> None:
         """See ``StreamListener``."""
-        now_ns = time.monotonic_ns()
+        now_ns = ALIVE.now_ns()
         match event.WhichOneof("event"):
             case "accepted":
-                frame_bytes = self._parts.peers.frame_bytes(self._target, now_ns)
+                frame_bytes = self._parts.peers.frame_bytes(self._target, time.monotonic_ns())
                 self._machine.frame_bytes = frame_bytes
                 self._perform(self._machine.accepted(event.accepted.resumed, now_ns))
             case "heartbeat":

@@ -50,7 +50,8 @@ class _Link:
         self._blocks = count_tokens(submission.prompt_tokens) // BLOCK_TOKENS
         self._parts = parts
         self._on_end = on_end
-        self._engine_id = f"d/{submission.request_id}/{submission.attempt}"
+        of = f"d/{submission.request_id}/{submission.attempt}"
+        self._engine_id = parts.engine.unused_name(of)
         self._handoff = Handoff(submission, self._engine_id, parts, self)
         self._budget: asyncio.TimerHandle | None = None
         self._allowed_s = 0.0  # of the wait for credit, on top of the budget

@@ -41,7 +41,8 @@ class DecodeRequest:
         self.resumed = True  # False: its stream was lost and the router has not asked for it yet
         self.ended_ns = 0
         self._parts = parts
-        self._engine_id = f"d/{submission.request_id}/{submission.attempt}"
+        of = f"d/{submission.request_id}/{submission.attempt}"
+        self._engine_id = parts.engine.unused_name(of)
         self._params = sampling_from_wire(submission.sampling)
         choices = range(self._params.n)
         self._tokens: list[list[SampledToken]] = [[] for _ in choices]

@@ -240,7 +240,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             if now_ns - request.ended_ns > REMEMBER_S * 1e9:
                 del self._requests[request_id]
             return
-        request.tick(now_ns)
+        request.tick(alive_ns)
         lease_ns = (request.submission.lease_ms or DEFAULT_LEASE_MS) * 1_000_000
         session = request.session
         not_resumed = not request.resumed and alive_ns - session.connected_ns > lease_ns

@@ -158,7 +158,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._tasks = BackgroundTasks(
             "prefill service", lambda name: metrics.inc("baton_task_failures", task=name)
         )
-        self._serial = 0  # a hand-off that comes back after its lease is new to the engine
         self.draining = False
 
     async def Handshake(  # noqa: N802 - gRPC's name
@@ -224,8 +223,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             ALIVE.now_ns(),
             parts=self._pool.parts,
         )
-        self._serial += 1
-        engine_id = f"p/{start.request_id}/{start.attempt}/{self._serial}"
+        engine_id = self._engine.unused_name(f"p/{start.request_id}/{start.attempt}")
         handoff = Handoff(engine_id, start, machine)
         if existing is not None:
             self._replaced.append(existing)

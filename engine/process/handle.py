@@ -40,6 +40,7 @@ class EngineHandle:
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
+        self._names = 0  # given so far
         self._canaries: set[str] = set()  # of those
         self._adapters_asked: dict[str, AdapterRef] = {}  # by live requests
         self._rates = StepRates()
@@ -60,6 +61,11 @@ class EngineHandle:
             settings, on_progress, stderr, count_task_failure=count_task_failure
         )
         return cls(client)
+
+    def unused_name(self, of: str) -> str:
+        """A name for a request that the engine never had: it may still end one of before."""
+        self._names += 1
+        return f"{of}/{self._names}"
 
     def submit(
         self, command: messages.Submit, handler: Handler, *, is_canary: bool = False

@@ -160,3 +160,19 @@ async def test_a_busy_step_loop_is_ready() -> None:
 
         await router.until(ended, 15.0)
         assert states == {"ready"}
+
+
+async def test_a_worker_that_stood_still_does_not_blame_its_router_for_that_time():
+    """What the router sent meanwhile lies unread when the worker looks at its leases."""
+    async with workers("decode-0", emulated_token_s=0.02) as (decode,), routed(decode) as router:
+        for number in range(6):
+            await router.submit(f"r{number}", [3 + number] * 40, sampling={"max_tokens": 60})
+        await router.until(lambda: router.tokens["r5"])
+        for _ in range(2):
+            os.kill(decode.process.pid, signal.SIGSTOP)
+            await asyncio.sleep(1.9)  # the lease is 1.5 s
+            os.kill(decode.process.pid, signal.SIGCONT)
+            await asyncio.sleep(0.4)
+        for number in range(6):
+            end = await router.ended(f"r{number}", 60)
+            assert not end.HasField("error"), end.error.message

@@ -77,7 +77,7 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     """Prefill sends heartbeats only while it has nothing to publish."""
     now_s = 0
     clock = SimpleNamespace(monotonic_ns=lambda: now_s * 10**9)
-    monkeypatch.setattr("decode_worker.handoff.time", clock)
+    monkeypatch.setattr("decode_worker.handoff.ALIVE", SimpleNamespace(now_ns=clock.monotonic_ns))
     geometry = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
     submission = pb.Submission(request_id="a", prompt_tokens=pack_tokens(range(400)))
     submission.sampling.max_tokens = 1

@@ -76,3 +76,28 @@ def test_a_thousand_are_not_asked_at_once() -> None:
     beats_s = sorted(Rest().beat_s for _ in range(1000))
     assert 0.7 * REST_BEAT_S < beats_s[0] < 0.8 * REST_BEAT_S
     assert 0.95 * REST_BEAT_S < beats_s[-1] <= REST_BEAT_S
+
+
+def test_a_worker_without_work_is_sent_few_heartbeats() -> None:
+    """Two a second to each of a thousand idle workers took a router a fifth of a core."""
+    heartbeat_ns = S // 2
+    exchange = Exchange(0)
+
+    def beat_s(at_s: float, *, idle: bool) -> float:
+        return exchange.beat_ns(int(at_s * S), heartbeat_ns, 50 * S, idle=idle) / S
+
+    assert beat_s(100, idle=False) == 0.5, "it reports work, or nothing is known of it"
+    assert beat_s(100, idle=True) == 2.0
+    exchange.wrote(99 * S)
+    assert beat_s(100, idle=True) == 0.5, "it may hold what it was just sent"
+    assert beat_s(102, idle=True) == 2.0
+    exchange.call_began(110 * S)
+    assert beat_s(119, idle=True) == 0.5, "a call beside the stream is under way"
+    exchange.call_ended(120 * S)
+    assert beat_s(121, idle=True) == 0.5
+    assert beat_s(123, idle=True) == 2.0
+    exchange.took(1, 123 * S, resting=True)
+    assert beat_s(124, idle=True) == 2.0, "the report is of before the call"
+    exchange.wrote(124 * S, beat=True)
+    exchange.took(2, 125 * S, resting=True)
+    assert beat_s(125, idle=True) == 50.0

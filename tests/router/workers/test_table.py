@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Hello
 
 from config.fleet_file import DEFAULT_MODEL
@@ -218,17 +217,3 @@ async def test_a_change_that_cannot_be_applied_costs_no_other(worker, monkeypatc
         directory.put(record_of("decode-0", worker.address))
         await until(lambda: state(table) == "ready")
     assert failures == ["directory"]
-
-
-async def test_a_worker_without_work_is_sent_few_heartbeats():
-    """Two a second to each of a thousand idle workers took a router a fifth of a core."""
-    hello = Hello(router_id="r", router_incarnation=b"r" * 16, wire=own_wire())
-    link = WorkerLink("decode-0", "", Listener(), hello, heartbeat_s=0.5)
-    assert link._beat_s(100.0) == 0.5, "nothing is known of it"
-    link.status = WorkerStatus(state="ready")
-    assert link._beat_s(100.0) == 2.0
-    link._sent_s = 99.0
-    assert link._beat_s(100.0) == 0.5, "it may hold what it was just sent, and not say so yet"
-    for work in ({"running": 1}, {"waiting": 1}, {"answering": 1}):
-        link.status = WorkerStatus(state="ready", **work)
-        assert link._beat_s(200.0) == 0.5
