@@ -39,19 +39,28 @@ _NARROW_COLUMNS = 16_384  # wider weights are LM heads, which never see a whole 
 class OneDnnWeight:
     """A weight packed for oneDNN, of any float dtype.
 
+    oneDNN has no bf16 products for CPUs below AVX-512: there the weight is kept in fp32, twice the
+    memory, and products are rounded to bf16.
+
     Args:
         weight_NK: ``[outputs, inputs]``.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
-        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)  # noqa: SLF001
+        self._dtype = weight_NK.dtype
+        self._kept = self._dtype
+        if self._dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
+            self._kept = torch.float32
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001
+            weight_NK.to(self._kept), None
+        )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         """``[M, K] -> [M, N]``."""
         y_MN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
-            x_MK, self._packed, None, "none", [], ""
+            x_MK.to(self._kept), self._packed, None, "none", [], ""
         )
-        return y_MN
+        return y_MN.to(self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
