@@ -1,6 +1,6 @@
 """The model as clients see it: its record, its LoRA adapters, its tokens.
 
-Adapters are loaded and unloaded by the names that vLLM gave to these calls.
+Adapters are loaded and unloaded, by operators, by the names that vLLM gave to these calls.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import orjson
 from fastapi import Request, Response
 
 from engine.core.errors import InvalidRequestError
-from router.access import tenant_of
+from router.access import check_operator, tenant_of
 from router.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
 from router.api.bodies.fields import Ignored
 from router.api.bodies.parse import parse
@@ -44,7 +44,7 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/v1/load_lora_adapter", LoadAdapterBody)
     async def load_lora_adapter(request: Request) -> Response:
         """Serve the adapter in the directory ``lora_path`` as the model ``lora_name``."""
-        tenant_of(request.headers, settings)
+        check_operator(request.headers, settings)
         body = parse(LoadAdapterBody, await read_body(request, router), ignored_of(request))
         entry = await served.adapters.load(body.lora_name, body.lora_path)
         message = f"Success: LoRA adapter '{entry.name}' added successfully."
@@ -53,7 +53,7 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/v1/unload_lora_adapter", UnloadAdapterBody)
     async def unload_lora_adapter(request: Request) -> Response:
         """Take the model ``lora_name`` away; requests that run with it finish."""
-        tenant_of(request.headers, settings)
+        check_operator(request.headers, settings)
         body = parse(UnloadAdapterBody, await read_body(request, router), ignored_of(request))
         await served.adapters.unload(body.lora_name)
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."

@@ -31,7 +31,10 @@ from engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
 from engine.loading.memory import kv_geometry
 from engine.numerics import same_bits
 from tests.engine.conftest import Driver
+from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.engine.cpu.test_runner import prompt_of
+
+pytestmark = needs_integer_products
 
 Make = Callable[[str, str], Driver]
 

@@ -7,10 +7,12 @@ import pytest
 import typer
 
 from config.clients import ApiKeyConfig
+from engine.core.errors import UnauthorizedError
 from fleet.cli.common import get_json
 from fleet.local.state import FleetState
 from fleet.process_key import ProcessKey
 from router import access
+from router.settings import RouterSettings
 from tests.router.emulated_worker import Script
 from wire import fleet_token
 from wire.fleet_token import FleetToken
@@ -123,7 +125,7 @@ async def test_secrets_are_compared_in_constant_time(fleet, monkeypatch):
     monkeypatch.setattr(access, "compare_digest", note)
     monkeypatch.setattr(fleet_token, "compare_digest", note)
     await fleet.http.get("/fleet", headers=ONE)
-    assert [left for left, _ in compared] == [*(key.encode() for key in KEYS), b"secret"]
+    assert [left for left, _ in compared] == [b"secret"]
 
     class Details:
         invocation_metadata = ((fleet_token.TOKEN_KEY, "secret"), ("other", b"x"))
@@ -137,6 +139,38 @@ async def test_secrets_are_compared_in_constant_time(fleet, monkeypatch):
     assert compared == [(b"secret", b"secret")]
     wrong = fleet_token.TokenInterceptor(FleetToken("other"))
     assert await wrong.intercept_service(lambda _: asyncio.sleep(0), Details) != "called"
+
+
+def test_a_key_is_found_without_a_look_at_the_others():
+    """Ten thousand keys took 1.4 ms of each call."""
+
+    class Keys(dict):
+        def __iter__(self):
+            raise AssertionError("all keys are read")
+
+        items = values = keys = __iter__
+
+    keys = Keys({f"key-{number}": ApiKeyConfig(tenant=f"t{number}") for number in range(10_000)})
+    settings = RouterSettings(
+        model="m", model_names=("m",), api_keys=keys, fleet_token=FleetToken("secret")
+    )
+    for number in (0, 9_999):
+        headers = {"authorization": f"Bearer key-{number}"}
+        assert access.access_of(headers, settings).tenant == f"t{number}"
+    for wrong in ("", "key-", "key-10000", "KEY-1", "é"):
+        with pytest.raises(UnauthorizedError):
+            access.access_of({"x-api-key": wrong}, settings)
+
+
+@pytest.mark.parametrize("what", ["load", "unload"])
+async def test_adapters_are_loaded_and_unloaded_by_operators_only(fleet, what, tmp_path):
+    """Any tenant's key could load any folder for everybody, and unload others' adapters."""
+    body = {"lora_name": "pirate", "lora_path": str(tmp_path)}
+    path = f"/v1/{what}_lora_adapter"
+    for key in (ONE, BATCH):
+        assert (await fleet.http.post(path, json=body, headers=key)).status_code == 403
+    assert (await fleet.http.post(path, json=body)).status_code == 401
+    assert (await fleet.http.post(path, json=body, headers=OPS)).status_code not in (401, 403)
 
 
 async def test_baton_status_needs_no_key(fleet):
