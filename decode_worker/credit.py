@@ -10,10 +10,12 @@ for longer than `MOST_HELD_NS`, so that streams have their pace in a burst, and 
 receive more than the pace all the time receives it.
 
 Who is next is decided frame by frame, by self-clocked fair queueing: each hand-off gets as many
-bytes as the others, a small one does not wait behind a large one, and nobody waits for ever.
+bytes as the others, a small one does not wait behind a large one, and nobody waits for ever. What
+an event costs does not grow with the hand-offs that wait.
 """
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 IN_FLIGHT_BYTES = 64 << 20  # the window of one hand-off, in frames of 4 MiB
@@ -48,6 +50,38 @@ class _Claim:
     def last_tag(self) -> int:
         """What follows it goes behind it."""
         return self.tag + sum(self.frame_bytes[self.frames + 1 :])
+
+
+class _Lowest:
+    """Claims by a rank, the lowest first, equals by age."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []  # some were taken out, or have another rank by now
+
+    def put(self, number: int, rank: int) -> None:
+        """Add a claim, or give it another rank."""
+        self._ranks[number] = rank
+        if len(self._heap) > 2 * len(self._ranks) + 16:
+            self._heap = [(rank, number) for number, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
+        else:
+            heapq.heappush(self._heap, (rank, number))
+
+    def move(self, number: int, rank: int) -> None:
+        """Give a claim another rank, if it is there."""
+        if number in self._ranks:
+            self.put(number, rank)
+
+    def take_out(self, number: int) -> None:
+        """If it is there."""
+        self._ranks.pop(number, None)
+
+    def first(self) -> tuple[int, int] | None:
+        """Rank and number of the first."""
+        while self._heap and self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
 
 
 @dataclass(slots=True)
@@ -102,8 +136,12 @@ class ReceiveCredit:
         self._decoding = False
         self._saved_cpu_ns = self._most_saved_cpu_ns = cpu_share * SAVED_UP_NS
         self._saved_at_ns = now_ns
-        self._waiting: dict[int, _Claim] = {}  # oldest first
+        self._waiting: dict[int, _Claim] = {}
         self._flying: dict[int, _Claim] = {}
+        self._of_owner: dict[str, set[int]] = {}  # waiting and flying
+        self._by_tag = _Lowest()  # all that wait
+        self._patient = _Lowest()  # of them those that the pace holds, by when it lets them go
+        self._urgent = _Lowest()  # and the others, by tag
         self._tag = 0  # of the frame that was granted last
         self._claims = 0
         self._costs: dict[str, _Ratio] = {}  # CPU ns of a byte from a peer
@@ -120,10 +158,19 @@ class ReceiveCredit:
         From ``urgent_ns`` on it is not held back by the pace.
         """
         self._claims += 1
-        before = [claim.last_tag for claim in self._waiting.values() if claim.owner == owner]
+        number = self._claims
+        own = self._of_owner.setdefault(owner, set())
+        before = [self._waiting[one].last_tag for one in own if one in self._waiting]
         tag = max([self._tag, *before]) + frame_bytes[0]
-        self._waiting[self._claims] = _Claim(owner, peer, tuple(frame_bytes), tag, urgent_ns)
-        return self._claims
+        self._waiting[number] = _Claim(owner, peer, tuple(frame_bytes), tag, urgent_ns)
+        own.add(number)
+        self._by_tag.put(number, tag)
+        self._patient.put(number, urgent_ns)
+        return number
+
+    def waits(self, owner: str) -> bool:
+        """Whether a hand-off wants frames that it may not ask for yet."""
+        return any(number in self._waiting for number in self._of_owner.get(owner, ()))
 
     def decoding(self, *, on: bool, now_ns: int) -> None:
         """Whether answers are being written."""
@@ -132,7 +179,14 @@ class ReceiveCredit:
 
     def give_back(self, claim: int, received_bytes: int, now_ns: int, cpu_ns: int) -> None:
         """Nothing of a grant is on its way any more; so much of it came."""
-        self._waiting.pop(claim, None)
+        ended = self._waiting.get(claim) or self._flying.get(claim)
+        if ended is None:
+            return
+        own = self._of_owner[ended.owner]
+        own.remove(claim)
+        if not own:
+            del self._of_owner[ended.owner]
+        self._wait_no_more(claim)
         flown = self._flying.pop(claim, None)
         if flown is None:
             return
@@ -143,10 +197,11 @@ class ReceiveCredit:
 
     def drop(self, owner: str, now_ns: int, cpu_ns: int) -> list[int]:
         """A hand-off is over: all that it has is free at once; its claims that still waited."""
-        waited = [number for number, claim in self._waiting.items() if claim.owner == owner]
+        own = self._of_owner.pop(owner, set())
+        waited = sorted(number for number in own if number in self._waiting)
         for number in waited:
-            del self._waiting[number]
-        flying = [number for number, claim in self._flying.items() if claim.owner == owner]
+            self._wait_no_more(number)
+        flying = [number for number in own if number in self._flying]
         for number in flying:
             self.in_flight_bytes -= self._flying.pop(number).in_flight_bytes
             self._period.peer = ""  # bytes came that nobody counts
@@ -170,19 +225,24 @@ class ReceiveCredit:
             self._grant(claim, size_bytes)
             granted[number] = claim
             if claim.frames == len(claim.frame_bytes):
-                del self._waiting[number]
+                self._wait_no_more(number)
             else:
                 claim.tag += claim.frame_bytes[claim.frames]
+                self._by_tag.put(number, claim.tag)
+                self._urgent.move(number, claim.tag)
         for number, claim in granted.items():
-            self._waiting.pop(number, None)  # the rest is asked for anew
+            self._wait_no_more(number)  # the rest is asked for anew
             self._flying[number] = claim
         return [Grant(number, claim.frames) for number, claim in granted.items()]
 
     def due_ns(self, now_ns: int) -> int | None:
         """When the next frame may go, if it is CPU time that it waits for."""
-        if not self._waiting or not self._out_of_time or self._next(now_ns) is not None:
+        if not self._out_of_time or self._next(now_ns) is not None:
             return None
-        urgent_ns = min(claim.urgent_ns for claim in self._waiting.values())
+        patient = self._patient.first()
+        if patient is None:
+            return None
+        urgent_ns, _ = patient
         return min(urgent_ns, now_ns + round(1 - self._saved_cpu_ns / self._cpu_share))
 
     def bytes_per_s(self, peer: str) -> float:
@@ -193,10 +253,19 @@ class ReceiveCredit:
 
     def _next(self, now_ns: int) -> int | None:
         """Whose frame is the next one, if it need not wait for CPU time."""
-        numbers: Iterable[int] = self._waiting
+        first = self._by_tag.first()
         if self._out_of_time:
-            numbers = [n for n, claim in self._waiting.items() if claim.urgent_ns <= now_ns]
-        return min(numbers, key=lambda n: (self._waiting[n].tag, n), default=None)
+            while (patient := self._patient.first()) is not None and patient[0] <= now_ns:
+                _, number = patient
+                self._patient.take_out(number)
+                self._urgent.put(number, self._waiting[number].tag)
+            first = self._urgent.first()
+        return None if first is None else first[1]
+
+    def _wait_no_more(self, number: int) -> None:
+        self._waiting.pop(number, None)
+        for queue in (self._by_tag, self._patient, self._urgent):
+            queue.take_out(number)
 
     @property
     def _paced(self) -> bool:

@@ -28,7 +28,6 @@ class ReceivePacer:
         now_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
         self._credit = ReceiveCredit(cpu_share, now_ns=now_ns, cpu_ns=cpu_ns)
         self._waiting: dict[int, asyncio.Future[int]] = {}
-        self._owners: dict[int, str] = {}  # of claims that wait
         self._due: asyncio.TimerHandle | None = None
 
     def after_step(self, step: StepDone) -> None:
@@ -50,7 +49,7 @@ class ReceivePacer:
         urgent_ns = time.monotonic_ns() + MOST_HELD_NS - round(waited_s * 1e9)
         claim = self._credit.ask(owner, peer, frame_bytes, urgent_ns)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[claim], self._owners[claim] = answer, owner
+        self._waiting[claim] = answer
         self._give_out()
         try:
             return Room(claim, await answer)
@@ -70,11 +69,10 @@ class ReceivePacer:
 
     def waits(self, owner: str) -> bool:
         """Whether a hand-off wants frames that it may not ask for yet."""
-        return owner in self._owners.values()
+        return self._credit.waits(owner)
 
     def _end(self, claim: int, received_bytes: int) -> None:
         self._waiting.pop(claim, None)
-        self._owners.pop(claim, None)
         now_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
         self._credit.give_back(claim, received_bytes, now_ns, cpu_ns)
         self._give_out()
@@ -92,7 +90,6 @@ class ReceivePacer:
             self._due = loop.call_later((due_ns - now_ns) / 1e9, self._give_out)
 
     def _answer(self, claim: int, frames: int) -> None:
-        self._owners.pop(claim, None)
         answer = self._waiting.pop(claim, None)
         if answer is not None and not answer.done():
             answer.set_result(frames)

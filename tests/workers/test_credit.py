@@ -1,13 +1,14 @@
 """Credit for receiving: it is conserved, it keeps to the pace, and nobody waits for ever."""
 
 import asyncio
+import sys
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from decode_worker.credit import SAVED_UP_NS, ReceiveCredit
+from decode_worker.credit import SAVED_UP_NS, ReceiveCredit, _Lowest
 from decode_worker.pacing import ReceivePacer
 from engine.core.events import StepDone
 from tests.soak import examples
@@ -294,3 +295,93 @@ async def test_streams_that_run_hold_a_pull_back_until_they_end() -> None:
     assert pacer.waits("b"), "8 MiB are expected to take 21 ms of a core, 4 ms are saved up"
     pacer.after_step(StepDone(answering=0))
     assert (await waits).frames == 1
+
+
+class Counted(str):
+    """A name that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def calls_for(hand_offs: int) -> int:
+    """Python calls while so many wait, are asked after each tick, and then end."""
+    credit = ReceiveCredit(SHARE, LIMIT_BYTES)
+    credit.decoding(on=True, now_ns=0)
+    names = [Counted(f"request-{number}/1") for number in range(hand_offs)]
+    calls = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        claims = []
+        for urgent_ns, name in enumerate(names, 1):
+            claims.append(credit.ask(name, "peer", [4 * MIB] * 16, urgent_ns=urgent_ns))
+            credit.grants(0, 0)
+            credit.due_ns(0)
+        for name in names:
+            credit.waits(name)
+        for claim in claims[: hand_offs // 2]:
+            credit.give_back(claim, 0, 0, 0)
+            credit.grants(0, 0)
+            credit.due_ns(0)
+        for now_ns, name in enumerate(names):
+            credit.drop(name, now_ns, 0)
+            credit.grants(now_ns, 0)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_what_an_event_costs_does_not_grow_with_the_hand_offs_that_wait() -> None:
+    assert calls_for(1600) < 6 * calls_for(400), "four times as many, a little more each"
+
+
+async def test_a_pacer_with_many_that_wait_finds_one_of_them_without_looking_at_all() -> None:
+    pacer = ReceivePacer(0.0)
+    await pacer.take("first", "peer", [LIMIT_BYTES * 8])
+    names = [Counted(f"request-{number}/1") for number in range(500)]
+    takes = [asyncio.ensure_future(pacer.take(name, "peer", [MIB])) for name in names]
+    await asyncio.sleep(0)
+    Counted.compared = 0
+    assert all(pacer.waits(Counted(name)) for name in names)
+    assert Counted.compared < 10 * len(names)
+    for name in names:
+        pacer.drop(name)
+    assert {room.frames for room in await asyncio.gather(*takes)} == {0}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "take", "first"]), st.integers(0, 9), st.integers(0, 9))
+    )
+)
+def test_the_lowest_of_a_queue_is_what_a_search_finds(events: list[tuple[str, int, int]]) -> None:
+    queue = _Lowest()
+    ranks: dict[int, int] = {}
+    for what, number, rank in events:
+        if what == "put":
+            queue.put(number, rank)
+            ranks[number] = rank
+        elif what == "take":
+            queue.take_out(number)
+            ranks.pop(number, None)
+        assert queue.first() == min(((r, n) for n, r in ranks.items()), default=None)
+
+
+def test_a_queue_does_not_keep_what_left_it() -> None:
+    queue = _Lowest()
+    queue.put(0, 0)
+    for number in range(1, 1000):
+        queue.put(number, number)
+        queue.take_out(number)
+        assert queue.first() == (0, 0)
+    assert len(queue._heap) < 50
