@@ -35,6 +35,7 @@ from fleet.canary import Canary
 from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
 from fleet.ports import free_port, kv_listener
+from fleet.quarantine_watch import QuarantineWatch
 from fleet.rank_links import open_links, serve_links
 from fleet.worker_identity import capabilities_of, identity_of, record_of
 from fleet.worker_settings import WorkerSettings
@@ -61,9 +62,6 @@ _LOG = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """For others to go on with what runs here, after a signal."""
-QUARANTINE_FRACTION = 0.05
-QUARANTINE_S = 3.0  # above the fraction
-QUARANTINE_LONG_S = 30.0  # any block at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,14 +307,11 @@ class Worker:
 
     async def _watch_quarantine(self) -> None:
         """Blocks whose writer cannot be proven to have stopped cost capacity: start afresh."""
-        any_s = many_s = 0.0
+        watch = QuarantineWatch()
         while True:
             await asyncio.sleep(0.5)
             load = self._parts.engine.load
-            any_s = any_s + 0.5 if load.blocks.quarantined else 0.0
-            many = load.blocks.quarantined > QUARANTINE_FRACTION * load.blocks.total
-            many_s = many_s + 0.5 if many else 0.0
-            if many_s > QUARANTINE_S or any_s > QUARANTINE_LONG_S:
+            if watch.stuck(load, ALIVE.now_ns()):
                 self._parts.metrics.inc("baton_quarantines")
                 await self._fail(f"{load.blocks.quarantined} KV blocks are stuck in quarantine", 1)
                 return

@@ -218,6 +218,7 @@ class EngineCore:
             queued_prompt_tokens=load.queued_tokens,
             queued_prompt_context=load.queued_context,
             blocks=self.pool.counts(),
+            oldest_quarantine=self.batch.reservations.oldest_draining,
             evictions=self.pool.evictions,
             preemptions=self.batch.preemptions,
             mask_ns=self.runner.mask_ns if rows else 0,

@@ -135,6 +135,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     queued_prompt_tokens: int = 0  # to be computed, as far as the cache did not hold them
     queued_prompt_context: int = 0  # tokens before each of them, in all
     blocks: BlockCounts = BlockCounts()
+    oldest_quarantine: int = 0  # generation of the revoked reservation that drains longest; 0: none
     evictions: int = 0
     preemptions: int = 0
     mask_ns: int = 0  # of the step's duration, what grammars took

@@ -164,6 +164,11 @@ class Reservations:
         """Pages of revoked reservations that someone may still write into: the quarantine."""
         return [page for pages in self._draining.values() for page in pages]
 
+    @property
+    def oldest_draining(self) -> int:
+        """Generation of the reservation that was revoked first of those that drain; 0: none."""
+        return next((generation for _, generation in self._draining), 0)
+
     def writable(self, request_id: str) -> set[int]:
         """Pages that the request's intake may be writing into at present."""
         reservation = self._by_request.get(request_id)

@@ -117,6 +117,14 @@ class TierCopier:
     def _run(self) -> None:
         while (copy := self._orders.get()[2]) is not None:
             began_ns = time.monotonic_ns()
-            outcome = self._mover.move(copy)
+            outcome = self._outcome(copy)
             self._ended.put(Copied(copy.number, outcome, time.monotonic_ns() - began_ns))
             os.eventfd_write(self._bell, 1)
+
+    def _outcome(self, copy: Copy) -> str:
+        """Whatever a copy ends with, the next one is made: admission waits for all of them."""
+        try:
+            return self._mover.move(copy)
+        except Exception:  # noqa: BLE001 - logged; the copy has failed
+            _LOG.exception("a KV block could not be copied from %s to %s", copy.source, copy.target)
+            return "failed"

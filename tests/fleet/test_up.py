@@ -16,6 +16,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from engine.cpu.cores import cores_file
 from fleet.local import state as fleet_state
 from fleet.process_key import ProcessKey
 
@@ -112,7 +113,7 @@ def worker_of(url: str, worker_id: str) -> dict[str, Any]:
 
 def test_the_whole_story_from_make_serve_to_an_empty_machine(serve: Serve) -> None:
     """What a newcomer does, then a killed worker, then a signal to make alone."""
-    shared_memory = set(Path("/dev/shm").iterdir())
+    shared_memory = {cores_file(), *Path("/dev/shm").iterdir()}  # that file is for every fleet
     served = serve(["make", "serve"])
     url = served.wait_ready()
     state = fleet_state.load("up-test")

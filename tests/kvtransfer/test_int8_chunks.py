@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from batonpb.common_pb2 import INT8
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.chunk import ChunkError, payload_bytes
@@ -33,6 +33,7 @@ def coded(plain: bytes) -> bytearray:
     return payload
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 30), st.floats(1e-15, 1e30))
 def test_a_value_comes_back_within_one_scale_of_its_vector(seed: int, size: float) -> None:
     noise = np.random.default_rng(seed)

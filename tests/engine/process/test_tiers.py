@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from engine.core import events as ev
 from engine.core.params import SamplingParams
 from engine.core.sequence import Kind, RequestSpec
+from engine.core.tiers.tiers import POOL, Copy
 from engine.process import messages, tier_shelves
 from engine.process.client import EngineClient
+from engine.process.tier_copier import TierCopier
 from engine.process.tier_shelves import DamagedError, DiskShelf, MemoryShelf, ShelfError
 from engine.settings import EngineSettings, KvTierSettings
 
@@ -216,3 +219,23 @@ async def test_a_folder_that_cannot_be_used_costs_the_tier_and_nothing_else(tmp_
     assert len((await Asked(client).ask(1))[0]) == 4
     assert any("no KV tier on disk" in line for line in said)
     assert await client.stop() == 0
+
+
+def test_a_copy_that_ends_in_whatever_way_does_not_end_the_copies_after_it():
+    """Any exception but two ended the thread, and with it the admission of the whole worker."""
+    moved = []
+
+    def move(copy: Copy) -> str:
+        moved.append(copy.number)
+        if copy.number == 1:
+            raise ValueError("a surprise")
+        return "done"
+
+    copier = TierCopier(SimpleNamespace(move=move))
+    copies = [Copy(number, HASH, POOL, number, "memory", number) for number in (1, 2)]
+    copier.order(copies)
+    ended = []
+    while len(ended) < 2:
+        ended += copier.take()
+    copier.close()
+    assert {one.number: one.outcome for one in ended} == {1: "failed", 2: "done"}

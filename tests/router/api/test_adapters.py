@@ -142,7 +142,9 @@ async def test_what_cannot_be_loaded_is_refused_and_named(make_fleet, served, pa
 
 async def test_where_there_are_keys_a_key_is_needed(make_fleet, served, path):
     fleet = await make_fleet(
-        {"decode-0": None}, served, api_keys={"secret-key": ApiKeyConfig(tenant="team", role="operator")}
+        {"decode-0": None},
+        served,
+        api_keys={"secret-key": ApiKeyConfig(tenant="team", role="operator")},
     )
     assert (await load(fleet, "pirate", path)).status_code == 401
     assert (await unload(fleet, "pirate")).status_code == 401
