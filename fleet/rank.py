@@ -12,7 +12,6 @@ program ends. Orders and tensors go in plain text. In a fleet an actor of Ray ru
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import secrets
@@ -55,8 +54,6 @@ _LOG = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
 _CONNECT_S = 60.0  # for the leader's engine process to come
-_HELLO_S = 5.0
-_MOST_STRANGERS = 64  # connections that have not shown the secret yet
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,9 +167,10 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         with contextlib.ExitStack() as undo:
             undo.enter_context(server)
             async with asyncio.timeout(_CONNECT_S):
-                [(orders, store), (loader, _)] = await _accept(server, secret)
-            undo.enter_context(orders)
-            undo.enter_context(loader)
+                orders, store = await _accept(server, secret)
+                undo.enter_context(orders)
+                loader, _ = await _accept(server, secret)
+                undo.enter_context(loader)
             self._pool_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
             fds = (orders.fileno(), loader.fileno(), self._pool_fd)
             settings = msgspec.json.decode(begin.engine_settings, type=EngineSettings)
@@ -281,55 +279,22 @@ class _LatePool:
         return self._program.source().may_attach(request)
 
 
-async def _accept(
-    server: socket.socket, secret: str, count: int = 2
-) -> list[tuple[socket.socket, str]]:
-    """The connections of the leader's engine, as they were opened, and where the ranks meet.
-
-    Others are closed. Each is read beside the others: a stranger that sends nothing keeps nobody
-    waiting.
-    """
+async def _accept(server: socket.socket, secret: str) -> tuple[socket.socket, str]:
+    """A connection of the leader's engine, and where the ranks meet; others are closed."""
     loop = asyncio.get_running_loop()
-    greeted: dict[int, tuple[socket.socket, str]] = {}
-    complete: asyncio.Future[None] = loop.create_future()
-    tasks = BackgroundTasks("rank hello")
-
-    async def greet(number: int, connection: socket.socket) -> None:
-        store = None
+    while True:
+        connection, _ = await loop.sock_accept(server)
         try:
-            with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
-                async with asyncio.timeout(_HELLO_S):
-                    hello = await read_hello(connection)
-                if secrets.compare_digest(hello.secret.encode(), secret.encode()):
-                    store = hello.store
-        finally:
-            if store is None or complete.done():
-                connection.close()
-        if store is not None and not complete.done():
+            async with asyncio.timeout(5.0):
+                hello = await read_hello(connection)
+        except (OSError, ValueError, msgspec.DecodeError):
+            connection.close()
+            continue
+        if secrets.compare_digest(hello.secret, secret):
             steady(connection)
             connection.setblocking(True)
-            greeted[number] = (connection, store)
-            if len(greeted) == count:
-                complete.set_result(None)
-
-    async def listen() -> None:
-        for number in itertools.count():
-            connection, _ = await loop.sock_accept(server)
-            if len(tasks) > _MOST_STRANGERS:
-                connection.close()
-            else:
-                tasks.spawn(greet(number, connection), "greet")
-
-    try:
-        tasks.keep(listen, "listen")
-        await complete
-    except asyncio.CancelledError:
-        for connection, _ in greeted.values():
-            connection.close()
-        raise
-    finally:
-        await tasks.close()
-    return [greeted[number] for number in sorted(greeted)]
+            return connection, hello.store
+        connection.close()
 
 
 @asynccontextmanager

@@ -121,11 +121,8 @@ class _Lender:
     def _take(self, request: pb.PoolRequest) -> None:
         match request.WhichOneof("request"):
             case "pull":
-                if request.serial in self._loans:
-                    raise ValueError(f"loan {request.serial} is given already")
-                if len(self._loans) >= _MOST_LOANS:  # this pull goes another way; the others go on
-                    self._writer.write(framed(pb.PoolLoan(serial=request.serial)))
-                    return
+                if request.serial in self._loans or len(self._loans) >= _MOST_LOANS:
+                    raise ValueError(f"loan {request.serial} cannot be given")
                 self._loans[request.serial] = None
                 self._tasks.vital(self._lend(request), "lend", lambda _: self._writer.close())
             case "let_go":

@@ -20,7 +20,6 @@ LENGTH = struct.Struct("<I")
 ENDED, FAILED = 0, 0xFFFFFFFF
 MOST_FRAME_BYTES = 64 << 20  # more is no frame
 MOST_MESSAGE_BYTES = 4 << 20
-MOST_HELLO_BYTES = 4096  # a stranger can have a worker hold so much
 HELLO_S = 2.0
 _UNHEARD_MS = 20_000  # bytes that nobody has taken for so long end the connection
 
@@ -60,20 +59,16 @@ async def receive_length(link: socket.socket) -> int:
     return int(LENGTH.unpack(head)[0])
 
 
-async def receive_message(link: socket.socket, most_bytes: int = MOST_MESSAGE_BYTES) -> bytes:
+async def receive_message(link: socket.socket) -> bytes:
     """The next message's bytes.
-
-    Args:
-        link: The connection.
-        most_bytes: A longer one is refused before memory is taken for it.
 
     Raises:
         OSError: The connection ended.
-        DecodeError: It is longer than that.
+        DecodeError: It is longer than any message is.
     """
     length = await receive_length(link)
-    if length > most_bytes:
-        raise DecodeError(f"a message of {length} bytes; the limit is {most_bytes}")
+    if length > MOST_MESSAGE_BYTES:
+        raise DecodeError(f"a message of {length} bytes")
     body = bytearray(length)
     await receive(link, memoryview(body))
     return bytes(body)

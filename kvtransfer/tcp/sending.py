@@ -15,7 +15,6 @@ from kvtransfer.tcp.frames import (
     FAILED,
     HELLO_S,
     LENGTH,
-    MOST_HELLO_BYTES,
     NAME,
     Buffers,
     prepare,
@@ -26,8 +25,6 @@ from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 _KEPT_BUFFERS = 4
-_MOST_STRANGERS = 64  # connections that have not shown the fleet's token yet
-_ACCEPT_AGAIN_S = 0.2
 
 
 class TcpServer:
@@ -43,7 +40,6 @@ class TcpServer:
             side.listener.setblocking(False)
         self._tasks = BackgroundTasks("tcp")
         self._buffers = Buffers(_KEPT_BUFFERS)
-        self._strangers = 0
 
     @property
     def offer(self) -> common_pb2.TransportOffer | None:
@@ -67,40 +63,22 @@ class TcpServer:
     async def _accept(self, listener: socket.socket | None, source: FrameSource) -> None:
         loop = asyncio.get_running_loop()
         while listener is not None:
-            try:
-                link, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no descriptor is free: it passes
-                _LOG.warning("no KV connection could be accepted: %s", error)
-                await asyncio.sleep(_ACCEPT_AGAIN_S)
-                continue
-            if self._strangers >= _MOST_STRANGERS:
-                link.close()
-                continue
-            self._strangers += 1
+            link, _ = await loop.sock_accept(listener)
             self._tasks.spawn(self._serve(link, source), "reader")
 
     async def _serve(self, link: socket.socket, source: FrameSource) -> None:
         """One reader, until it goes."""
         with link, contextlib.suppress(OSError, DecodeError):
-            try:
-                known = await self._known(link)
-            finally:
-                self._strangers -= 1
-            while known:
+            prepare(link)
+            async with asyncio.timeout(HELLO_S):  # TimeoutError is an OSError
+                hello = pb.PoolRequest.FromString(await receive_message(link)).attach
+            if not self._side.token.accepts(hello.fleet_token):
+                return
+            if hello.incarnation != self._side.incarnation:
+                return
+            while True:
                 request = pb.PoolRequest.FromString(await receive_message(link)).pull
                 await self._answer(link, request, source)
-
-    async def _known(self, link: socket.socket) -> bool:
-        """Whether the reader shows the fleet's token, and means this life of the worker.
-
-        Raises:
-            OSError, DecodeError: It sends no hello, or not in time.
-        """
-        prepare(link)
-        async with asyncio.timeout(HELLO_S):  # TimeoutError is an OSError
-            hello = pb.PoolRequest.FromString(await receive_message(link, MOST_HELLO_BYTES)).attach
-        known = self._side.token.accepts(hello.fleet_token)
-        return known and hello.incarnation == self._side.incarnation
 
     async def _answer(
         self, link: socket.socket, request: pb.PullRequest, source: FrameSource

@@ -2,23 +2,12 @@
 
 import asyncio
 import contextlib
-import errno
-import mmap
-import random
 import socket
-from pathlib import Path
 
 import pytest
 from batonpb import prefill_pb2 as pb
 
-from kvtransfer.tcp.frames import (
-    HELLO_S,
-    LENGTH,
-    MOST_FRAME_BYTES,
-    MOST_MESSAGE_BYTES,
-    NAME,
-    framed,
-)
+from kvtransfer.tcp.frames import LENGTH, MOST_FRAME_BYTES, MOST_MESSAGE_BYTES, NAME, framed
 from kvtransfer.tcp.pulling import TcpTransport
 from kvtransfer.tcp.sending import TcpServer
 from kvtransfer.transport import Peer, ServingSide, TransportError
@@ -155,74 +144,3 @@ async def test_a_reader_with_tls_does_not_pull_in_plain_text(
         assert ours.transport.reaches(peer)
         monkeypatch.setattr(Channels, "encrypted", True)
         assert not TcpTransport(ours.channels, FleetToken(TOKEN)).reaches(peer)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-async def strangers(port: int, count: int, data: bytes) -> list[socket.socket]:
-    links = []
-    for _ in range(count):
-        link = socket.create_connection(("127.0.0.1", port))
-        link.sendall(data)
-        links.append(link)
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.5)
-    return links
-
-
-async def test_strangers_that_announce_megabytes_cost_none() -> None:
-    """Each four bytes cost four megabytes."""
-    async with SendingEnd().served() as peer, reading_end(NAME) as ours:
-        before = resident_bytes()
-        links = await strangers(port_of(peer), 200, LENGTH.pack(MOST_MESSAGE_BYTES))
-        assert resident_bytes() - before < 32 << 20
-        for link in links:
-            link.close()
-        assert set(await ours.fetch(peer, slices())) == {None}
-
-
-async def test_strangers_that_send_nothing_keep_no_reader_out() -> None:
-    async with SendingEnd().served() as peer, reading_end(NAME) as ours:
-        links = await strangers(port_of(peer), 100, b"")
-        ended = 0
-        for link in links:
-            link.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                ended += link.recv(1) == b""
-        assert ended >= 100 - 64, "more than 64 are closed at once"
-        await asyncio.sleep(HELLO_S)
-        assert set(await ours.fetch(peer, slices())) == {None}
-        for link in links:
-            link.close()
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_garbage_ends_its_own_connection_only(seed: int) -> None:
-    noise = random.Random(seed)
-    async with SendingEnd().served() as peer, reading_end(NAME) as ours:
-        for _ in range(40):
-            length = noise.choice((0, 1, 3, 4, 40, 4096, 100_000))
-            with socket.create_connection(("127.0.0.1", port_of(peer))) as link:
-                with contextlib.suppress(OSError):
-                    link.sendall(noise.randbytes(length))
-        assert set(await ours.fetch(peer, slices())) == {None}
-
-
-async def test_a_moment_without_descriptors_keeps_readers_out_for_that_moment_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The pause before the next attempt grew to 30 s."""
-    loop = asyncio.get_running_loop()
-    accept = loop.sock_accept
-    refusals = iter(range(6))
-
-    async def sock_accept(listener: socket.socket) -> tuple[socket.socket, object]:
-        if next(refusals, None) is not None:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return await accept(listener)
-
-    monkeypatch.setattr(loop, "sock_accept", sock_accept)
-    async with SendingEnd().served() as peer, reading_end(NAME) as ours, asyncio.timeout(5):
-        assert set(await ours.fetch(peer, slices())) == {None}
