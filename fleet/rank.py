@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from typing import Any
 
 import grpc.aio
@@ -38,6 +39,7 @@ from fleet.ports import free_port
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.grpc_transport import GrpcServer, GrpcTransport
+from kvtransfer.listening.gate import Gate
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.ranks.rank_side import RankHandoffs, take
 from kvtransfer.transport import Loan, Room, ServingSide
@@ -54,6 +56,8 @@ _LOG = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
 _CONNECT_S = 60.0  # for the leader's engine process to come
+_HELLO_S = 5.0
+_LINKS = 2  # of the leader's engine: for orders, and for adapters
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,10 +171,9 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         with contextlib.ExitStack() as undo:
             undo.enter_context(server)
             async with asyncio.timeout(_CONNECT_S):
-                orders, store = await _accept(server, secret)
-                undo.enter_context(orders)
-                loader, _ = await _accept(server, secret)
-                undo.enter_context(loader)
+                orders, loader, store = await _leader(server, secret)
+            undo.enter_context(orders)
+            undo.enter_context(loader)
             self._pool_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
             fds = (orders.fileno(), loader.fileno(), self._pool_fd)
             settings = msgspec.json.decode(begin.engine_settings, type=EngineSettings)
@@ -279,22 +282,42 @@ class _LatePool:
         return self._program.source().may_attach(request)
 
 
-async def _accept(server: socket.socket, secret: str) -> tuple[socket.socket, str]:
-    """A connection of the leader's engine, and where the ranks meet; others are closed."""
-    loop = asyncio.get_running_loop()
-    while True:
-        connection, _ = await loop.sock_accept(server)
-        try:
-            async with asyncio.timeout(5.0):
-                hello = await read_hello(connection)
-        except (OSError, ValueError, msgspec.DecodeError):
-            connection.close()
-            continue
-        if secrets.compare_digest(hello.secret, secret):
-            steady(connection)
-            connection.setblocking(True)
-            return connection, hello.store
-        connection.close()
+async def _leader(server: socket.socket, secret: str) -> tuple[socket.socket, socket.socket, str]:
+    """Both connections of the leader's engine, as it opened them, and where the ranks meet."""
+    serials = count()
+    found: list[tuple[int, socket.socket, str]] = []
+    both = asyncio.get_running_loop().create_future()
+
+    async def hello(link: socket.socket) -> tuple[int, str]:
+        serial = next(serials)  # in the order in which they were accepted
+        said = await read_hello(link)
+        if not secrets.compare_digest(said.secret.encode(), secret.encode()):
+            raise PermissionError("another secret")
+        return serial, said.store
+
+    async def keep(link: socket.socket, said: tuple[int, str]) -> None:
+        serial, store = said
+        found.append((serial, socket.socket(fileno=link.detach()), store))
+        if len(found) == _LINKS and not both.done():
+            both.set_result(None)
+
+    tasks = BackgroundTasks("rank hello")
+    try:
+        async with tasks.beside(Gate(server, hello, keep, _HELLO_S, tasks).run(), "accept"):
+            await both
+    except BaseException:
+        for _, link, _ in found:
+            link.close()
+        raise
+    finally:
+        await tasks.close()
+    (_, orders, store), (_, loader, _), *more = sorted(found, key=lambda one: one[0])
+    for _, link, _ in more:
+        link.close()
+    for link in (orders, loader):
+        steady(link)
+        link.setblocking(True)
+    return orders, loader, store
 
 
 @asynccontextmanager

@@ -1,0 +1,81 @@
+"""Accepts connections, and serves those whose hello is right.
+
+Until its hello is done a connection is a stranger's. It has a deadline, and there are at most
+`MOST_STRANGERS`: one more ends the oldest, so that silent ones keep no reader out. Whatever a
+stranger says ends that connection and nothing else.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from telemetry.tasks import BackgroundTasks
+
+_LOG = logging.getLogger(__name__)
+
+MOST_STRANGERS = 64
+_SHORT_S = 0.1  # between two tries to accept where descriptors or memory are short
+
+T = TypeVar("T")
+
+
+class Gate(Generic[T]):
+    """One listener.
+
+    Args:
+        listener: Its owner closes it, after the tasks.
+        hello: Takes a connection's hello, and raises if it is not right.
+        serve: Takes a connection with what its hello said. The connection is closed behind it.
+        hello_s: The deadline of a hello.
+        tasks: One for each connection; whoever owns them closes them.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        hello: Callable[[socket.socket], Awaitable[T]],
+        serve: Callable[[socket.socket, T], Awaitable[None]],
+        hello_s: float,
+        tasks: BackgroundTasks,
+    ) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._hello = hello
+        self._serve = serve
+        self._hello_s = hello_s
+        self._tasks = tasks
+        self._strangers: dict[socket.socket, asyncio.Task[None]] = {}  # the oldest first
+
+    async def run(self) -> None:
+        """Accept until cancelled."""
+        loop = asyncio.get_running_loop()
+        short = False
+        while True:
+            try:
+                link, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if not short:
+                    _LOG.warning("connections cannot be accepted: %s", error)
+                short = True
+                await asyncio.sleep(_SHORT_S)
+                continue
+            short = False
+            if len(self._strangers) >= MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                self._strangers.pop(oldest).cancel()
+            self._strangers[link] = self._tasks.spawn(self._admit(link), "connection")
+            await asyncio.sleep(0)  # it owns its socket from its first line on
+
+    async def _admit(self, link: socket.socket) -> None:
+        with link:
+            try:
+                async with asyncio.timeout(self._hello_s):
+                    said = await self._hello(link)
+            except Exception as error:  # noqa: BLE001 - a stranger's bytes end his connection alone
+                _LOG.debug("a connection is refused: %s: %s", type(error).__name__, error)
+                return
+            finally:
+                self._strangers.pop(link, None)
+            await self._serve(link, said)
