@@ -51,6 +51,11 @@ class FleetToken:
         return tuple(token for token in self._now() if token)
 
     @property
+    def valid(self) -> tuple[str, ...]:
+        """All that `accepts` takes: an empty one, too, where the fleet has no token."""
+        return self._now()
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call to a worker carries."""
         return token_metadata(self.shown)

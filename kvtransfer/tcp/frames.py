@@ -1,19 +1,23 @@
 """What passes over a connection: a hello, then pulls one after the other, each answered by frames.
 
-    reader   hello: PoolRequest.attach {token, incarnation}   pull: PoolRequest.pull              …
-    sender                                                    a length and a frame for each slice  …
+    reader   hello   pull: PoolRequest.pull                …
+    sender   hello   a length and a frame for each slice   …
+
+The hello is of ``kvtransfer/listening/hello.py``; its version is part of the offer's address.
 
 Lengths are 4 bytes, little-endian. In place of a frame `ENDED` says that there are no more, and
 `FAILED` that the sender could not go on.
 Messages and bytes are plain text, so a fleet with TLS does not listen (``fleet/worker.py``).
 """
 
-import asyncio
 import socket
 import struct
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
+
+from kvtransfer.listening import hello
+from kvtransfer.listening.hello import receive
 
 NAME = "tcp"
 LENGTH = struct.Struct("<I")
@@ -38,18 +42,15 @@ def framed(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-async def receive(link: socket.socket, into: memoryview) -> None:
-    """Fill a buffer.
+def address_of(port: int) -> str:
+    """What a worker offers: its port, and the hello that is spoken there."""
+    return f"{port}/{hello.VERSION}"
 
-    Raises:
-        OSError: The connection ended before it was full.
-    """
-    loop = asyncio.get_running_loop()
-    while into:
-        count = await loop.sock_recv_into(link, into)
-        if not count:
-            raise ConnectionResetError("the peer closed its socket")
-        into = into[count:]
+
+def port_in(address: str) -> int | None:
+    """The port of an offer; None where another hello is spoken."""
+    port, _, version = address.partition("/")
+    return int(port) if version == str(hello.VERSION) and port.isdecimal() else None
 
 
 async def receive_length(link: socket.socket) -> int:

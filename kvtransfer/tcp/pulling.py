@@ -13,6 +13,7 @@ from batonpb import prefill_pb2 as pb
 
 from kvtransfer.chunk import ByteFrame, PoolView
 from kvtransfer.kv_slice import KvSlice
+from kvtransfer.listening.hello import prove_to_worker, receive
 from kvtransfer.tcp.frames import (
     ENDED,
     FAILED,
@@ -20,8 +21,8 @@ from kvtransfer.tcp.frames import (
     NAME,
     Buffers,
     framed,
+    port_in,
     prepare,
-    receive,
     receive_length,
 )
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
@@ -39,7 +40,7 @@ class TcpTransport:
 
     Args:
         channels: Say whether this fleet has TLS: then nothing is pulled this way.
-        token: Shown to each sender.
+        token: Proved to each sender, never sent.
     """
 
     frame_bytes = 4 << 20
@@ -52,8 +53,9 @@ class TcpTransport:
         self._idle: list[tuple[bytes, socket.socket]] = []  # by incarnation, the oldest first
 
     def reaches(self, peer: Peer) -> bool:
-        """Whether it listens, and plain text will do."""
-        return self._plain_text and peer.offer(NAME) is not None
+        """Whether it listens, for the same hello, and plain text will do."""
+        offer = peer.offer(NAME)
+        return self._plain_text and offer is not None and port_in(offer.address) is not None
 
     def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
         """Ask a peer for frames."""
@@ -71,20 +73,20 @@ class TcpTransport:
                 return link
         offer = peer.offer(NAME)
         host = peer.target.address.rpartition(":")[0].strip("[]")
-        if offer is None or not offer.address.isdecimal():
-            raise TransportError(f"{peer.target.worker_id} does not listen")
-        hello = pb.PoolAttach(fleet_token=self._token.shown, incarnation=peer.target.incarnation)
+        port = port_in(offer.address) if offer is not None else None
+        if port is None:
+            raise TransportError(f"{peer.target.worker_id} does not listen for this hello")
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             try:
                 async with asyncio.timeout(CONNECT_S):
                     [(family, *_, address), *_] = await loop.getaddrinfo(
-                        host, int(offer.address), type=socket.SOCK_STREAM
+                        host, port, type=socket.SOCK_STREAM
                     )
                     link = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
                     prepare(link)
                     await loop.sock_connect(link, address)
-                    await loop.sock_sendall(link, framed(pb.PoolRequest(attach=hello)))
+                    await prove_to_worker(link, NAME, peer.target.incarnation, self._token)
             except OSError as error:  # TimeoutError is one
                 reason = str(error) or type(error).__name__
                 raise TransportError(f"no connection: {reason}") from error

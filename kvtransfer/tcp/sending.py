@@ -10,6 +10,8 @@ from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from google.protobuf.message import DecodeError
 
+from kvtransfer.listening.gate import Gate
+from kvtransfer.listening.hello import prove_to_reader
 from kvtransfer.tcp.frames import (
     ENDED,
     FAILED,
@@ -17,6 +19,7 @@ from kvtransfer.tcp.frames import (
     LENGTH,
     NAME,
     Buffers,
+    address_of,
     prepare,
     receive_message,
 )
@@ -28,7 +31,7 @@ _KEPT_BUFFERS = 4
 
 
 class TcpServer:
-    """Serves frames to whoever knows the fleet's token.
+    """Serves frames to readers that have the fleet's token.
 
     Args:
         side: Of this worker; without a listener it offers nothing.
@@ -36,8 +39,6 @@ class TcpServer:
 
     def __init__(self, side: ServingSide) -> None:
         self._side = side
-        if side.listener is not None:
-            side.listener.setblocking(False)
         self._tasks = BackgroundTasks("tcp")
         self._buffers = Buffers(_KEPT_BUFFERS)
 
@@ -47,12 +48,18 @@ class TcpServer:
         if self._side.listener is None:
             return None
         port = self._side.listener.getsockname()[1]
-        return common_pb2.TransportOffer(name=NAME, address=str(port))
+        return common_pb2.TransportOffer(name=NAME, address=address_of(port))
 
     async def start(self, source: FrameSource) -> None:
         """Listen."""
-        if self._side.listener is not None:
-            self._tasks.keep(lambda: self._accept(self._side.listener, source), "accept")
+        if self._side.listener is None:
+            return
+
+        async def serve(link: socket.socket, _: None) -> None:
+            await self._serve(link, source)
+
+        gate = Gate(self._side.listener, self._hello, serve, HELLO_S, self._tasks)
+        self._tasks.keep(gate.run, "accept")
 
     async def close(self) -> None:
         """Stop listening, and end all connections."""
@@ -60,22 +67,13 @@ class TcpServer:
         if self._side.listener is not None:
             self._side.listener.close()
 
-    async def _accept(self, listener: socket.socket | None, source: FrameSource) -> None:
-        loop = asyncio.get_running_loop()
-        while listener is not None:
-            link, _ = await loop.sock_accept(listener)
-            self._tasks.spawn(self._serve(link, source), "reader")
+    async def _hello(self, link: socket.socket) -> None:
+        prepare(link)
+        await prove_to_reader(link, NAME, self._side.incarnation, self._side.token)
 
     async def _serve(self, link: socket.socket, source: FrameSource) -> None:
         """One reader, until it goes."""
-        with link, contextlib.suppress(OSError, DecodeError):
-            prepare(link)
-            async with asyncio.timeout(HELLO_S):  # TimeoutError is an OSError
-                hello = pb.PoolRequest.FromString(await receive_message(link)).attach
-            if not self._side.token.accepts(hello.fleet_token):
-                return
-            if hello.incarnation != self._side.incarnation:
-                return
+        with contextlib.suppress(OSError, DecodeError):
             while True:
                 request = pb.PoolRequest.FromString(await receive_message(link)).pull
                 await self._answer(link, request, source)
