@@ -297,7 +297,7 @@ async def _leader(server: socket.socket, secret: str) -> tuple[socket.socket, so
 
     async def keep(link: socket.socket, said: tuple[int, str]) -> None:
         serial, store = said
-        found.append((serial, socket.socket(fileno=link.detach()), store))
+        found.append((serial, link, store))
         if len(found) == _LINKS and not both.done():
             both.set_result(None)
 

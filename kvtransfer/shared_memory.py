@@ -2,9 +2,9 @@
 
 The sender's pool is a memory file. Its descriptor comes over a Unix socket (SCM_RIGHTS, and not
 ``/proc/PID/fd``: that would need the right to trace the sender, and one view of process ids), from
-a sender that was shown the fleet token; we map it for reading. The socket stays open: the sender
-lends pages over it, pull by pull, and the kernel closes it with whoever dies, so that loans end
-and mappings go with the process that they depend on.
+a sender of our user, behind a hello of both sides; we map it for reading. The socket stays open:
+the sender lends pages over it, pull by pull, and the kernel closes it with whoever dies, so that
+loans end and mappings go with the process that they depend on.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvtransfer.chunk import PoolView
 from kvtransfer.lent_pages import LentFrame
+from kvtransfer.listening import hello
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
 from telemetry.tasks import BackgroundTasks
 from wire.compatibility import geometry_of
@@ -34,18 +35,20 @@ NAME = "shared_memory"
 ATTACH_S = 1.0
 FRAME_BYTES = 4 << 20  # should gRPC have to finish such a pull, it can carry them too
 MESSAGE_BYTES = 4 << 20
+MOST_LOANS = 256  # of one reader at a time
 GRANTED = b"\1"  # a descriptor needs a byte to travel with
 _LENGTH = struct.Struct("<I")
 
 
 def this_place() -> str:
-    """Names the kernel and its network namespace, beyond which no Unix socket reaches; "" if none.
+    """Names the kernel, its network namespace and the hello that is spoken; "" if there is none.
 
+    No Unix socket reaches beyond the first two, and who speaks another hello is not connected to.
     Addresses without a file belong to a network namespace: containers that share one share pools.
     """
     with contextlib.suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot_id}/{Path('/proc/self/ns/net').stat().st_ino}"
+        return f"{boot_id}/{Path('/proc/self/ns/net').stat().st_ino}/{hello.VERSION}"
     return ""
 
 
@@ -73,7 +76,7 @@ class SharedMemoryTransport:
 
     Args:
         channels: Not used; the sockets are our own.
-        token: Shown to each sender.
+        token: Proved to each sender, never sent.
     """
 
     frame_bytes = FRAME_BYTES
@@ -154,9 +157,9 @@ class SharedMemoryTransport:
     ) -> PoolView:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(link, "\0" + address)
-        attach = pb.PoolAttach(
-            fleet_token=self._token.shown, incarnation=request.source_incarnation, pull=request
-        )
+        hello.check_same_user(link)  # the name may be held by somebody else by now
+        await hello.prove_to_worker(link, NAME, request.source_incarnation, self._token)
+        attach = pb.PoolAttach(pull=request)
         attach.pull.ClearField("kv_slices")
         await loop.sock_sendall(link, framed(pb.PoolRequest(attach=attach)))
         pool_fd = await _receive_descriptor(link)
@@ -204,6 +207,8 @@ class _Line:
         self._writer = writer
         self._serials = count(1)
         self._waiting: dict[int, asyncio.Future[pb.PoolLoan]] = {}
+        self._lent: set[int] = set()  # asked for, and not let go
+        self._turns = asyncio.Semaphore(MOST_LOANS)
 
     async def listen(self) -> None:
         """Hand answers to whoever waits for them, until the connection ends."""
@@ -221,11 +226,24 @@ class _Line:
                         waiting.set_exception(TransportGoneError("the peer closed its socket"))
                         waiting.exception()
 
-    def ask(self, request: pb.PullRequest) -> tuple[int, "asyncio.Future[pb.PoolLoan]"]:
-        """Ask for pages; the number of the loan, and what is to come."""
-        if self._writer.is_closing():
-            raise TransportGoneError("the peer closed its socket")
+    async def ask(self, request: pb.PullRequest) -> tuple[int, "asyncio.Future[pb.PoolLoan]"]:
+        """Ask for pages, once the sender may lend more; the loan's number, and what is to come.
+
+        Raises:
+            TransportGoneError: The connection ended.
+        """
+        await self._turns.acquire()
+        try:
+            await self._writer.drain()
+            if self._writer.is_closing():
+                raise ConnectionResetError("the peer closed its socket")
+        except BaseException as error:
+            self._turns.release()
+            if isinstance(error, OSError):
+                raise TransportGoneError(str(error)) from error
+            raise
         serial = next(self._serials)
+        self._lent.add(serial)
         waiting = self._waiting[serial] = asyncio.get_running_loop().create_future()
         self._writer.write(framed(pb.PoolRequest(serial=serial, pull=request)))
         return serial, waiting
@@ -233,6 +251,9 @@ class _Line:
     def let_go(self, serial: int) -> None:
         """The pages are read, or will not be."""
         self._waiting.pop(serial, None)
+        if serial in self._lent:
+            self._lent.remove(serial)
+            self._turns.release()
         if not self._writer.is_closing():
             self._writer.write(framed(pb.PoolRequest(serial=serial, let_go=pb.Release())))
 
@@ -255,7 +276,7 @@ class _LentFrames:
             return []
         self._asked = True
         line = self._line = await self._transport.line_to(self._peer, self._request)
-        self._serial, coming = line.ask(self._request)
+        self._serial, coming = await line.ask(self._request)
         loan = await coming
         return [LentFrame(chunk, line.pool) for chunk in loan.chunks]
 

@@ -1,27 +1,39 @@
 """Shared memory on one host, the sending side: lends pages of the pool to readers that map it.
 
-Who shows the fleet's token, and a router's word for the first pull, gets the pool's descriptor,
-opened for reading: of the whole pool, so a word for one prompt opens all. Each pull is a loan: it
-ends when the reader lets go, or when the kernel closes the connection because the reader is gone.
-A reader that does neither is the source's to leave behind (``kvtransfer/sender.py``).
+A reader of our user that has the fleet's token, and a router's word for its first pull, gets the
+pool's descriptor, opened for reading: of the whole pool, so a word for one prompt opens all. Each
+pull is a loan: it ends when the reader lets go, or when the kernel closes the connection because
+the reader is gone. A reader that does neither is the source's to leave behind
+(``kvtransfer/sender.py``).
 """
 
 import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Sequence
 
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from google.protobuf.message import DecodeError
 
-from kvtransfer.shared_memory import ATTACH_S, GRANTED, NAME, framed, read_message, this_place
+from kvtransfer.listening.gate import Gate
+from kvtransfer.listening.hello import check_same_user, prove_to_reader
+from kvtransfer.shared_memory import (
+    ATTACH_S,
+    GRANTED,
+    MOST_LOANS,
+    NAME,
+    framed,
+    read_message,
+    this_place,
+)
 from kvtransfer.transport import FrameSource, Loan, ServingSide
 from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 
-_MOST_LOANS = 256  # of one reader at a time
+_BACKLOG = 128
 
 
 class SharedMemoryServer:
@@ -36,7 +48,7 @@ class SharedMemoryServer:
         self._address = f"baton-kv/{side.incarnation.hex()}"
         self._place = this_place() if side.pool_fd >= 0 else ""  # one pool, with all heads
         self._tasks = BackgroundTasks("shared memory")
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
 
     @property
     def offer(self) -> common_pb2.TransportOffer | None:
@@ -49,21 +61,31 @@ class SharedMemoryServer:
         """Listen. Where that fails, readers fail to connect and pull by gRPC."""
         if not self._place:
             return
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            lender = _Lender(self._side, source, reader, writer)
-            self._tasks.spawn(lender.run(), "lender")
-
+        self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._server = await asyncio.start_unix_server(accept, "\0" + self._address)
+            listener.bind("\0" + self._address)
+            listener.listen(_BACKLOG)
         except OSError as error:
             _LOG.warning("no shared memory for readers on this host: %s", error)
+            return
+
+        async def serve(link: socket.socket, _: None) -> None:
+            reader, writer = await asyncio.open_connection(sock=link)
+            await _Lender(self._side, source, reader, writer).run()
+
+        gate = Gate(listener, self._hello, serve, ATTACH_S, self._tasks)
+        self._tasks.keep(gate.run, "accept")
 
     async def close(self) -> None:
         """Stop listening, and end all loans."""
-        if self._server is not None:
-            self._server.close()
         await self._tasks.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _hello(self, link: socket.socket) -> None:
+        link.setblocking(False)
+        check_same_user(link)
+        await prove_to_reader(link, NAME, self._side.incarnation, self._side.token)
 
 
 class _Lender:
@@ -96,11 +118,13 @@ class _Lender:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError, ValueError):
                 async with asyncio.timeout(ATTACH_S):
                     first = pb.PoolRequest.FromString(await read_message(self._reader))
-                if not self._may_read(first.attach):
+                if not self._source.may_attach(first.attach.pull):
                     return
                 self._grant()
                 while True:
-                    self._take(pb.PoolRequest.FromString(await read_message(self._reader)))
+                    request = pb.PoolRequest.FromString(await read_message(self._reader))
+                    await self._writer.drain()  # who does not read is not listened to
+                    self._take(request)
         finally:
             loans, self._loans = self._loans, {}
             for loan in loans.values():
@@ -109,11 +133,6 @@ class _Lender:
             self._writer.close()
             await self._tasks.close()
 
-    def _may_read(self, attach: pb.PoolAttach) -> bool:
-        known = self._side.token.accepts(attach.fleet_token)
-        right = attach.incarnation == self._side.incarnation
-        return known and right and self._source.may_attach(attach.pull)
-
     def _grant(self) -> None:
         with self._writer.get_extra_info("socket").dup() as link:
             socket.send_fds(link, [GRANTED], [self._side.pool_fd])
@@ -121,8 +140,11 @@ class _Lender:
     def _take(self, request: pb.PoolRequest) -> None:
         match request.WhichOneof("request"):
             case "pull":
-                if request.serial in self._loans or len(self._loans) >= _MOST_LOANS:
-                    raise ValueError(f"loan {request.serial} cannot be given")
+                if request.serial in self._loans:
+                    raise ValueError(f"loan {request.serial} is given already")
+                if max(len(self._loans), len(self._tasks)) >= MOST_LOANS:
+                    self._answer(request.serial, ())  # no pages: it is pulled another way
+                    return
                 self._loans[request.serial] = None
                 self._tasks.vital(self._lend(request), "lend", lambda _: self._writer.close())
             case "let_go":
@@ -138,4 +160,7 @@ class _Lender:
             loan.end()
             return
         self._loans[request.serial] = loan
-        self._writer.write(framed(pb.PoolLoan(serial=request.serial, chunks=loan.chunks)))
+        self._answer(request.serial, loan.chunks)
+
+    def _answer(self, serial: int, chunks: Sequence[pb.ChunkHeader]) -> None:
+        self._writer.write(framed(pb.PoolLoan(serial=serial, chunks=chunks)))

@@ -6,6 +6,7 @@ stranger says ends that connection and nothing else.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -27,7 +28,7 @@ class Gate(Generic[T]):
     Args:
         listener: Its owner closes it, after the tasks.
         hello: Takes a connection's hello, and raises if it is not right.
-        serve: Takes a connection with what its hello said. The connection is closed behind it.
+        serve: Takes a connection with what its hello said, and closes it.
         hello_s: The deadline of a hello.
         tasks: One for each connection; whoever owns them closes them.
     """
@@ -69,7 +70,8 @@ class Gate(Generic[T]):
             await asyncio.sleep(0)  # it owns its socket from its first line on
 
     async def _admit(self, link: socket.socket) -> None:
-        with link:
+        with contextlib.ExitStack() as undo:
+            undo.callback(link.close)
             try:
                 async with asyncio.timeout(self._hello_s):
                     said = await self._hello(link)
@@ -78,4 +80,5 @@ class Gate(Generic[T]):
                 return
             finally:
                 self._strangers.pop(link, None)
-            await self._serve(link, said)
+            undo.pop_all()
+        await self._serve(link, said)

@@ -73,7 +73,7 @@ class TcpServer:
 
     async def _serve(self, link: socket.socket, source: FrameSource) -> None:
         """One reader, until it goes."""
-        with contextlib.suppress(OSError, DecodeError):
+        with link, contextlib.suppress(OSError, DecodeError):
             while True:
                 request = pb.PoolRequest.FromString(await receive_message(link)).pull
                 await self._answer(link, request, source)

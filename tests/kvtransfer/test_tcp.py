@@ -265,7 +265,8 @@ async def test_a_length_that_no_frame_has_ends_the_connection() -> None:
         await prove_to_reader(link, NAME, end.incarnation, token)
 
     async def answer(link: socket.socket, _: None) -> None:
-        link.send(LENGTH.pack(MOST_FRAME_BYTES + 1))
+        with link:
+            link.send(LENGTH.pack(MOST_FRAME_BYTES + 1))
 
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         accepting = Gate(server, hello, answer, 5.0, tasks).run()
