@@ -13,6 +13,7 @@ from batonpb import prefill_pb2 as pb
 from engine.core.geometry import KvGeometry
 
 FRAME_BYTES = 1 << 20
+MOST_FRAME_BYTES = 64 << 20  # more is no frame: whoever asks for one takes the room for it at once
 HEADER_ROOM_BYTES = 64 << 10
 _PACKED = struct.Struct("<8I")
 

@@ -14,7 +14,7 @@ from batonpb import prefill_pb2 as pb
 from engine.core.errors import PullRefusedError
 from kvtransfer import chunk
 from kvtransfer.fault_injection import FrameTamperer
-from kvtransfer.kv_slice import KvSlice
+from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
 from kvtransfer.lent_pages import page_digest
 from kvtransfer.ranks.pools import KvPools
 from kvtransfer.sender import Action, HandoffSender, SenderState
@@ -124,6 +124,9 @@ class PoolSource:
         header.encoding = encoding
         room_bytes = chunk.make_room(header, kv_slice, self._pool.geometry)
         size_bytes = room_bytes + header.payload_bytes
+        if size_bytes > MOST_FRAME_BYTES:
+            refused = self._too_large(request, kv_slice, size_bytes)
+            return await _say(refused, b"", room)
         frame = await room(size_bytes)
         payload, bound = frame[room_bytes:], self._bound(request)
         if not held.machine.may_read(kv_slice):  # room may have been long in coming
@@ -188,6 +191,14 @@ class PoolSource:
         header = self._header(request, kv_slice)
         error = PullRefusedError(f"the capability to pull KV of this request is {refusal}")
         header.error.CopyFrom(error_to_wire(error))
+        return header
+
+    def _too_large(
+        self, request: pb.PullRequest, kv_slice: KvSlice, size_bytes: int
+    ) -> pb.ChunkHeader:
+        header = self._header(request, kv_slice)
+        why = f"a frame of {size_bytes} bytes is asked for; at most {MOST_FRAME_BYTES}: cut smaller"
+        header.error.CopyFrom(common_pb2.Error(code="invalid_request", message=why))
         return header
 
     def _header(self, request: pb.PullRequest, kv_slice: KvSlice) -> pb.ChunkHeader:

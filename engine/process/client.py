@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import IO
 
 import msgspec
@@ -23,6 +23,7 @@ from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 
+_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11 does not name it
 _LAST_WORDS_S = 2.0  # to read what a process said before it ended; all of it is in the socket
 
 EngineProcess = asyncio.subprocess.Process | EngineThread
@@ -169,7 +170,7 @@ class EngineClient:
                 shapes = rank_geometries(ready.geometry, ranks)
                 pools = [map_pool(fd, shape) for fd, shape in zip(pool_fds, shapes, strict=False)]
                 for fd in pool_fds:
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+                    _seal(fd, alone=settings.tensor_parallel == 1)
                 alone = not settings.own_pools
                 reading_fd = os.open(f"/proc/self/fd/{pool_fds[0]}", os.O_RDONLY) if alone else -1
             finally:
@@ -232,6 +233,17 @@ def _pool_count(settings: EngineSettings) -> int:
 def _pool_file() -> int:
     """The kernel frees it with its last user. Whoever maps it may rely on its size."""
     return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _seal(pool_fd: int, *, alone: bool) -> None:
+    """Keep a pool's size and, where one process has it, keep others from mapping it for writing.
+
+    Ranks map it when they come to it, which may be after this.
+    """
+    fcntl.fcntl(pool_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    if alone:
+        with suppress(OSError):  # before Linux 5.1
+            fcntl.fcntl(pool_fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
 
 
 async def _spawn(

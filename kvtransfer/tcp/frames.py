@@ -22,7 +22,6 @@ from kvtransfer.listening.hello import receive
 NAME = "tcp"
 LENGTH = struct.Struct("<I")
 ENDED, FAILED = 0, 0xFFFFFFFF
-MOST_FRAME_BYTES = 64 << 20  # more is no frame
 MOST_MESSAGE_BYTES = 4 << 20
 HELLO_S = 2.0
 _UNHEARD_MS = 20_000  # bytes that nobody has taken for so long end the connection

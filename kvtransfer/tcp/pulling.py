@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from batonpb import prefill_pb2 as pb
 
 from kvtransfer.chunk import ByteFrame, PoolView
-from kvtransfer.kv_slice import KvSlice
+from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
 from kvtransfer.listening.hello import prove_to_worker, receive
 from kvtransfer.tcp.frames import (
     ENDED,
     FAILED,
-    MOST_FRAME_BYTES,
     NAME,
     Buffers,
     framed,

@@ -12,12 +12,12 @@ import pytest
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from kvtransfer.kv_slice import MOST_FRAME_BYTES
 from kvtransfer.listening.gate import Gate
 from kvtransfer.listening.hello import GREETING, NONCE_BYTES, PROOF_BYTES, prove_to_reader
 from kvtransfer.tcp import sending
 from kvtransfer.tcp.frames import (
     LENGTH,
-    MOST_FRAME_BYTES,
     MOST_MESSAGE_BYTES,
     NAME,
     address_of,

@@ -1,6 +1,7 @@
 """The shell's handle on a step-loop process."""
 
 import asyncio
+import mmap
 import os
 import subprocess
 import threading
@@ -49,6 +50,27 @@ async def test_whoever_gives_up_on_an_engine_that_loads_leaves_no_process_behind
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert children() == before
+
+
+async def test_who_gets_a_pool_cannot_map_it_for_writing_nor_change_its_size() -> None:
+    """Its mode would let our user open it again for writing: the seal is on the file itself."""
+    client = await EngineClient.start(EngineSettings(model="emulated", kv_blocks=8))
+    try:
+        client.pools[0][:4] = b"mine"  # who had it mapped before writes on
+        again = os.open(f"/proc/self/fd/{client.pool_fd}", os.O_RDWR)
+        try:
+            with pytest.raises(PermissionError):
+                mmap.mmap(again, 4096)
+            with pytest.raises(PermissionError):
+                os.pwrite(again, b"other", 0)
+            with pytest.raises(PermissionError):
+                os.ftruncate(again, 0)
+        finally:
+            os.close(again)
+        with mmap.mmap(client.pool_fd, 4096, prot=mmap.PROT_READ) as seen:
+            assert seen[:4] == b"mine"
+    finally:
+        await client.stop()
 
 
 async def test_an_engine_that_cannot_load_says_why() -> None:
