@@ -92,6 +92,6 @@ class EngineMetrics:
                 metrics.count_up(
                     "baton_kv_tier_moved_bytes", moved_bytes, tier=name, direction=direction
                 )
-            losses = {"lost": tier.lost, "damaged": tier.damaged, "failed": tier.failed}
-            for reason, lost in losses.items():
+            for reason in ("lost", "damaged", "failed", "late"):
+                lost = getattr(tier, reason)
                 metrics.count_up("baton_kv_tier_failures", lost, tier=name, reason=reason)

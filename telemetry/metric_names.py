@@ -260,8 +260,8 @@ WORKER_METRICS: dict[str, MetricSpec] = {
         "KV copied into a tier (saved) and back into the pool (brought).", "tier", "direction"
     ),
     "baton_kv_tier_failures": _count(
-        "Blocks that were evicted before the tier had them (lost), came back wrong (damaged), or "
-        "could not be written (failed).",
+        "Blocks that were evicted before the tier had them (lost), came back wrong (damaged) or "
+        "could not be written (failed), and prompts that waited no longer for theirs (late).",
         "tier",
         "reason",
     ),

@@ -19,6 +19,8 @@ from engine.core.sequence import EngineRequest, Kind, TokenSequence
 from engine.core.speculative.acceptance import SpareBlocks
 from engine.core.tiers.tiers import KvTiers
 
+_MOST_BRINGS = 4  # requests in the queue whose blocks come back from tiers at once
+
 
 class Load(NamedTuple):
     """Requests that run and that wait; prompt tokens to be computed, and those before each."""
@@ -208,7 +210,7 @@ class BatchState:
         """
         need = self.pool.blocks_for(len(reservation.request.prompt) + 1)
         overtakes = not reservation.request.live_choices and 2 * need <= self.available_blocks()
-        if overtakes and self.comes_back(reservation):
+        if overtakes and self._comes_back(reservation):
             self.overtaking.append(reservation)
         elif not (overtakes and self.reservations.grant(reservation)):
             self.enqueue(reservation)
@@ -264,7 +266,12 @@ class BatchState:
         ready = [name for name in self.fetching if not self.tiers.brings(name)]
         return [self.fetching.pop(name) for name in ready]
 
-    def comes_back(self, item: TokenSequence | Reservation) -> bool:
+    def first_ready(self) -> TokenSequence | Reservation | None:
+        """What is to be admitted next: those whose blocks come back from a tier are gone by."""
+        first = self.queue[:_MOST_BRINGS]
+        return next((item for item in first if not self._comes_back(item)), None)
+
+    def _comes_back(self, item: TokenSequence | Reservation) -> bool:
         """Whether leading blocks of what waits first are on their way from a tier.
 
         They are asked for once, when there is room for them: what then is not in the pool is

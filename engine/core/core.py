@@ -78,6 +78,7 @@ class EngineCore:
 
     def take_copies(self, now_ns: int) -> list[Copy]:
         """Blocks to copy between the pool and its tiers; the caller tells how each ends."""
+        self.tiers.give_up(now_ns)
         self.tiers.save(now_ns)
         return self.tiers.take_copies()
 

@@ -317,8 +317,7 @@ class Scheduler:
         while batch.queue:
             if len(batch.running) + batch.reservations.granted >= self.config.max_batch_requests:
                 return None
-            item = batch.queue[0]
-            if batch.comes_back(item):
+            if (item := batch.first_ready()) is None:
                 return None
             taken = (
                 batch.reservations.grant(item)
@@ -327,7 +326,7 @@ class Scheduler:
             )
             if not taken:
                 return None
-            batch.queue.pop(0)
+            batch.queue.remove(item)
             if isinstance(item, Reservation):
                 self._note_admission(item.request, len(item.pinned), now_ns)
             else:

@@ -20,6 +20,7 @@ from engine.process.tier_shelves import Bytes, DamagedError, Shelf
 _LOG = logging.getLogger(__name__)
 
 _URGENT, _LATER = 0, 1
+_LAST_COPY_S = 2.0
 
 
 class BlockMover:
@@ -109,10 +110,11 @@ class TierCopier:
         return ended
 
     def close(self) -> None:
-        """End the thread, behind the copy under way."""
+        """End the thread, behind the copy under way; one that hangs ends with the process."""
         self._orders.put((-1, 0, None))
-        self._thread.join()
-        os.close(self._bell)
+        self._thread.join(_LAST_COPY_S)
+        if not self._thread.is_alive():
+            os.close(self._bell)
 
     def _run(self) -> None:
         while (copy := self._orders.get()[2]) is not None:

@@ -7,7 +7,9 @@
 Pure: it says what is to be copied (``take_copies``) and hears what came of it (``copied``); whoever
 steps the engine has a thread that copies. No step ever waits for a copy. A block that is being
 saved is guarded, so that it is not evicted under the copy; pages that are being filled are pinned,
-and become findable one by one. Whatever goes wrong with a copy, the block is computed again.
+and become findable one by one. Whatever goes wrong with a copy, the block is computed again. No
+prompt waits for blocks longer than computing them takes: pages that are late stay pinned until
+their copies end, and until then nothing else is brought.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -20,6 +22,7 @@ from engine.core.tiers.places import TierPlaces
 
 POOL = "pool"
 SAVES = 16  # blocks that are being saved at once
+BRING_NS = 2_000_000_000  # at least, for a prompt's blocks to come back
 REST_NS = 5_000_000_000  # a tier that failed to take a block is not asked for so long
 _TRIES = 32  # one in so many that look slower than computing is brought, to measure again
 
@@ -54,6 +57,7 @@ class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0  # gave way above before this tier could take them
     damaged: int = 0
     failed: int = 0
+    late: int = 0  # prompts that waited no longer
     block_ns: float = 0.0  # for one to come back
 
 
@@ -71,6 +75,7 @@ class _Tallies:
     brought: int = 0
     damaged: int = 0
     failed: int = 0
+    late: int = 0
     rests_until_ns: int = 0
 
 
@@ -82,6 +87,8 @@ class _Bring:
     blocks: list[int]
     left: int
     tokens: dict[str, int]  # that came, by tier
+    until_ns: int = 0  # 0: the first `give_up` sets it
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -176,6 +183,8 @@ class KvTiers:
             False where there is no room for them now; else they are on their way, or none of them
             is in a tier, or it would take longer than to compute them.
         """
+        if any(bring.late for bring in self._brings.values()):
+            return True
         run = self._run(hashes, always=always)
         missing = [block_hash for block_hash, tier in run if tier is not None]
         if not missing:
@@ -227,8 +236,21 @@ class KvTiers:
         return self._passed_over % _TRIES == 0
 
     def brings(self, key: Hashable) -> bool:
-        """Whether blocks are on their way for ``key``."""
-        return key in self._brings
+        """Whether blocks are on their way for ``key``, and are worth waiting for."""
+        bring = self._brings.get(key)
+        return bring is not None and not bring.late
+
+    def give_up(self, now_ns: int) -> None:
+        """Let go on who has waited for as long as computing takes; to be called in each step."""
+        for bring in self._brings.values():
+            if not bring.until_ns:
+                compute_ns = bring.left * self._pool.block_tokens * self.token_ns
+                bring.until_ns = now_ns + max(BRING_NS, round(compute_ns))
+            elif now_ns > bring.until_ns and not bring.late:
+                bring.late = True
+                late = {one.copy.source for one in self._running.values() if one.bring is bring}
+                for tier in late:
+                    self._tallies[tier].late += 1
 
     # ---------------------------------------------------------------- copying
 
@@ -308,6 +330,7 @@ class KvTiers:
                 lost=lost,
                 damaged=tallies.damaged,
                 failed=tallies.failed,
+                late=tallies.late,
                 block_ns=tier.block_ns.value,
             )
             for (tier, tallies), lost in zip(

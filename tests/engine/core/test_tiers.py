@@ -20,7 +20,7 @@ from engine.core.params import SamplingParams
 from engine.core.scheduler import SchedulerConfig
 from engine.core.sequence import EngineRequest, Kind, RequestSpec
 from engine.core.tiers.places import TierPlaces
-from engine.core.tiers.tiers import REST_NS, Copied
+from engine.core.tiers.tiers import BRING_NS, POOL, REST_NS, Copied
 from engine.emulated import EmulatedRunner
 from engine.process.tier_copier import BlockMover
 from engine.process.tier_shelves import MemoryShelf
@@ -262,6 +262,50 @@ def test_a_reservation_pins_what_came_back():
     (reserved,) = [event for event in engine.events if isinstance(event, ev.Reserved)]
     assert reserved.skip_blocks == 6
     engine.core.scheduler.cancel("remote")
+    engine.run()
+    engine.baseline()
+
+
+def test_a_tier_that_hangs_stops_nobody_else_and_those_who_asked_it_for_no_longer_than_computing():
+    """One copy that never ended stopped the admission of the whole worker."""
+    engine = Engine(32, 64)
+    fill(engine, 10)
+    first = engine.answer("fill-0")
+    engine.submit("again", prompt_of(0), ticket=100)
+    for number in range(3):
+        engine.submit(f"other-{number}", [number] * 20, ticket=101 + number)
+    for _ in range(60):
+        engine.step()
+    ended = {event.request_id for event in engine.events if isinstance(event, ev.Ended)}
+    assert {"other-0", "other-1", "other-2"} <= ended and "again" not in ended
+    engine.now_ns += BRING_NS
+    for _ in range(60):
+        engine.step()
+    assert engine.answer("again") == first
+    assert engine.counts().late == 1
+
+    hung = [copy for copy in engine.pending if copy.target == POOL]
+    engine.submit("next", prompt_of(1), ticket=200)
+    for _ in range(60):
+        engine.step()
+    assert engine.answer("next") == engine.answer("fill-1"), "nothing more is asked of it"
+    assert [copy for copy in engine.pending if copy.target == POOL] == hung
+    engine.run()
+    engine.baseline()
+
+
+def test_a_prompt_uses_what_came_in_time_and_computes_the_rest():
+    engine = Engine(32, 64)
+    fill(engine, 10)
+    engine.submit("again", prompt_of(0), ticket=100)
+    engine.step()
+    for _ in range(2):
+        engine.end_copy(next(n for n, copy in enumerate(engine.pending) if copy.target == POOL))
+    engine.now_ns += BRING_NS
+    for _ in range(60):
+        engine.step()
+    assert engine.answer("again") == engine.answer("fill-0")
+    assert (engine.end("again").cached_tokens, engine.end("again").computed_tokens) == (32, 69)
     engine.run()
     engine.baseline()
 
