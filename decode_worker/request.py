@@ -19,7 +19,7 @@ from engine.process import messages
 from telemetry.prefix_tokens import count_cached
 from telemetry.tracing import extract, inject
 from wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
-from wire.requests import submit_from_wire
+from wire.requests import replace_prefix, submit_from_wire
 from wire.tokens import count_tokens, unpack_tokens
 
 
@@ -136,6 +136,7 @@ class DecodeRequest:
             self._handoff.compute_locally()
             self._route = None
         else:
+            replace_prefix(self.submission, message)
             self._handoff.replace_peer(message.prefill)
 
     def resume(self, next_index: list[int]) -> None:

@@ -225,9 +225,6 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         why = refusal(
             request.capability, self._token, request.request_id, holder, reader, time.time()
         )
-        asked = self._handoffs.reader_of((request.request_id, request.attempt, request.generation))
-        if not why and asked and reader != asked:
-            why = "another reader's"
         if not why or (why == "missing" and self._serve.unsigned_pulls):
             return ""
         _LOG.warning("a pull of KV of %s is refused: %s", request.request_id, why)

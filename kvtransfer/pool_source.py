@@ -21,8 +21,14 @@ from kvtransfer.sender import Action, HandoffSender, SenderState
 from kvtransfer.transport import Room
 from wire.codecs import error_to_wire
 
-Key = tuple[str, int, int]
-"""Request, attempt and generation: which hand-off."""
+Key = tuple[str, int, int, bytes]
+"""Request, attempt, generation and the reader's incarnation: which hand-off."""
+
+
+def key_of(request: pb.PullRequest) -> Key:
+    """Each engine counts its generations from 1, so the reader is a part of it."""
+    return (request.request_id, request.attempt, request.generation, request.reader_incarnation)
+
 
 T = TypeVar("T")
 
@@ -147,7 +153,7 @@ class PoolSource:
     def _held(self, request: pb.PullRequest) -> HeldKv | None:
         if request.source_incarnation != self._incarnation:
             return None
-        return self._find((request.request_id, request.attempt, request.generation))
+        return self._find(key_of(request))
 
     def _bound(self, request: pb.PullRequest) -> bytes:
         key = (request.request_id, request.attempt, request.generation)

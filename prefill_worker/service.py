@@ -1,6 +1,6 @@
 """The Prefill service: computes prompts, announces KV as it appears, and serves pulls.
 
-One ``Handoff`` per (request, attempt, generation). The decisions are in
+One ``Handoff`` per (request, attempt, generation, reader). The decisions are in
 ``kvtransfer.sender.HandoffSender``; this file moves its actions to gRPC and the engine.
 """
 
@@ -204,7 +204,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def _open(self, start: pb.PrefillStart) -> tuple[Handoff, bool]:
         """The hand-off of a stream, and whether it was open already."""
-        key = (start.request_id, start.attempt, start.generation)
+        key = (start.request_id, start.attempt, start.generation, start.decode_incarnation)
         existing = self._handoffs.get(key)
         if (
             existing is not None and existing.machine.state is sender.SenderState.OPEN
@@ -313,9 +313,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         why = refusal(
             request.capability, self._token, request.request_id, holder, reader, time.time()
         )
-        handoff = self._handoffs.get((request.request_id, request.attempt, request.generation))
-        if not why and handoff is not None and reader != handoff.start.decode_incarnation:
-            why = "another reader's"
         if not why or (why == "missing" and self._unsigned_pulls):
             return ""
         self._metrics.inc("baton_pulls_refused", reason=why)

@@ -326,7 +326,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_pulls_refused": _count(
         "Pulls of KV without a capability that lets the reader have it: missing, malformed, "
-        "forged, expired, another reader's.",
+        "forged, expired.",
         "reason",
     ),
     "baton_chunks_refused": _count("Chunks that failed verification, by cause.", "cause"),

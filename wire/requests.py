@@ -5,13 +5,22 @@ both messages, and here.
 """
 
 from batonpb.common_pb2 import WorkerIdentity
-from batonpb.decode_pb2 import PrefillTarget, Submission
+from batonpb.decode_pb2 import PrefillReplacement, PrefillTarget, Submission
 from batonpb.prefill_pb2 import PrefillStart
 
 from engine.core.sequence import Kind, RequestSpec
 from engine.process.messages import Submit
 from wire.codecs import adapter_from_wire, sampling_from_wire
 from wire.tokens import unpack_tokens
+
+
+def replace_prefix(submission: Submission, replacement: PrefillReplacement) -> None:
+    """Whom another prefill worker may pull leading blocks from: words are for one reader alone."""
+    submission.ClearField("prefix")
+    submission.ClearField("prefix_then")
+    if replacement.HasField("prefix"):
+        submission.prefix.CopyFrom(replacement.prefix)
+        submission.prefix_then.extend(replacement.prefix_then)
 
 
 def prefill_start(

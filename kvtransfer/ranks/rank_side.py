@@ -32,7 +32,7 @@ class RankHandoffs:
     def __init__(self, pool: chunk.PoolView, given_back: Callable[[str], None]) -> None:
         self._pool = pool
         self._given_back = given_back
-        self._by_name: dict[str, tuple[Key, sender.HandoffSender, bytes]] = {}
+        self._by_name: dict[str, tuple[Key, sender.HandoffSender]] = {}
         self._names: dict[Key, str] = {}
 
     def hold(self, word: rank_pb2.RankHold) -> None:
@@ -42,19 +42,19 @@ class RankHandoffs:
             self._pool.geometry, word.prompt_tokens, 0, _FOR_EVER_NS, 0, first_head=heads.start
         )
         machine.admitted(tuple(word.pages))
-        key = (word.request_id, word.attempt, word.generation)
-        self._by_name[word.name] = (key, machine, word.decode_incarnation)
+        key = (word.request_id, word.attempt, word.generation, word.decode_incarnation)
+        self._by_name[word.name] = (key, machine)
         self._names[key] = word.name
 
     def publish(self, word: rank_pb2.RankPublish) -> None:
         """A rectangle is computed; what is said twice changes nothing."""
         if word.name in self._by_name:
-            _, machine, _ = self._by_name[word.name]
+            _, machine = self._by_name[word.name]
             machine.published_kv.add(KvSlice.from_wire(word.kv_slice))
 
     def revoke(self, name: str) -> None:
         """No more of it may be sent."""
-        _, machine, _ = self._by_name[name]
+        _, machine = self._by_name[name]
         self._perform(name, machine.release())
 
     def find(self, key: Key) -> HeldKv | None:
@@ -62,18 +62,13 @@ class RankHandoffs:
         name = self._names.get(key)
         if name is None:
             return None
-        _, machine, _ = self._by_name[name]
+        _, machine = self._by_name[name]
         return HeldKv(machine, lambda actions: self._perform(name, actions))
-
-    def reader_of(self, key: Key) -> bytes:
-        """The incarnation that may pull it; b"" if it is not held."""
-        name = self._names.get(key)
-        return self._by_name[name][2] if name is not None else b""
 
     def _perform(self, name: str, actions: Sequence[sender.Action]) -> None:
         for action in actions:
             if isinstance(action, sender.GiveBack):
-                key, _, _ = self._by_name.pop(name)
+                key, _ = self._by_name.pop(name)
                 if self._names.get(key) == name:
                     del self._names[key]
                 self._given_back(name)

@@ -134,18 +134,22 @@ class Resume(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., next_index: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillReplacement(_message.Message):
-    __slots__ = ("request_id", "attempt", "prefill", "compute_locally", "refuse")
+    __slots__ = ("request_id", "attempt", "prefill", "compute_locally", "refuse", "prefix", "prefix_then")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_LOCALLY_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_THEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prefill: PrefillTarget
     compute_locally: bool
     refuse: _common_pb2.Error
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., compute_locally: _Optional[bool] = ..., refuse: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    prefix: _common_pb2.PrefixSource
+    prefix_then: _containers.RepeatedCompositeFieldContainer[_common_pb2.PrefixSource]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., compute_locally: _Optional[bool] = ..., refuse: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., prefix: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., prefix_then: _Optional[_Iterable[_Union[_common_pb2.PrefixSource, _Mapping]]] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("on",)

@@ -1,14 +1,12 @@
 """Begins an attempt: has the request placed, and sends it to the worker that is to hold it."""
 
 import time
-from collections.abc import Sequence
 
 import msgspec
 from batonpb.common_pb2 import PrefixSource
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
 from engine.core.errors import UnavailableError
-from router.placement.chain import Giver
 from router.placement.placer import Placer
 from router.requests.active_request import ActiveRequest
 from router.requests.observer import Observer
@@ -41,25 +39,29 @@ def prefill_target(
     )
 
 
-def _prefix_sources(
-    givers: Sequence[Giver],
-    workers: WorkerTable,
-    token: FleetToken,
-    active: ActiveRequest,
-    reader: bytes,
+def prefix_sources(
+    active: ActiveRequest, workers: WorkerTable, token: FleetToken, reader: WorkerLink
 ) -> list[PrefixSource]:
-    """Who has leading blocks that ``reader``, who computes the prompt, is to pull, in order."""
+    """Who has leading blocks that another worker, who computes the prompt, is to pull, in order.
+
+    Args:
+        active: The request.
+        workers: The links to them.
+        token: The fleet's.
+        reader: The worker that computes.
+    """
+    givers = active.placement.prefix if active.placement is not None else ()
     sources: list[PrefixSource] = []
     for giver in givers:
         link = workers.link(giver.worker_id)
-        if link is not None:
+        if link is not None and link is not reader:
             pull_id = prefix_request_id(active.id, len(sources))
             source = PrefixSource(
                 worker_id=link.worker_id,
                 incarnation=link.incarnation,
                 address=link.address,
                 blocks=giver.blocks,
-                capability=_word(token, active, pull_id, link.incarnation, reader),
+                capability=_word(token, active, pull_id, link.incarnation, reader.incarnation),
             )
             sources.append(source)
     return sources
@@ -133,9 +135,7 @@ class Dispatcher:
         target: PrefillTarget | None = None
         if prefill is not None:
             target = prefill_target(prefill, token, active, link.incarnation)
-        computes = (prefill or link).incarnation
-        givers = active.placement.prefix if active.placement is not None else ()
-        prefix = _prefix_sources(givers, self._workers, token, active, computes)
+        prefix = prefix_sources(active, self._workers, token, prefill or link)
         emitted, sampling = record.emitted, request.sampling
         if emitted:  # behind all scores of the prompt
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)

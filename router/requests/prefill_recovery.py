@@ -15,7 +15,7 @@ from engine.core.geometry import context_tokens
 from router.placement.booked_load import LoadBook
 from router.placement.worker_load import load_of
 from router.requests.active_request import ActiveRequest
-from router.requests.dispatch import prefill_target
+from router.requests.dispatch import prefill_target, prefix_sources
 from router.requests.observer import Observer
 from router.requests.recovery_policy import after_prefill_failure
 from router.settings import RouterSettings
@@ -136,8 +136,10 @@ class PrefillRecovery:
         self._observer.retried("prefill replaced")
         decode = self._workers.link(active.decode_id)
         reader = decode.incarnation if decode is not None else b""
-        target = prefill_target(link, self._settings.fleet_token, active, reader)
-        self._answer(active, PrefillReplacement(prefill=target))
+        token = self._settings.fleet_token
+        target = prefill_target(link, token, active, reader)
+        prefix, *then = prefix_sources(active, self._workers, token, link) or [None]
+        self._answer(active, PrefillReplacement(prefill=target, prefix=prefix, prefix_then=then))
         link.ask()
 
     def _wait(self, active: ActiveRequest) -> None:

@@ -64,11 +64,15 @@ class SlowLink:
             act()
         await asyncio.sleep(piece_bytes / self._bytes_per_s)
 
-    async def close(self) -> None:
-        """Cut all connections."""
-        tasks = list(self._tasks)
-        for task in tasks:
+    def cut(self) -> None:
+        """End all connections; what is on its way is lost."""
+        for task in self._tasks:
             task.cancel()
+
+    async def close(self) -> None:
+        """Cut all connections, and wait for their ends."""
+        tasks = list(self._tasks)
+        self.cut()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.workers.harness import WorkerProcess, routed, workers
-from tests.workers.slow_link import behind_slow_link
+from tests.workers.slow_link import SlowLink, behind_slow_link
 from tests.workers.test_prefix_pull import BLOCK_TOKENS, BLOCKS, PROMPT, ask, outcomes, page_of
 
 HALF = BLOCKS // 2
@@ -29,6 +29,12 @@ async def fill(near: WorkerProcess, far: WorkerProcess) -> list[int]:
         await router.submit("half", PROMPT[: HALF * BLOCK_TOKENS + 4])
         await router.ended("half")
     return golden
+
+
+def lose(worker: WorkerProcess, link: SlowLink) -> None:
+    """Kill it, and lose what the kernel and the link have of its frame."""
+    worker.signal_all(signal.SIGKILL)
+    link.cut()
 
 
 @pytest.mark.parametrize("way", ["direct", slow("behind")])
@@ -58,7 +64,7 @@ async def test_without_the_first_the_second_gives_all(why):
         golden = await fill(near, far)
         async with behind_slow_link(near, SLOW / 20) as link, routed(b) as router:
             if why == "killed":  # with a part of its frame on the way
-                link.after(8 * 1024, lambda: near.signal_all(signal.SIGKILL))
+                link.after(8 * 1024, lambda: lose(near, link))
             elif why == "frozen":
                 near.signal_all(signal.SIGSTOP)
             blocks = BLOCKS if why == "lacks" else HALF
@@ -80,7 +86,7 @@ async def test_without_the_second_what_the_first_gave_is_kept(why):
         golden = await fill(near, far)
         async with behind_slow_link(far, SLOW / 20) as link, routed(b) as router:
             if why == "killed":
-                link.after(8 * 1024, lambda: far.signal_all(signal.SIGKILL))
+                link.after(8 * 1024, lambda: lose(far, link))
             elif why == "another life":
                 far.record = msgspec.structs.replace(far.record, incarnation=bytes(16))
             asked = {"prefix": (near, HALF), "prefix_then": [(far, BLOCKS)]}

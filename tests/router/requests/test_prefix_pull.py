@@ -7,6 +7,7 @@ from time import monotonic_ns
 
 import pytest
 from batonpb import common_pb2 as common
+from batonpb import decode_pb2 as pb
 
 from engine.core.block_hashes import block_hashes
 from registry.types import EventBatch
@@ -159,3 +160,30 @@ async def test_what_a_giver_will_only_have_soon_is_not_asked_of_it(unlike):
     gateway.prefix_index.expect(far.incarnation, hashes, monotonic_ns())
     sent = submission(gateway, idle)
     assert sent.prefix.worker_id == "decode-0" and not sent.prefix_then
+
+
+async def test_a_prefill_worker_that_replaces_another_gets_words_of_its_own(model):
+    """A router's word is for one reader: those of the first one were refused as forged."""
+    gateway = fake_gateway(model, fleet_token=TOKEN)
+    names = ("decode-0", "prefill-0", "prefill-1", "prefill-2")
+    decode, holder, *others = (FakeLink(gateway, name) for name in names)
+    tell(gateway, holder, PROMPT)
+    say(holder, queued_prompt_tokens=100_000)
+    sent = submission(gateway, decode, mode="disaggregated")
+    _, second = sorted(others, key=lambda link: link.worker_id != sent.prefill.worker_id)
+    assert sent.prefix.worker_id == holder.worker_id != sent.prefill.worker_id
+
+    def replaced(failed):
+        needed = pb.PrefillNeeded(request_id="r", attempt=1, failed=failed)
+        decode.say(prefill_needed=[needed])
+        return decode.sent("replacement")[-1]
+
+    answer = replaced(sent.prefill)
+    assert answer.prefill.worker_id == second.worker_id
+    assert answer.prefix.worker_id == holder.worker_id and answer.prefix.blocks == BLOCKS
+    pull = (prefix_request_id("r", 0), holder.incarnation, second.incarnation)
+    assert refusal(answer.prefix.capability, TOKEN, *pull, time.time()) == ""
+
+    answer = replaced(answer.prefill)
+    assert answer.prefill.worker_id == holder.worker_id
+    assert not answer.HasField("prefix"), "it holds them itself"
