@@ -34,7 +34,7 @@ def cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
-    flags = next((line for line in lines if line.startswith("flags")), "")
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")  # x86, ARM
     return set(flags.partition(":")[2].split())
 
 

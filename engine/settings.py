@@ -26,11 +26,13 @@ class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         disk_folder: Of this worker alone.
+        int8_chunks: Blocks may have come here as int8, so they are no others' who do without.
     """
 
     memory_mb: int = 0
     disk_mb: int = 0
     disk_folder: str = ""
+    int8_chunks: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from engine.cpu.parallel.rank_processes import RankProcesses
 from engine.ipc import map_pool
 from engine.process.tier_copier import BlockMover, TierCopier
 from engine.process.tier_shelves import DiskShelf, MemoryShelf, Shelf, ShelfError
-from engine.settings import EmulatedModel, EngineSettings
+from engine.settings import EmulatedModel, EngineSettings, KvTierSettings
 
 EMULATED = "emulated"
 
@@ -96,7 +96,7 @@ def open_tiers(
         shelves["memory"] = MemoryShelf(places, block_bytes)
     if places := (wanted.disk_mb << 20) // block_bytes:
         try:
-            folder, key = Path(wanted.disk_folder), _format_key(geometry, info)
+            folder, key = Path(wanted.disk_folder), _format_key(geometry, info, wanted)
             disk = DiskShelf(folder, key, places, block_bytes)
         except ShelfError as error:
             progress(f"no KV tier on disk: {error}")
@@ -108,10 +108,10 @@ def open_tiers(
     return tiers, shelves
 
 
-def _format_key(geometry: KvGeometry, info: ModelInfo) -> str:
+def _format_key(geometry: KvGeometry, info: ModelInfo, tiers: KvTierSettings) -> str:
     """Equal for engines that can use each other's blocks, whatever the size of their pools."""
     layout = msgspec.json.encode(msgspec.structs.replace(geometry, num_blocks=0))
-    parts = [info.weights_digest, info.numerics_id.encode(), layout]
+    parts = [info.weights_digest, info.numerics_id.encode(), layout, tiers.int8_chunks]
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
 
 

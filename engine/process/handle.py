@@ -147,15 +147,25 @@ class EngineHandle:
             case ev.Ended():
                 self._adapters_asked.pop(report.request_id, None)
                 self._canaries.discard(report.request_id)
-                handler = self._handlers.pop(report.request_id, None)
-                if handler is not None:
-                    handler(report)
+                self._tell(self._handlers.pop(report.request_id, None), report)
             case messages.Progress() | messages.Ready() | messages.Fatal() | messages.Alive():
                 pass
             case _:
-                handler = self._handlers.get(report.request_id)
-                if handler is not None:
-                    handler(report)
+                self._tell(self._handlers.get(report.request_id), report)
+
+    def _tell(self, handler: Handler | None, report: messages.RequestReport | ev.Ended) -> None:
+        """A handler that raises ends its own request, and no other."""
+        if handler is None:
+            return
+        try:
+            handler(report)
+        except Exception as error:  # noqa: BLE001 - logged, and the request is told
+            name = report.request_id
+            _LOG.exception("a report of request %s could not be handled", name)
+            if self._handlers.pop(name, None) is None:
+                return  # it was told of its end
+            self.client.send(messages.Cancel(name))
+            handler(ev.Ended(name, "internal_error", f"{type(error).__name__}: {error}"))
 
     def _note_adapter(self, change: ev.AdapterChanged) -> None:
         digest = bytes.fromhex(change.digest)

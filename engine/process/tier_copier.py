@@ -59,6 +59,11 @@ class BlockMover:
             return "failed"
         return "done"
 
+    def close(self) -> None:
+        """Let another life have the shelves."""
+        for shelf in self._shelves.values():
+            shelf.close()
+
     def _read(self, copy: Copy) -> Bytes:
         if copy.source != POOL:
             return self._shelves[copy.source].read(copy.source_place, copy.block_hash)
@@ -115,6 +120,7 @@ class TierCopier:
         self._thread.join(_LAST_COPY_S)
         if not self._thread.is_alive():
             os.close(self._bell)
+            self._mover.close()
 
     def _run(self) -> None:
         while (copy := self._orders.get()[2]) is not None:

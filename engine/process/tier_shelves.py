@@ -23,6 +23,7 @@ _HEADER = struct.Struct("<8s16sQQ")  # magic, block hash, payload bytes, digest
 _MAGIC = b"batonkv1"
 _SUFFIX = ".kv"
 _UNFINISHED = ".new"
+_KEY = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[0-9a-f]{32}" + re.escape(_SUFFIX))
 
 
@@ -57,6 +58,9 @@ class Shelf(Protocol):
             OSError: It cannot be read.
         """
 
+    def close(self) -> None:
+        """Let another life have it."""
+
 
 class MemoryShelf:
     """Blocks in memory of this process.
@@ -81,6 +85,9 @@ class MemoryShelf:
         if digest(block_hash, data) != self._digests[place]:
             raise DamagedError(f"block {place} of the memory tier")
         return data
+
+    def close(self) -> None:
+        """See ``Shelf``."""
 
 
 class DiskShelf:
@@ -108,6 +115,7 @@ class DiskShelf:
         self._block_bytes = block_bytes
         self._names = [b""] * places
         self._buffer = np.empty(_HEADER.size + block_bytes, np.uint8)
+        self._lock = -1
         try:
             # KV is what prompts say, in another form: for this user alone.
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,14 +127,22 @@ class DiskShelf:
             (self._folder / "probe").write_bytes(b"")
             (self._folder / "probe").unlink()
         except BlockingIOError:
+            self.close()
             raise ShelfError(f"{folder}: another process has it") from None
         except OSError as error:
+            self.close()
             raise ShelfError(f"{folder}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """See ``Shelf``."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _clean(self, folder: Path) -> None:
         """Delete what other models left, and what was being written when a life ended."""
         for other in folder.iterdir():
-            if other.is_dir() and other != self._folder:
+            if other.is_dir() and other != self._folder and _KEY.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)
         for path in self._folder.glob("*" + _UNFINISHED):
             path.unlink()

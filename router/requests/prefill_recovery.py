@@ -138,8 +138,11 @@ class PrefillRecovery:
         reader = decode.incarnation if decode is not None else b""
         token = self._settings.fleet_token
         target = prefill_target(link, token, active, reader)
-        prefix, *then = prefix_sources(active, self._workers, token, link) or [None]
-        self._answer(active, PrefillReplacement(prefill=target, prefix=prefix, prefix_then=then))
+        prefix = prefix_sources(active, self._workers, token, link)
+        answer = PrefillReplacement(
+            prefill=target, prefix=prefix[0] if prefix else None, prefix_then=prefix[1:]
+        )
+        self._answer(active, answer)
         link.ask()
 
     def _wait(self, active: ActiveRequest) -> None:

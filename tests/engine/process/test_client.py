@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, call
 
 import msgspec
 import psutil
@@ -104,6 +104,30 @@ def handle_of(client: object) -> EngineHandle:
     geometry = KvGeometry(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=8, dtype="bf16")
     client.ready = SimpleNamespace(geometry=geometry)
     return EngineHandle(client)
+
+
+def test_a_fault_in_one_requests_handler_ends_that_request_alone() -> None:
+    """It ended the engine, and with it all others' requests."""
+    client = Mock()
+    handle = handle_of(client)
+    heard: dict[str, list[object]] = {"faulty": [], "other": []}
+
+    def faulty(report: object) -> None:
+        heard["faulty"].append(report)
+        if not isinstance(report, ev.Ended):
+            raise RuntimeError("a surprise")
+
+    spec = SimpleNamespace(adapter=None)
+    handle.submit(SimpleNamespace(request_id="faulty", spec=spec), faulty)
+    handle.submit(SimpleNamespace(request_id="other", spec=spec), heard["other"].append)
+    for name in heard:
+        handle._on_report(ev.Admitted(request_id=name, cached_tokens=0, queue_ns=0))
+        handle._on_report(ev.Ended(name, "cancelled" * (name == "faulty")))
+    admitted, end = heard["faulty"]
+    assert (admitted.request_id, end.error_code) == ("faulty", "internal_error")
+    assert [type(report) for report in heard["other"]] == [ev.Admitted, ev.Ended]
+    assert client.send.call_args == call(messages.Cancel("faulty"))
+    assert not handle.has_work
 
 
 def test_a_step_loop_that_says_nothing_is_silent_until_it_speaks() -> None:

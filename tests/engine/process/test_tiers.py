@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from engine.core import events as ev
+from engine.core.geometry import KvGeometry
 from engine.core.params import SamplingParams
 from engine.core.sequence import Kind, RequestSpec
 from engine.core.tiers.tiers import POOL, Copy
 from engine.process import messages, tier_shelves
+from engine.process.build import _format_key
 from engine.process.client import EngineClient
 from engine.process.tier_copier import TierCopier
 from engine.process.tier_shelves import DamagedError, DiskShelf, MemoryShelf, ShelfError
@@ -21,15 +23,38 @@ from engine.settings import EngineSettings, KvTierSettings
 HASH = bytes(range(16))
 OTHER = bytes(range(16, 32))
 BLOCK = np.arange(4096, dtype=np.uint8)
+MODEL = "0" * 32
 
 
-def disk(folder, key="model", places=4) -> DiskShelf:
+def disk(folder, key=MODEL, places=4) -> DiskShelf:
     return DiskShelf(folder, key, places, len(BLOCK))
 
 
 def the_file(folder):
-    (path,) = (folder / "model").glob("*.kv")
+    (path,) = (folder / MODEL).glob("*.kv")
     return path
+
+
+def test_a_shelf_that_is_closed_can_be_had_again_by_this_process_too(tmp_path):
+    first = disk(tmp_path)
+    with pytest.raises(ShelfError, match="another process has it"):
+        disk(tmp_path)
+    first.close()
+    disk(tmp_path).close()
+
+
+def test_folders_that_are_no_tiers_are_left_alone(tmp_path):
+    (tmp_path / MODEL).mkdir()
+    (tmp_path / "photos").mkdir()
+    disk(tmp_path, key="f" * 32).close()
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "f" * 32, "lock"}
+
+
+def test_blocks_that_came_as_int8_are_no_others():
+    geometry = KvGeometry(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=8, dtype="bf16")
+    info = SimpleNamespace(weights_digest=b"w", numerics_id="fast")
+    keys = {_format_key(geometry, info, KvTierSettings(int8_chunks=int8)) for int8 in (True, False)}
+    assert len(keys) == 2
 
 
 def test_a_block_comes_back_as_it_was(tmp_path):
@@ -41,9 +66,9 @@ def test_a_block_comes_back_as_it_was(tmp_path):
 
 
 def test_nobody_else_can_read_what_is_on_disk(tmp_path):
-    (tmp_path / "model").mkdir(mode=0o777)  # a former life's, of an older version
+    (tmp_path / MODEL).mkdir(mode=0o777)  # a former life's, of an older version
     disk(tmp_path).write(0, HASH, BLOCK)
-    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / MODEL).stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("damage", ["flip", "flip header", "cut", "longer", "gone", "other's"])
@@ -84,7 +109,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tier_shelves.os, "write", full)
     with pytest.raises(OSError, match="No space"):
         shelf.write(0, HASH, BLOCK)
-    assert list((tmp_path / "model").iterdir()) == []
+    assert list((tmp_path / MODEL).iterdir()) == []
 
 
 def test_a_place_that_is_taken_again_deletes_its_file(tmp_path):
@@ -98,23 +123,23 @@ def test_the_next_life_finds_what_is_whole_and_deletes_the_rest(tmp_path):
     first = disk(tmp_path)
     first.write(0, HASH, BLOCK)
     first.write(1, OTHER, BLOCK)
-    os.close(first._lock)
-    folder = tmp_path / "model"
+    first.close()
+    folder = tmp_path / MODEL
     (folder / f"{OTHER.hex()}.kv").write_bytes(b"short")
     (folder / "half.new").write_bytes(b"x")
     second = disk(tmp_path)
     assert second.found == [(HASH, 0)]
     assert (second.read(0, HASH) == BLOCK).all()
     assert len(list(folder.iterdir())) == 1
-    os.close(second._lock)
-    assert disk(tmp_path, key="another model").found == []
+    second.close()
+    assert disk(tmp_path, key="f" * 32).found == []
     assert not folder.exists()
 
 
 def test_files_of_others_in_its_folder_are_left_alone(tmp_path):
     first = disk(tmp_path)
     first.write(0, HASH, BLOCK)
-    os.close(first._lock)
+    first.close()
     whole = the_file(tmp_path)
     folder = whole.parent
     (folder / ("x" * 32 + whole.suffix)).write_bytes(whole.read_bytes())
@@ -129,8 +154,8 @@ def test_a_smaller_tier_keeps_the_youngest(tmp_path):
     first = disk(tmp_path)
     for place in range(4):
         first.write(place, bytes([place]) * 16, BLOCK)
-        os.utime(tmp_path / "model" / f"{(bytes([place]) * 16).hex()}.kv", (place, place))
-    os.close(first._lock)
+        os.utime(tmp_path / MODEL / f"{(bytes([place]) * 16).hex()}.kv", (place, place))
+    first.close()
     assert [name[0] for name, _ in disk(tmp_path, places=2).found] == [2, 3]
 
 
@@ -234,7 +259,7 @@ def test_a_copy_that_ends_in_whatever_way_does_not_end_the_copies_after_it():
             raise ValueError("a surprise")
         return "done"
 
-    copier = TierCopier(SimpleNamespace(move=move))
+    copier = TierCopier(SimpleNamespace(move=move, close=lambda: None))
     copies = [Copy(number, HASH, POOL, number, "memory", number) for number in (1, 2)]
     copier.order(copies)
     ended = []
