@@ -73,6 +73,7 @@ class Fleet:
         self.redis.start()
         config = CONFIG.replace(MODEL, str(changes.get("model", MODEL))) + also
         config = config.replace("max_queued_requests: 4", f"max_queued_requests: {queued}")
+        config = config.replace("4096", str(changes.get("max_context_tokens", 4096)))
         (self.folder / "fleet.yaml").write_text(config)
         self.start_workers(*worker_ids, **changes)
         self.start_router()

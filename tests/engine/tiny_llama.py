@@ -13,7 +13,9 @@ HEAD_DIM = 32
 LAYERS = 2
 
 
-def write_llama(folder: Path, *, heads: int = 4, kv_heads: int = 1) -> str:
+def write_llama(
+    folder: Path, *, heads: int = 4, kv_heads: int = 1, context_tokens: int = 1024
+) -> str:
     """Write the model; returns the reference to load it by."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -25,7 +27,7 @@ def write_llama(folder: Path, *, heads: int = 4, kv_heads: int = 1) -> str:
         "intermediate_size": FEED,
         "vocab_size": VOCAB,
         "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": context_tokens,
         "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
         "bos_token_id": 1,

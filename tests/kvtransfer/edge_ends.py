@@ -36,7 +36,8 @@ from wire.grpc_channels import Channels
 from wire.grpc_options import WORKER_OPTIONS
 
 TOKEN = "token"
-KEY: Key = ("request", 1, 7)
+KEY = ("request", 1, 7)
+READER = b"r" * 16
 TOKENS = 200
 LEASE_NS = 3_000_000_000
 GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=16, num_blocks=64, dtype="bf16")
@@ -62,6 +63,7 @@ def pull_request(
     return pb.PullRequest(
         request_id=KEY[0],
         attempt=KEY[1],
+        reader_incarnation=READER,
         generation=generation,
         source_incarnation=incarnation,
         kv_slices=[kv_slice.to_wire() for kv_slice in kv_slices],
@@ -112,7 +114,7 @@ class SendingEnd:
         self.given_back += [a for a in actions if isinstance(a, sender.GiveBack)]
 
     def _find(self, key: Key) -> HeldKv | None:
-        return HeldKv(self.machine, self.perform) if key == KEY else None
+        return HeldKv(self.machine, self.perform) if key == (*KEY, READER) else None
 
     @contextlib.asynccontextmanager
     async def served(self) -> AsyncIterator[Peer]:

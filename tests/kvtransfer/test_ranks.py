@@ -23,9 +23,9 @@ from prefill_worker.service import Handoff
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim=4, num_blocks=8, dtype="bf16")
 WHOLE = KvSlice(0, 2, 0, 1, 0, 3, 40)
-KEY = ("request", 1, 1)
-WORDS = ("request_id", "attempt", "generation")
-PROMPT = {"prompt_tokens": 40, "pages": [3, 1, 2], "decode_incarnation": b"d"}
+KEY = ("request", 1, 1, b"d")
+WORDS = ("request_id", "attempt", "generation", "decode_incarnation")
+PROMPT = {"prompt_tokens": 40, "pages": [3, 1, 2]}
 
 
 def test_a_rank_gives_back_what_nobody_reads_and_may_send_nothing_of_it() -> None:

@@ -17,7 +17,9 @@ from config.fleet_file import DEFAULT_MODEL
 from engine.artifacts.artifact import resolve_model
 from engine.core.geometry import BLOCK_TOKENS
 from engine.settings import KvTierSettings
+from tests.engine.tiny_llama import write_llama
 from tests.ladder.rungs import (
+    CONTEXT_TOKENS,
     SIZES,
     LadderFleet,
     LoopHolds,
@@ -207,3 +209,32 @@ async def test_a_long_prefix_is_pulled_from_another_worker(size):
             assert router.tokens["pulled"] == golden
             assert router.routes["pulled"].cached_tokens == blocks * BLOCK_TOKENS
             await router.baseline()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "size", SIZES[2:3] + tuple(pytest.param(size, marks=pytest.mark.slow) for size in SIZES[3:])
+)
+async def test_two_ranks_compute_a_long_prompt_and_hand_it_over(tmp_path, size):
+    """Emulated engines have one rank: the model is a tiny one, of real layers."""
+    model = write_llama(tmp_path / "tiny", context_tokens=CONTEXT_TOKENS)
+    prompt = [position * 7 % 400 + 100 for position in range(size)]
+    settings = {
+        "model": model,
+        "kv_blocks": size // BLOCK_TOKENS + 64,
+        "max_context_tokens": CONTEXT_TOKENS,
+        "max_step_tokens": 2048,
+        "check_every_step": False,
+        "prefill_tensor_parallel": 2,
+    }
+    async with workers("prefill-0", "decode-0", **settings) as (prefill, decode):
+        async with routed(decode) as router:
+            await router.submit("handed", prompt, prefill)
+            end = await router.ended("handed", 800)
+            assert not end.HasField("error"), end.error.message
+            assert router.routes["handed"].mode == "disaggregated"
+            golden = router.tokens["handed"]
+        async with routed(prefill) as router:
+            await router.submit("alone", prompt)
+            assert not (await router.ended("alone", 60)).HasField("error")
+            assert router.tokens["alone"] == golden
