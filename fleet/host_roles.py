@@ -72,7 +72,7 @@ def measure(config: FleetConfig) -> Measured:
         RuntimeError: It could not be measured.
     """
     engine = engine_settings(config, "decode")
-    command = [sys.executable, "-m", "loadtest.bench.quick", config.model]
+    command = [sys.executable, "-P", "-m", "loadtest.bench.quick", config.model]
     command += ["--threads", str(os.cpu_count() or 1), "--dtype", engine.dtype]
     command += ["--numerics", engine.numerics, "--native", engine.native]
     command += ["--weights", engine.weight_quantisation, "--kv", engine.kv_dtype]

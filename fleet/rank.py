@@ -180,7 +180,7 @@ class RankProgram(rank_pb2_grpc.RankServicer):
             settings = settings.on(len(os.sched_getaffinity(0)))
             threads = str(settings.threads)
             self._engine = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "engine.cpu.parallel.rank", str(begin.rank)),
+                *(sys.executable, "-P", "-m", "engine.cpu.parallel.rank", str(begin.rank)),
                 *(*map(str, fds), store, msgspec.json.encode(settings).decode()),
                 pass_fds=fds,
                 env={

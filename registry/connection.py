@@ -16,7 +16,8 @@
     sentinel_user      of the Sentinels, where they have users or a password of their own
     sentinel_password_file, sentinel_password_env
 
-User and password before the ``@`` are the server's. The files are read on every host of the fleet.
+User and password before the ``@`` are the server's. The files are read on every host of the fleet,
+so their paths must be absolute.
 """
 
 import os
@@ -220,7 +221,10 @@ def _secret(
             raise RedisUrlError(f"{name}: {value} is not set, or is empty")
         return found
 
-    read = from_file if name.endswith("_file") else from_environment
+    is_file = name.endswith("_file")
+    read = from_file if is_file else from_environment
+    if is_file:
+        _check_absolute(value, name)
     if not read():  # now, so that a wrong name is told at once
         raise RedisUrlError(f"{name}: the {what} in {value} is empty")
     return {"credential_provider": _Read(user, read)}
@@ -239,7 +243,13 @@ def _check_names(asked: Mapping[str, str], *, tls: bool, sentinel: bool) -> None
         raise RedisUrlError("cert_file and key_file go together")
 
 
+def _check_absolute(path: str, name: str) -> None:
+    if not Path(path).is_absolute():
+        raise RedisUrlError(f"{name}: {path} must be an absolute path: it is read on every host")
+
+
 def _file(path: str, name: str) -> str:
+    _check_absolute(path, name)
     if not os.access(path, os.R_OK):
         raise RedisUrlError(f"{name}: {path} is not there, or cannot be read")
     return path

@@ -110,7 +110,7 @@ def up(
         address,
         take_over=take_over,
         leave=leave,
-        reread=lambda: _with_roles(read_fleet_file(config_file, port)[1], say),
+        reread=lambda: _with_roles(read_fleet_file(config_file.absolute(), port)[1], say),
     )
     try:
         supervisor.run(lambda: _announce(console, supervisor, config))

@@ -62,8 +62,9 @@ def router(
         overrides = {"host": host} if host else {}
         _keep_several(path, config.model_copy(update=overrides), environment)
         return
-    command = [sys.executable, "-m", "router", "--config", str(path), "--port", str(config.port)]
-    os.execve(command[0], [*command, *(["--host", host] if host else [])], environment)  # noqa: S606
+    command = [sys.executable, "-P", "-m", "router", "--config", str(path)]
+    command += ["--port", str(config.port), *(["--host", host] if host else [])]
+    os.execve(command[0], command, environment)  # noqa: S606
 
 
 def _keep_several(path: Path, config: FleetConfig, environment: Mapping[str, str]) -> None:

@@ -128,7 +128,7 @@ def run_unit(host: Host, unit: Path, environment: Mapping[str, str]) -> "subproc
 
 def baton(host: Host, *arguments: str, timeout_s: float = 60.0, ok: bool = True) -> str:
     """Run a `baton` command on a host; what it prints."""
-    command = [sys.executable, "-m", "fleet.cli.main", *arguments]
+    command = [sys.executable, "-P", "-m", "fleet.cli.main", *arguments]
     settings = {"RAY_AUTH_MODE": "token", "COLUMNS": "160", "TERM": "dumb"}
     return host.output(command, timeout_s=timeout_s, environment=settings, ok=ok)
 

@@ -293,7 +293,8 @@ def call_cluster(call: ClusterCall, log: Path, limit_s: float = CALL_LIMIT_S) ->
     """
     with log.open("ab") as stream:
         child = subprocess.Popen(
-            [sys.executable, "-m", "fleet.pools.cluster_call"],
+            [sys.executable, "-P", "-m", "fleet.pools.cluster_call"],
+            cwd="/",  # Ray's workers import from it, and the user's folder may hold a config.py
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stream,

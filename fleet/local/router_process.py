@@ -165,7 +165,7 @@ class RouterProcesses:
         descriptors = [one.fileno() for one in self._sockets]
         options = ["--port", str(self.port), *(f"--fd={number}" for number in descriptors)]
         options += ["--group", str(group), "--routers", str(self.count)]
-        command = [sys.executable, "-m", "router", "--config", str(config_file), *options]
+        command = [sys.executable, "-P", "-m", "router", "--config", str(config_file), *options]
 
         def launch(index: int) -> "subprocess.Popen[bytes]":
             with (logs / f"{log_name(index)}.log").open("ab") as log:

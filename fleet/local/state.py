@@ -28,6 +28,7 @@ from fleet.local.subprocesses import end_processes
 from fleet.process_key import ProcessKey
 
 RUN_FOLDER_VARIABLE = "BATON_RUN_FOLDER"
+_PATH_VARIABLES = ("BATON_HOME", "XDG_STATE_HOME", "BATON_CACHE", "SSL_CERT_FILE")
 _RUN_PREFIX = "bt-"
 
 
@@ -84,6 +85,20 @@ def log_folder(config: FleetConfig, name: str) -> Path:
 def new_run_folder() -> Path:
     """A short-named folder: the paths of Unix sockets end at 107 characters."""
     return Path(tempfile.mkdtemp(prefix=_RUN_PREFIX, dir="/tmp"))
+
+
+def enter(run_folder: Path) -> None:
+    """Make a run folder the current one, of this process and of all that it starts.
+
+    Python and Ray import from the current folder: in one of the user's, a file ``config.py`` would
+    take the place of Baton's package ``config``. Variables that hold relative paths are made
+    absolute first.
+    """
+    for name in _PATH_VARIABLES:
+        if value := os.environ.get(name):
+            os.environ[name] = str(Path(value).absolute())
+    os.environ[RUN_FOLDER_VARIABLE] = str(run_folder)
+    os.chdir(run_folder)
 
 
 def save(state: FleetState) -> None:

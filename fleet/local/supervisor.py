@@ -40,7 +40,7 @@ from fleet.local.router_process import (
     own_address,
 )
 from fleet.local.signals import StopRequestedError, StopSignal
-from fleet.local.state import RUN_FOLDER_VARIABLE, FleetState
+from fleet.local.state import FleetState
 from fleet.pools.nodes import CapacityError
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
@@ -167,7 +167,7 @@ class Supervisor:
         for note in notes(self._config):
             self._say(f"note: {note}")
         self._run_folder = fleet_state.new_run_folder()
-        os.environ[RUN_FOLDER_VARIABLE] = str(self._run_folder)
+        fleet_state.enter(self._run_folder)
         self._save_state()
         self._start_redis()
         self._save_state()

@@ -53,7 +53,16 @@ class Helper:
             self._staging = memoryview(mmap.mmap(staging_fd, SLOTS * SLOT_BYTES))
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "engine.process.pair", str(rank), store, host, device),
+                    *(
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "engine.process.pair",
+                        str(rank),
+                        store,
+                        host,
+                        device,
+                    ),
                     *(str(theirs.fileno()), str(staging_fd)),
                     pass_fds=(theirs.fileno(), staging_fd),
                 )

@@ -48,7 +48,7 @@ def in_own_process(name: str, context: LabContext) -> Findings:
         "OMP_WAIT_POLICY": "passive",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "loadtest.lab.places", name],
+        [sys.executable, "-P", "-m", "loadtest.lab.places", name],
         input=msgspec.json.encode(context),
         stdout=subprocess.PIPE,
         env=environment,
@@ -90,7 +90,7 @@ def _started(file: Path) -> Iterator[str]:
         output = Path(home) / "output"
         with output.open("wb") as told:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fleet.cli.main", "up", str(file)],
+                [sys.executable, "-P", "-m", "fleet.cli.main", "up", str(file)],
                 env={**os.environ, "BATON_HOME": home, "BATON_PORT": "0"},
                 stdout=told,
                 stderr=subprocess.STDOUT,

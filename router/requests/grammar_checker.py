@@ -164,7 +164,7 @@ class GrammarChecker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "engine.text.grammar_check"),
+            *(sys.executable, "-P", "-m", "engine.text.grammar_check"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -180,7 +180,7 @@ def test_numerics_is_a_word_or_a_mapping(tmp_path: Path, text: str, mode: str, n
         ("off", ("off", "", 4)),
         ("ngram", ("ngram", "", 4)),
         ("{ngram: true, tokens: 6}", ("ngram", "", 6)),
-        ("{draft: small.gguf, tokens: 2}", ("draft", "small.gguf", 2)),
+        ("{draft: hub:a/small, tokens: 2}", ("draft", "hub:a/small", 2)),
     ],
 )
 def test_speculation_is_a_word_or_a_mapping(
@@ -295,3 +295,23 @@ def test_emulated_engines_are_asked_for_what_they_have(tmp_path, text, said) -> 
 def test_the_emulated_example_has_fifty_workers() -> None:
     pools = load_config(DEPLOY / "emulated.yaml").pools
     assert (pools.total, pools.engine.emulated) == (50, "epyc-135m")
+
+
+def test_relative_paths_start_at_the_folder_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "etc" / "fleet.yaml"
+    file.parent.mkdir()
+    file.write_text(
+        "model: models/a.gguf\nchat_template: ../chat.jinja\n"
+        "adapters: {load: {one: lora/one, two: /srv/two}}\nspeculation: {draft: hub:a/b}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for path in (file, Path("etc/fleet.yaml")):
+        config = load_config(path, {"port": 1})
+        assert config.model == f"{tmp_path}/etc/models/a.gguf"
+        assert config.model_names == ("a",)
+        assert config.chat_template == f"{tmp_path}/etc/../chat.jinja"
+        assert config.adapters.load == {"one": f"{tmp_path}/etc/lora/one", "two": "/srv/two"}
+        assert config.speculation.draft == "hub:a/b"
+        assert config.logs.dir is None and config.port == 1

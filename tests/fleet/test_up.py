@@ -16,6 +16,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from config.fleet_file import DEFAULT_MODEL
+from engine.artifacts.locate import locate
 from engine.cpu.cores import cores_file
 from fleet.local import state as fleet_state
 from fleet.process_key import ProcessKey
@@ -30,7 +32,9 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 class Served:
     """A fleet started as a user does."""
 
-    def __init__(self, command: list[str], folder: Path, config: str = PAIR) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, config: str = PAIR, cwd: Path = ROOT
+    ) -> None:
         file = folder / "fleet.yaml"
         file.write_text(re.sub(r"(?m)^fleet:.*", "fleet: up-test", config))
         self.output = folder / "output"
@@ -38,7 +42,7 @@ class Served:
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=cwd,
                 env={**os.environ, **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -75,8 +79,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     started: list[Served] = []
 
-    def start(command: list[str], config: str = PAIR) -> Served:
-        started.append(Served(command, tmp_path, config))
+    def start(command: list[str], config: str = PAIR, cwd: Path = ROOT) -> Served:
+        started.append(Served(command, tmp_path, config, cwd))
         return started[-1]
 
     yield start
@@ -156,6 +160,34 @@ def test_the_local_file_has_the_workers_that_were_measured_for(serve: Serve) -> 
     assert state is not None
     served.process.send_signal(signal.SIGINT)
     served.process.wait(15)
+    wait_for(lambda: not list(fleet_state.processes_of(state.run_folder)), 1)
+
+
+def test_the_users_own_modules_do_not_take_the_place_of_batons(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """In the current folder lie a `config.py` and others; paths in the fleet file are relative."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("config", "fleet", "engine", "router", "registry", "wire", "utils", "telemetry"):
+        (mine / f"{name}.py").write_text(f"raise RuntimeError('this is the {name} of a user')\n")
+    (tmp_path / "models").mkdir()
+    model, _ = locate(DEFAULT_MODEL)
+    (tmp_path / "models" / "paris.gguf").symlink_to(model)
+    config = "fleet: f\nmodel: models/paris.gguf\nlogs: {dir: logs}\n"
+    config += "pools: {prefill: 1, decode: 1}\n"
+
+    served = serve([str(Path(sys.executable).with_name("baton")), "up"], config, mine)
+    url = served.wait_ready()
+    body = {"model": "paris", "messages": QUESTION, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert answer.json()["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert (tmp_path / "logs" / "router.log").exists()
+
+    state = fleet_state.load("up-test")
+    assert state is not None
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(15) == 0
     wait_for(lambda: not list(fleet_state.processes_of(state.run_folder)), 1)
 
 

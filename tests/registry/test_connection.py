@@ -23,6 +23,8 @@ ENOUGH = "~baton:* +@all -@admin -@dangerous +info"
         ("rediss://h?cert_file=/x", "cert_file and key_file go together"),
         ("redis://h?ssl_ca_certs=/x", "ssl_ca_certs is not known: ca_file, cert_file, db"),
         ("redis://h?password_file=/not/there", "password_file: /not/there cannot be read"),
+        ("redis://h?password_file=secret", "password_file: secret must be an absolute path"),
+        ("rediss://h?ca_file=ca.pem", "ca_file: ca.pem must be an absolute path"),
         ("redis://h?password_env=BATON_NOT_SET", "BATON_NOT_SET is not set"),
         ("redis://:word@h?password_env=HOME", "say one"),
         ("redis://h?password_env=HOME&password_file=/x", "exclude each other"),

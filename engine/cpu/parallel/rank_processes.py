@@ -253,7 +253,7 @@ class RankProcesses:
         encoded = msgspec.json.encode(settings).decode()
         arguments = [*map(str, (rank, *sockets, pool_fd)), self.store, encoded]
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.cpu.parallel.rank", *arguments], pass_fds=keep
+            [sys.executable, "-P", "-m", "engine.cpu.parallel.rank", *arguments], pass_fds=keep
         )
         theirs.close()
         their_loader.close()
