@@ -27,6 +27,8 @@ class ApiKeyConfig(BaseModel):
 
     Attributes:
         role: An ``operator`` also sees ``/metrics``, ``/fleet`` and every tenant's requests.
+        adapters: ``own``: it also loads and unloads LoRA adapters, which its tenant alone may use,
+            from the tenant's folder below ``adapters.folder``.
         min_priority: The lowest, so most urgent, ``priority`` that its requests may ask for.
         log_text: Prompts and answers of its requests stand in the log, redacted by ``logs.redact``.
     """
@@ -35,6 +37,7 @@ class ApiKeyConfig(BaseModel):
 
     tenant: Tenant = "default"
     role: Literal["user", "operator"] = "user"
+    adapters: Literal["shared", "own"] = "shared"
     min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     log_text: bool = False
 

@@ -61,6 +61,7 @@ class AdaptersConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     load: Mapping[ModelName, str] = {}  # name that clients say -> directory
+    folder: str | None = None  # that holds those which are loaded at run time; None: none are
     max_loaded: Annotated[int, Field(ge=0, le=1024)] = 8  # in one worker's memory; 0: none
     max_rank: Annotated[int, Field(ge=1, le=512)] = 64
 
@@ -195,6 +196,13 @@ class FleetConfig(BaseModel):
         if value.load and not value.max_loaded:
             raise ValueError("adapters.load names adapters, and adapters.max_loaded is 0")
         return value
+
+    @model_validator(mode="after")
+    def _own_adapters_lie_somewhere(self) -> Self:
+        own = any(key.adapters == "own" for key in (self.api_keys or {}).values())
+        if own and self.adapters.folder is None:
+            raise ValueError("api_keys: `adapters: own` needs `adapters: {folder: FOLDER}`")
+        return self
 
     @model_validator(mode="after")
     def _adapters_have_names_of_their_own(self) -> Self:

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-_KEYS = ("model", "chat_template", "adapters.load", "speculation.draft", "logs.dir")
+_KEYS = (
+    *("model", "chat_template", "adapters.load", "adapters.folder"),
+    *("speculation.draft", "logs.dir"),
+)
 _NOT_RELATIVE = ("package:", "hub:", "~")
 
 Settings = TypeVar("Settings", bound=BaseModel)

@@ -22,11 +22,18 @@ class Access(NamedTuple):
 
     Attributes:
         min_priority: The lowest ``priority`` that may be asked for; None: any.
+        own_adapters: It may load LoRA adapters for its tenant.
     """
 
     tenant: str
     operator: bool
     min_priority: int | None = None
+    own_adapters: bool = False
+
+    @property
+    def sees(self) -> str | None:
+        """The tenant whose adapters it sees beside everybody's; None: every tenant's."""
+        return None if self.operator else self.tenant
 
 
 def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
@@ -42,7 +49,8 @@ def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
             raise UnauthorizedError(
                 "a valid API key is needed: `Authorization: Bearer KEY`, or `x-api-key: KEY`"
             )
-        return Access(key.tenant, key.role == "operator", key.min_priority)
+        own_adapters = key.adapters == "own"
+        return Access(key.tenant, key.role == "operator", key.min_priority, own_adapters)
     tenant = headers.get("x-baton-tenant", "default")
     if _TENANT.fullmatch(tenant) is None:
         raise InvalidRequestError(
@@ -80,6 +88,23 @@ def check_operator(headers: Mapping[str, str], settings: RouterSettings) -> None
     """
     if settings.api_keys is not None and not access_of(headers, settings).operator:
         raise ForbiddenError("this needs the key of an operator: `role: operator` in api_keys")
+
+
+def adapter_owner_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
+    """The tenant whose adapters the caller may load and unload; empty: an operator, all.
+
+    Raises:
+        UnauthorizedError: There is no valid key.
+        ForbiddenError: The key may do neither.
+    """
+    caller = access_of(headers, settings)
+    if caller.operator:
+        return ""
+    if not caller.own_adapters:
+        raise ForbiddenError(
+            "this needs the key of an operator, or one with `adapters: own` in api_keys"
+        )
+    return caller.tenant
 
 
 def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfig | None:

@@ -17,7 +17,12 @@ import msgspec
 
 from engine.artifacts.artifact import ModelConfig
 from engine.artifacts.lora_artifact import AdapterError, read_adapter
-from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
+from engine.core.errors import (
+    AdapterExistsError,
+    ForbiddenError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
 from engine.core.params import AdapterRef
 from registry.json_file import keep
 from registry.redis_store import RegistryUnavailableError
@@ -27,14 +32,21 @@ _LOG = logging.getLogger(__name__)
 
 POLL_S = 0.5
 MAX_NAMES = 1024
+MAX_NAMES_OF_A_TENANT = 64
 MAX_NAME_LENGTH = 200
 _REMEMBER_GONE_MS = 24 * 3600 * 1000
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One name. ``gone`` says that it was unloaded at ``changed_ms``."""
+    """One name.
+
+    Attributes:
+        owner: The tenant that loaded it, for itself alone; empty: it is everybody's.
+        gone: It was unloaded at ``changed_ms``.
+    """
 
     name: str
+    owner: str = ""
     digest: str = ""  # hexadecimal
     path: str = ""
     rank: int = 0
@@ -66,6 +78,7 @@ class AdapterTable:
         load: Adapters of the fleet file, name to directory. Reads them.
         max_loaded: What one worker holds; 0 refuses every adapter.
         max_rank: The largest rank that is served.
+        folder: What is loaded at run time lies below it; None: nothing is.
 
     Raises:
         ValueError: One of ``load`` cannot be used.
@@ -78,11 +91,13 @@ class AdapterTable:
         load: Mapping[str, str] | None = None,
         max_loaded: int = 8,
         max_rank: int = 64,
+        folder: str | None = None,
     ) -> None:
         self._config = config
         self._reserved = frozenset(reserved)
         self._max_loaded = max_loaded
         self._max_rank = max_rank
+        self._folder = None if folder is None else Path(folder)
         self._fixed = {name: self._read(name, path, 0) for name, path in (load or {}).items()}
         self._shared: dict[str, AdapterEntry] = {}
         self._shared_table: AdapterSharedTable | None = None
@@ -90,50 +105,75 @@ class AdapterTable:
         self._tasks = BackgroundTasks("adapters", lambda name: self.count_failure(name))
         self.count_failure: Callable[[str], None] = lambda _: None
 
-    def find(self, name: str) -> AdapterEntry | None:
-        """The adapter of that name; a name of the model itself is never one."""
+    def find(self, name: str, tenant: str | None = None) -> AdapterEntry | None:
+        """The adapter of that name; a name of the model itself is never one.
+
+        Args:
+            name: The model name that a client gave.
+            tenant: Adapters that other tenants own are not found; None: all are.
+        """
         entry = self._fixed.get(name) or self._shared.get(name)
-        return None if entry is None or entry.gone or name in self._reserved else entry
+        if entry is None or entry.gone or name in self._reserved:
+            return None
+        return entry if tenant is None or entry.owner in ("", tenant) else None
 
-    def served(self) -> list[AdapterEntry]:
-        """Every adapter that may be named."""
+    def served(self, tenant: str | None = None) -> list[AdapterEntry]:
+        """Every adapter that the tenant may name; None: every adapter."""
         names = sorted(self._fixed.keys() | self._shared.keys())
-        return [entry for name in names if (entry := self.find(name)) is not None]
+        return [entry for name in names if (entry := self.find(name, tenant)) is not None]
 
-    async def load(self, name: str, path: str) -> AdapterEntry:
+    async def load(self, name: str, path: str, owner: str = "") -> AdapterEntry:
         """Serve an adapter under a name, from now on.
 
+        Args:
+            name: The model name. That of an owner begins with ``OWNER/``, so that tenants do not
+                take names from each other.
+            path: Its directory, below the adapter folder; that of an owner below ``OWNER`` there.
+            owner: The tenant that loads it for itself; empty: everybody may use it.
+
         Raises:
-            InvalidRequestError: The adapter or the name cannot be used; says why.
+            InvalidRequestError: The adapter, its path or the name cannot be used; says why.
             AdapterExistsError: The name is taken.
         """
+        if owner and not name.startswith(f"{owner}/"):
+            raise InvalidRequestError(
+                f"lora_name: with this API key it must begin with {owner + '/'!r}",
+                param="lora_name",
+            )
         self._check_free(name)
-        served = len(self.served())
-        if served >= MAX_NAMES:
-            raise InvalidRequestError(f"{served} adapters are loaded, no more are taken")
+        self._check_count(owner)
         try:
-            entry = await asyncio.to_thread(self._read, name, path, self._next_ms(name))
+            entry = await asyncio.to_thread(self._read_below, name, path, owner)
         except AdapterError as error:
             raise InvalidRequestError(f"lora_path: {error}", param="lora_path") from error
         self._check_free(name)  # another call may have been faster
         await self._change(entry)
         return entry
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, owner: str = "") -> None:
         """Take a name away. Requests that run with it finish; workers drop it when they need room.
 
+        Args:
+            name: The model name.
+            owner: The tenant that owns it; empty: an operator takes away anybody's.
+
         Raises:
-            ModelNotFoundError: There is no adapter of that name.
+            ModelNotFoundError: There is no adapter of that name, or the owner may not see it.
+            ForbiddenError: The owner may use it, but it is everybody's.
             InvalidRequestError: It stands in the fleet file.
         """
+        entry = self.find(name, owner or None)
+        if entry is not None and owner and not entry.owner:
+            raise ForbiddenError(f"lora_name: {name!r} is everybody's; an operator may unload it")
         if name in self._fixed:
             raise InvalidRequestError(
                 f"lora_name: {name!r} stands in the fleet file (adapters.load); take it out there",
                 param="lora_name",
             )
-        if self.find(name) is None:
+        if entry is None:
             raise ModelNotFoundError(f"no adapter {name[:200]!r} is loaded", param="lora_name")
-        await self._change(AdapterEntry(name=name, changed_ms=self._next_ms(name), gone=True))
+        gone = AdapterEntry(name=name, owner=entry.owner, changed_ms=self._next_ms(name), gone=True)
+        await self._change(gone)
 
     # --- sharing ---------------------------------------------------------------------------------
 
@@ -202,6 +242,31 @@ class AdapterTable:
             keep(self._file, list(self._shared.values()))
 
     # --- reading and checking --------------------------------------------------------------------
+
+    def _read_below(self, name: str, path: str, owner: str) -> AdapterEntry:
+        """An adapter that may lie in the adapter folder only, links followed."""
+        if self._folder is None:
+            raise AdapterError(
+                "this fleet has only the adapters of its file; to load others, name their folder "
+                "there: `adapters: {folder: FOLDER}`"
+            )
+        folder = (self._folder / owner).resolve()
+        try:
+            found = (folder / path).resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte, links in a circle
+            raise AdapterError(f"{path[:200]!r}: cannot be read ({error})") from error
+        if not found.is_relative_to(folder):
+            raise AdapterError(f"{path[:200]!r} is not below {folder}")
+        entry = self._read(name, str(found), self._next_ms(name))
+        return msgspec.structs.replace(entry, owner=owner)
+
+    def _check_count(self, owner: str) -> None:
+        served = self.served()
+        if len(served) >= MAX_NAMES:
+            raise InvalidRequestError(f"{len(served)} adapters are loaded, no more are taken")
+        own = sum(1 for entry in served if entry.owner == owner) if owner else 0
+        if own >= MAX_NAMES_OF_A_TENANT:
+            raise InvalidRequestError(f"{own} adapters of {owner} are loaded, no more are taken")
 
     def _read(self, name: str, path: str, changed_ms: int) -> AdapterEntry:
         if not self._max_loaded:

@@ -77,6 +77,7 @@ class ServedModel:
             settings.adapters,
             settings.max_adapters,
             settings.max_adapter_rank,
+            settings.adapter_folder,
         )
         model = cls(
             artifact,
@@ -90,26 +91,34 @@ class ServedModel:
         threading.Thread(target=model.tokenizer.speed_up, name="tokenizer", daemon=True).start()
         return model
 
-    def check_name(self, name: str) -> str:
+    def check_name(self, name: str, tenant: str | None = None) -> str:
         """Return ``name`` if the fleet serves it.
+
+        Args:
+            name: Of the model or of an adapter.
+            tenant: For whom; None: adapters of every tenant count.
 
         Raises:
             ModelNotFoundError: It does not; the message says what it serves.
         """
-        if name not in self.names and self.adapters.find(name) is None:
+        if name not in self.names and self.adapters.find(name, tenant) is None:
             raise ModelNotFoundError(
                 f"model {name[:200]!r} is not served here; this fleet serves {self.names[0]!r}",
                 param="model",
             )
         return name
 
-    def adapter_of(self, name: str) -> AdapterRef | None:
+    def adapter_of(self, name: str, tenant: str | None = None) -> AdapterRef | None:
         """The adapter that a model name stands for; None for the model itself.
+
+        Args:
+            name: Of the model or of an adapter.
+            tenant: For whom; None: adapters of every tenant count.
 
         Raises:
             ModelNotFoundError: The fleet does not serve the name (any more).
         """
-        entry = self.adapters.find(self.check_name(name))
+        entry = self.adapters.find(self.check_name(name, tenant), tenant)
         return None if entry is None else entry.ref()
 
     @property
@@ -269,7 +278,7 @@ class ServedModel:
                 "id": name,
                 "object": "model",
                 "created": entry.changed_ms // 1000 or created,
-                "owned_by": "baton",
+                "owned_by": entry.owner or "baton",
                 "root": entry.path,
                 "parent": self.names[0],
                 "max_model_len": self.max_context_tokens,

@@ -58,6 +58,7 @@ class RouterSettings:
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_adapters: int = 8
     max_adapter_rank: int = 64
+    adapter_folder: str | None = None
     max_queued_requests: int = 256
     window_requests: int = 32
     default_timeout_s: float = 600.0
@@ -111,6 +112,7 @@ class RouterSettings:
             adapters=config.adapters.load,
             max_adapters=config.adapters.max_loaded,
             max_adapter_rank=config.adapters.max_rank,
+            adapter_folder=config.adapters.folder,
             max_queued_requests=config.max_queued_requests,
             window_requests=config.max_batch_requests,
             default_timeout_s=config.default_timeout_s,

@@ -80,7 +80,7 @@ class Calls:
             body = await off_loop(
                 len(raw), lambda: parse(kind, raw, ignored_of(request), model=router.model.names[0])
             )
-            router.model.check_name(body.model)
+            router.model.check_name(body.model, caller.tenant)
             return await respond(body, len(raw), caller, now_ns)
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The model as clients see it: its record, its LoRA adapters, its tokens.
 
-Adapters are loaded and unloaded, by operators, by the names that vLLM gave to these calls.
+Adapters are loaded and unloaded by the names that vLLM gave to these calls.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import orjson
 from fastapi import Request, Response
 
 from engine.core.errors import InvalidRequestError
-from router.access import check_operator, tenant_of
+from router.access import access_of, adapter_owner_of
 from router.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
 from router.api.bodies.fields import Ignored
 from router.api.bodies.parse import parse
@@ -31,31 +31,31 @@ def routes(router: RouterParts) -> Endpoints:
     @api.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """The model that this fleet serves, under each of its names, and its adapters."""
-        tenant_of(request.headers, settings)
-        names = [*served.names, *(entry.name for entry in served.adapters.served())]
+        sees = access_of(request.headers, settings).sees
+        names = [*served.names, *(entry.name for entry in served.adapters.served(sees))]
         return {"object": "list", "data": [_record(router, name) for name in names]}
 
     @api.get("/v1/models/{model_id:path}")
     async def model(request: Request, model_id: str) -> dict[str, Any]:
         """The artifact record: what exactly is served."""
-        tenant_of(request.headers, settings)
-        return _record(router, served.check_name(model_id))
+        sees = access_of(request.headers, settings).sees
+        return _record(router, served.check_name(model_id, sees))
 
     @api.post_body("/v1/load_lora_adapter", LoadAdapterBody)
     async def load_lora_adapter(request: Request) -> Response:
         """Serve the adapter in the directory ``lora_path`` as the model ``lora_name``."""
-        check_operator(request.headers, settings)
+        owner = adapter_owner_of(request.headers, settings)
         body = parse(LoadAdapterBody, await read_body(request, router), ignored_of(request))
-        entry = await served.adapters.load(body.lora_name, body.lora_path)
+        entry = await served.adapters.load(body.lora_name, body.lora_path, owner)
         message = f"Success: LoRA adapter '{entry.name}' added successfully."
         return Response(message, media_type="text/plain")
 
     @api.post_body("/v1/unload_lora_adapter", UnloadAdapterBody)
     async def unload_lora_adapter(request: Request) -> Response:
         """Take the model ``lora_name`` away; requests that run with it finish."""
-        check_operator(request.headers, settings)
+        owner = adapter_owner_of(request.headers, settings)
         body = parse(UnloadAdapterBody, await read_body(request, router), ignored_of(request))
-        await served.adapters.unload(body.lora_name)
+        await served.adapters.unload(body.lora_name, owner)
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         return Response(message, media_type="text/plain")
 
@@ -86,16 +86,22 @@ def _record(router: RouterParts, name: str) -> dict[str, Any]:
 async def _answer_off_loop(
     router: RouterParts,
     request: Request,
-    answer: Callable[[ServedModel, bytes, Ignored], dict[str, Any]],
+    answer: Callable[[ServedModel, bytes, Ignored, str | None], dict[str, Any]],
 ) -> Response:
-    tenant_of(request.headers, router.settings)
+    sees = access_of(request.headers, router.settings).sees
     raw, ignored = await read_body(request, router), ignored_of(request)
-    content = await off_loop(len(raw), lambda: orjson.dumps(answer(router.model, raw, ignored)))
+    content = await off_loop(
+        len(raw), lambda: orjson.dumps(answer(router.model, raw, ignored, sees))
+    )
     return Response(content, media_type="application/json")
 
 
-def _tokenized(model: ServedModel, raw: bytes, ignored: Ignored) -> dict[str, Any]:
+def _tokenized(
+    model: ServedModel, raw: bytes, ignored: Ignored, sees: str | None
+) -> dict[str, Any]:
     body = parse(TokenizeBody, raw, ignored)
+    if body.model is not None:
+        model.check_name(body.model, sees)
     tokens = _tokens_of(model, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
@@ -108,8 +114,6 @@ def _tokenized(model: ServedModel, raw: bytes, ignored: Ignored) -> dict[str, An
 
 
 def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
-    if body.model is not None:
-        model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -127,9 +131,11 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
     return model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
 
 
-def _detokenized(model: ServedModel, raw: bytes, ignored: Ignored) -> dict[str, Any]:
+def _detokenized(
+    model: ServedModel, raw: bytes, ignored: Ignored, sees: str | None
+) -> dict[str, Any]:
     body = parse(DetokenizeBody, raw, ignored)
     if body.model is not None:
-        model.check_name(body.model)
+        model.check_name(body.model, sees)
     model.check_ids(body.tokens, "tokens")
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}

@@ -358,7 +358,7 @@ class Preparer:
             shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
             tenant=caller.tenant,
             cache_scope=self._scope(caller, salt),
-            adapter=self._model.adapter_of(body.model),
+            adapter=self._model.adapter_of(body.model, caller.tenant),
             priority=priority,
             mode=caller.mode,
             user=body.user,

@@ -32,6 +32,7 @@ model: {MODEL}
 served_model_name: [{NAME}, alias]
 max_context_tokens: 4096
 max_queued_requests: 4
+adapters: {{folder: ..}}
 """
 
 

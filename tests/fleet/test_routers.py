@@ -46,7 +46,7 @@ def start(tmp_path: Path, redis_server: EmbeddedRedis) -> Iterator[Start]:
     }
     started: list[RouterProcesses] = []
     file = tmp_path / "fleet.yaml"
-    file.write_text("fleet: bench\nserved_model_name: [smollm2]\n")
+    file.write_text("fleet: bench\nserved_model_name: [smollm2]\nadapters: {folder: .}\n")
 
     def begin(count: int) -> RouterProcesses:
         routers = RouterProcesses("127.0.0.1", 0, count)

@@ -136,6 +136,7 @@ async def make_fleet(model):
         served=model,
         stored_responses=None,
         shared_demands=None,
+        fleet_orders=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -148,6 +149,7 @@ async def make_fleet(model):
             directory,
             stored_responses=stored_responses,
             shared_demands=shared_demands,
+            fleet_orders=fleet_orders,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

@@ -25,7 +25,7 @@ def served(artifact, model):
     """The session's model with an empty table of its own."""
     made = object.__new__(ServedModel)
     made.__dict__.update(model.__dict__)
-    made.adapters = AdapterTable(artifact.config, model.names)
+    made.adapters = AdapterTable(artifact.config, model.names, folder="/")
     return made
 
 
@@ -119,7 +119,8 @@ async def test_what_cannot_be_loaded_is_refused_and_named(make_fleet, served, pa
     large = write_adapter(tmp_path / "large", served.artifact.config, rank=65, layers=(0,))
     cases = [
         ("a", tmp_path / "nowhere", 400, "not a directory"),
-        ("a", "~no-such-user/lora", 400, "cannot be read"),
+        ("a", "~no-such-user/lora", 400, "not a directory"),
+        ("a", "with\0a null byte", 400, "cannot be read"),
         ("a", "x" * 5000, 400, "cannot be read"),
         ("a", wrong, 400, "is [8, 64], not [8, 576]"),
         ("a", large, 400, "rank 65 is above adapters.max_rank = 64"),
@@ -152,6 +153,103 @@ async def test_where_there_are_keys_a_key_is_needed(make_fleet, served, path):
     assert (await load(fleet, "pirate", path, with_key)).status_code == 200
 
 
+OWN = {
+    "key-of-one": ApiKeyConfig(tenant="one", adapters="own"),
+    "plain-key-of-one": ApiKeyConfig(tenant="one"),
+    "key-of-two": ApiKeyConfig(tenant="two", adapters="own"),
+    "key-of-ops": ApiKeyConfig(tenant="ops", role="operator"),
+}
+ONE, PLAIN_ONE, TWO, OPS = ({"authorization": f"Bearer {key}"} for key in OWN)
+
+
+@pytest.fixture
+def folders(artifact, served, tmp_path) -> Path:
+    """An adapter folder with one adapter of each tenant and one of nobody."""
+    folder = tmp_path / "adapters"
+    for name in ("one/pirate", "two/poet", "common"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_adapter(folder / name, artifact.config, rank=4, layers=(0,))
+    served.adapters = AdapterTable(artifact.config, served.names, folder=str(folder))
+    return folder
+
+
+async def test_a_tenants_own_adapters_are_for_its_keys_alone(make_fleet, served, folders):
+    fleet = await make_fleet({"decode-0": None}, served, api_keys=OWN)
+
+    async def status(name: str, headers: dict) -> int:
+        return (await fleet.chat(model=name, headers=headers)).status_code
+
+    async def listed(headers: dict) -> list[str]:
+        models = (await fleet.http.get("/v1/models", headers=headers)).json()["data"]
+        return [model["id"] for model in models if model["id"] not in served.names]
+
+    assert (await load(fleet, "one/pirate", "pirate", ONE)).status_code == 200
+    assert (await load(fleet, "common", folders / "common", OPS)).status_code == 200
+    own = ["common", "one/pirate"]
+    assert [await listed(who) for who in (ONE, PLAIN_ONE, TWO, OPS)] == [own, own, ["common"], own]
+    for who, seen in ((ONE, 200), (PLAIN_ONE, 200), (TWO, 404), (OPS, 200)):
+        record = await fleet.http.get("/v1/models/one/pirate", headers=who)
+        assert record.status_code == seen
+    for who, served_there in ((ONE, 200), (PLAIN_ONE, 200), (TWO, 404)):
+        assert await status("one/pirate", who) == served_there
+        assert await status("common", who) == 200
+        body = {"model": "one/pirate", "prompt": "Hello"}
+        tokens = await fleet.http.post("/tokenize", json=body, headers=who)
+        assert tokens.status_code == served_there
+
+    async def unload_as(name: str, headers: dict) -> int:
+        body = {"lora_name": name}
+        answer = await fleet.http.post("/v1/unload_lora_adapter", json=body, headers=headers)
+        return answer.status_code
+
+    assert await unload_as("one/pirate", PLAIN_ONE) == 403
+    assert await unload_as("one/pirate", TWO) == 404
+    assert await unload_as("common", ONE) == 403
+    assert await unload_as("one/pirate", ONE) == 200
+    assert await status("one/pirate", ONE) == 404
+    assert (await load(fleet, "two/poet", "poet", TWO)).status_code == 200
+    assert await unload_as("two/poet", OPS) == 200
+
+
+async def test_adapters_are_loaded_from_below_their_folder_alone(
+    make_fleet, served, folders, path, monkeypatch
+):
+    fleet = await make_fleet({"decode-0": None}, served, api_keys=OWN)
+    (folders / "one" / "out").symlink_to(path)
+    (folders / "one" / "circle").symlink_to("circle")
+    cases = [
+        (ONE, "one/a", "/etc", 400, "is not below"),
+        (ONE, "one/a", path, 400, "is not below"),
+        (ONE, "one/a", "../two/poet", 400, "is not below"),
+        (ONE, "one/a", folders / "common", 400, "is not below"),
+        (ONE, "one/a", "out", 400, "is not below"),
+        (ONE, "one/a", "circle", 400, "circle"),
+        (ONE, "two/a", "pirate", 400, "must begin with 'one/'"),
+        (ONE, "a", "pirate", 400, "must begin with 'one/'"),
+        (PLAIN_ONE, "one/a", "pirate", 403, "adapters: own"),
+        (OPS, "a", path, 400, "is not below"),
+        (OPS, "a", "../../etc", 400, "is not below"),
+    ]
+    for who, name, where, status, said in cases:
+        answer = await load(fleet, name, where, who)
+        assert (answer.status_code, said in answer.text) == (status, True), answer.text
+    monkeypatch.setattr("router.adapter_table.MAX_NAMES_OF_A_TENANT", 1)
+    assert (await load(fleet, "one/a", "pirate", ONE)).status_code == 200
+    assert "no more are taken" in (await load(fleet, "one/b", "pirate", ONE)).text
+    served.adapters = AdapterTable(served.artifact.config, served.names)
+    assert "adapters: {folder: FOLDER}" in (await load(fleet, "a", path, OPS)).text
+
+
+async def test_an_owner_is_known_to_every_router_and_after_a_restart(artifact, folders, tmp_path):
+    one = AdapterTable(artifact.config, folder=str(folders))
+    one.start(None, tmp_path / "adapters.json")
+    await one.load("one/pirate", "pirate", "one")
+    again = AdapterTable(artifact.config, folder=str(folders))
+    again.start(None, tmp_path / "adapters.json")
+    assert again.find("one/pirate", "one") == one.find("one/pirate") is not None
+    assert again.find("one/pirate", "two") is None and again.served("two") == []
+
+
 def test_names_of_blocks_differ_by_adapter(artifact, served):
     cache = HashSeedCache()
     link = SimpleNamespace(weights_digest=b"w" * 16, kv_groups=[], numerics_id="exact/x")
@@ -163,7 +261,7 @@ def test_names_of_blocks_differ_by_adapter(artifact, served):
 
 
 async def test_adapters_of_the_fleet_file_are_there_at_once_and_stay(artifact, path, tmp_path):
-    table = AdapterTable(artifact.config, ("base",), {"pirate": str(path)})
+    table = AdapterTable(artifact.config, ("base",), {"pirate": str(path)}, folder="/")
     assert [entry.name for entry in table.served()] == ["pirate"]
     with pytest.raises(InvalidRequestError, match="stands in the fleet file"):
         await table.unload("pirate")
@@ -171,7 +269,7 @@ async def test_adapters_of_the_fleet_file_are_there_at_once_and_stay(artifact, p
         await table.load("pirate", str(path))
     with pytest.raises(ValueError, match="not a directory"):
         AdapterTable(artifact.config, ("base",), {"pirate": str(tmp_path / "nowhere")})
-    off = AdapterTable(artifact.config, ("base",), max_loaded=0)
+    off = AdapterTable(artifact.config, ("base",), max_loaded=0, folder="/")
     with pytest.raises(InvalidRequestError, match="max_loaded is 0"):
         await off.load("pirate", str(path))
 
@@ -180,7 +278,7 @@ async def test_routers_share_the_table_and_heal_an_emptied_redis(artifact, path,
     server = EmbeddedRedis()
     server.start()
     registry = Registry(server.url, "test")
-    one, two = (AdapterTable(artifact.config) for _ in range(2))
+    one, two = (AdapterTable(artifact.config, folder="/") for _ in range(2))
     one.start(None, tmp_path / "adapters.json")
     try:
         await one.load("pirate", str(path))
