@@ -33,6 +33,7 @@ from telemetry.logs import request_context
 from telemetry.tasks import BackgroundTasks
 from wire.codecs import error_to_wire
 from wire.compatibility import WIRE_MAX, WIRE_MIN
+from wire.router_frames import scatter
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,7 +122,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             with contextlib.suppress(grpc.RpcError):  # the stream is gone; the lease runs
                 async for frame in frames:
                     session.hear(stream)
-                    self._handle(frame, session)
+                    for single in scatter(frame):
+                        self._handle(single, session)
         finally:
             session.end_stream(stream)
 

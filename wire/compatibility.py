@@ -6,9 +6,11 @@ from engine.core.geometry import SCALED, KvGeometry
 from engine.emulated_timing import timing_in
 
 WIRE_MIN = 1
-WIRE_MAX = 2
+WIRE_MAX = 3
 EMITTED_WIRE = 2
 """The first version whose workers go on with an answer that began elsewhere."""
+GATHERED_WIRE = 3
+"""The first version whose workers read several frames of a router that travel as one."""
 
 _SUMS = {"tile", "vdp"}  # of a numerics id: ``engine.cpu.native.library``
 

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RouterFrame(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "heartbeat", "resume", "replacement", "drain")
+    __slots__ = ("hello", "submit", "cancel", "heartbeat", "resume", "replacement", "drain", "frames")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class RouterFrame(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submission
     cancel: Cancel
@@ -23,7 +24,8 @@ class RouterFrame(_message.Message):
     resume: Resume
     replacement: PrefillReplacement
     drain: Drain
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submission, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., replacement: _Optional[_Union[PrefillReplacement, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    frames: _containers.RepeatedCompositeFieldContainer[RouterFrame]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submission, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., replacement: _Optional[_Union[PrefillReplacement, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., frames: _Optional[_Iterable[_Union[RouterFrame, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "router_incarnation", "wire", "may_rest")

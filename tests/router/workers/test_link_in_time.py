@@ -120,3 +120,27 @@ def test_a_worker_that_rested_for_a_minute_holds_a_long_request_for_ten(monkeypa
 
     assert loop.run_until_complete(life()) == ([], 1)
     loop.close()
+
+
+@pytest.mark.parametrize(
+    ("wire_max", "frames"), [(2, [1] * 100), (3, [64, 36])], ids=["old worker", "new worker"]
+)
+def test_requests_that_wait_for_a_write_travel_together(monkeypatch, wire_max, frames):
+    """gRPC takes one write at a time: with a frame for each, a thousand clients waited seconds."""
+    loop = VirtualLoop()
+
+    async def life():
+        made = await fleet(monkeypatch)
+        made.link.capabilities.wire.max = wire_max
+        names = [made.submit(alone=False) for _ in range(100)]
+        await asyncio.sleep(1)
+        held = sorted(request.submission.request_id for request in made.service.running())
+        sent = made.submissions()
+        await made.close()
+        return names, held, sent
+
+    names, held, sent = loop.run_until_complete(life())
+    assert held == sorted(names)
+    assert [len(group) for group in sent] == frames
+    assert [name for group in sent for name in group] == names, "in order"
+    loop.close()

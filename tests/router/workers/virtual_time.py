@@ -18,7 +18,8 @@ import router.workers.link
 import telemetry.alive_clock
 from decode_worker.service import DecodeService
 from router.workers.link import WorkerLink
-from wire.compatibility import WIRE_MAX, WIRE_MIN
+from wire.compatibility import WIRE_MAX, WIRE_MIN, own_wire
+from wire.router_frames import scatter
 
 LEASE_MS = 5000
 MODULES = (router.workers.link, telemetry.alive_clock)
@@ -91,7 +92,7 @@ class TimedService(DecodeService):
             after_step=[], silent=False, has_canary=False, watch=lambda now_ns: None
         )
         parts = SimpleNamespace(engine=engine, metrics=Mock(), count_task_failure=Mock())
-        super().__init__(parts, common.Capabilities(), threads=1)
+        super().__init__(parts, common.Capabilities(wire=own_wire()), threads=1)
         self.lapsed: list[str] = []
 
     def _begin(self, submission, session) -> None:
@@ -106,7 +107,12 @@ class TimedService(DecodeService):
 
     def status(self, with_capabilities: bool = False) -> common.WorkerStatus:
         identity = common.WorkerIdentity(worker_id="decode-0", incarnation=INCARNATION)
-        return common.WorkerStatus(identity=identity, state=self.state, running=self.live_requests)
+        status = common.WorkerStatus(
+            identity=identity, state=self.state, running=self.live_requests
+        )
+        if with_capabilities:
+            status.capabilities.CopyFrom(self._capabilities)
+        return status
 
 
 class Stream:
@@ -233,6 +239,14 @@ class Fleet:
 
     def heartbeats(self) -> int:
         return sum(frame.HasField("heartbeat") for frame in self.sent)
+
+    def submissions(self) -> list[list[str]]:
+        """The request ids in each frame that carries submissions."""
+        found = [
+            [single.submit.request_id for single in scatter(frame) if single.HasField("submit")]
+            for frame in self.sent
+        ]
+        return [names for names in found if names]
 
 
 async def fleet(monkeypatch) -> Fleet:

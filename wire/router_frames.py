@@ -1,0 +1,19 @@
+"""Several frames of a router to one worker that travel as one."""
+
+from collections.abc import Sequence
+
+from batonpb.decode_pb2 import RouterFrame
+
+
+def gather(frames: Sequence[RouterFrame]) -> RouterFrame:
+    """Return one frame that carries ``frames`` in order.
+
+    Args:
+        frames: At least one; none of them is a gathered frame.
+    """
+    return frames[0] if len(frames) == 1 else RouterFrame(frames=frames)
+
+
+def scatter(frame: RouterFrame) -> Sequence[RouterFrame]:
+    """Return the frames that a frame carries, or the frame itself if it is a single one."""
+    return frame.frames or (frame,)
