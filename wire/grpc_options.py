@@ -27,6 +27,10 @@ ROUTER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # gRPC would buffer megabytes of small frames for a router that is behind, whose tokens would be
+    # a second old. With a small window the worker merges them into the frame that is next.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1024),
     # Two routers in one test process must not share a connection: one may be cut.
     ("grpc.use_local_subchannel_pool", 1),
 ]
