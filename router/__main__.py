@@ -151,6 +151,7 @@ async def serve(
         ),
         group,
         leave_limit_s=settings.default_timeout_s,
+        count_failure=router.parts.observer.task_failed,
     )
     own = [member.own_socket] if member is not None else list(sockets)
     async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):

@@ -9,10 +9,12 @@ import contextlib
 import functools
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import uvicorn
+
+from router.http.acceptor import Acceptor
 
 _LOOK_EVERY_S = 0.1
 
@@ -37,12 +39,20 @@ class RouterServer(uvicorn.Server):
         config: uvicorn's.
         group: Routers with the same port, or None.
         leave_limit_s: When it leaves, answers may take so long.
+        count_failure: Called with the name of a background task that raised.
     """
 
     def __init__(
-        self, config: uvicorn.Config, group: Group | None = None, *, leave_limit_s: float = 0.0
+        self,
+        config: uvicorn.Config,
+        group: Group | None = None,
+        *,
+        leave_limit_s: float = 0.0,
+        count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__(config)
+        self._acceptors: list[Acceptor] = []
+        self._count_failure = count_failure
         self.stopping = asyncio.Event()
         self._leaving = False
         self._group = group
@@ -73,22 +83,29 @@ class RouterServer(uvicorn.Server):
         self._leaving = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, then join the group."""
+        """As uvicorn's, then accept connections in batches and join the group."""
         await super().startup(sockets)
+        protocol: Any = self.config.http_protocol_class
+        make = functools.partial(
+            protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        for server in self.servers:
+            for listener in server.sockets:
+                acceptor = Acceptor(listener.fileno(), make, self.config.ssl, self._count_failure)
+                acceptor.start()
+                self._acceptors.append(acceptor)
         if self._group is not None:
-            protocol: Any = self.config.http_protocol_class
-            make = functools.partial(
-                protocol,
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-            )
             await self._group.join(make, self.config.ssl)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; when it leaves, only after all answers."""
         if self._group is not None:
             self._group.leave()
+        for acceptor in self._acceptors:
+            await acceptor.close()
         if self._leaving:
             for server in self.servers:
                 server.close()

@@ -1,0 +1,85 @@
+"""Accepts connections in batches, so that a busy router leaves no client waiting for one.
+
+uvloop accepts one connection of a listening socket in each turn of its loop. A turn of a router
+with a thousand streams takes 100 ms, so that of a thousand new clients the last one would wait for
+more than a minute.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from telemetry.tasks import BackgroundTasks
+
+_LOG = logging.getLogger(__name__)
+
+_BATCH_CONNECTIONS = 128  # accepted in one turn of the loop, some 5 ms
+_CONNECT_LIMIT_S = 1.0  # of connections whose TLS handshake is under way at the end
+_PAUSE_S = 0.1  # after a failure: the process may have no descriptors left
+
+
+class Acceptor:
+    """Accepts the connections that wait at one listening socket.
+
+    Args:
+        listener: Descriptor of the socket, which stays open and belongs to the caller.
+        make_connection: Returns the protocol of a new connection.
+        tls: The TLS context of the connections; None for plain text.
+        count_failure: Called with the name of a background task that raised.
+    """
+
+    def __init__(
+        self,
+        listener: int,
+        make_connection: Callable[[], asyncio.Protocol],
+        tls: Any,
+        count_failure: Callable[[str], None],
+    ) -> None:
+        self._listener = socket.socket(fileno=os.dup(listener))
+        self._make_connection = make_connection
+        self._tls = tls
+        self._tasks = BackgroundTasks("acceptor", count_failure)
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start to accept. Needs a running event loop."""
+        self._pause = None
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    async def close(self) -> None:
+        """Stop to accept. Connections that were accepted stay open."""
+        if self._pause is not None:
+            self._pause.cancel()
+        asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self._listener.close()
+        if self._connecting:
+            await asyncio.wait(self._connecting, timeout=_CONNECT_LIMIT_S)
+        await self._tasks.close()
+
+    def _accept(self) -> None:
+        for _ in range(_BATCH_CONNECTIONS):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                _LOG.warning("no connection can be accepted for %g s: %s", _PAUSE_S, error)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener.fileno())
+                self._pause = loop.call_later(_PAUSE_S, self.start)
+                return
+            connection.setblocking(False)
+            task = self._tasks.spawn(self._connect(connection), "connection")
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(self._make_connection, connection, ssl=self._tls)
+        except OSError:  # the client left, or its TLS handshake failed
+            connection.close()
