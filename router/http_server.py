@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from config.clients import ClientLimitsConfig
 from engine.core.errors import BatonError, InvalidRequestError, SlowRequestError, UnavailableError
 from router.http.connection import Follower, lend
+from router.http.intake import Intake
 from telemetry.metrics import Metrics
 
 _LAST_WORD_S = 1.0  # a client may have sent a request that is not here yet
@@ -36,7 +37,7 @@ def server_config(
     """How a router's server runs; ``options`` are uvicorn's."""
     protocol: Any = functools.partial(LimitedProtocol, limits=limits, metrics=metrics)
     return uvicorn.Config(
-        app,
+        Intake(app, metrics),
         http=protocol,
         ws="none",
         log_level="warning",

@@ -243,6 +243,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_connections_refused": _count("Connections beyond clients.max_connections."),
     "baton_open_connections": _gauge("Connections of clients.", together="sum"),
+    "baton_intake_waiting": _gauge("Calls that wait for a turn of the event loop.", together="sum"),
     "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
     "baton_mirror_names": _gauge("Block hashes in the prefix index."),
     "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),

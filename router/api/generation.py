@@ -26,6 +26,7 @@ from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import Caller, off_loop, read_headers
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.http.intake import arrived_ns_of
 from router.request import GenerationRequest
 
 _Body = TypeVar("_Body", bound=ModelBody)
@@ -73,7 +74,8 @@ class Calls:
         respond: Callable[[_Body, int, Caller, int], Awaitable[Response]],
     ) -> Response:
         """Check who calls and what is asked, then ``respond(body, its bytes, caller, now_ns)``."""
-        now_ns, router = time.monotonic_ns(), self._router
+        now_ns = arrived_ns_of(request.scope)
+        router = self._router
         with self._counted(endpoint):
             caller = read_headers(request.headers, router.settings)
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
