@@ -4,7 +4,8 @@ uvicorn waits for ever for a header, for a body and for a client that does not r
 is not read lies in the connection's buffer after its handler has ended. So the limits stand here,
 at the connection, where every answer passes: whole, streamed, or an error.
 
-- header: begun or not, it must be complete after ``header_timeout_s``.
+- header: begun or not, it must be complete after ``header_timeout_s``, and within
+  `MAX_HEADER_BYTES`. So must be all that a body has around it: sizes of chunks, and trailers.
 - body: complete after ``body_timeout_s``. Handlers refuse earlier, with an answer that says so
   (``router.api.parts.read_body``); this ends what no handler reads.
 - write: what waits must become less within ``write_timeout_s``, and go at ``_SLOWEST`` at least.
@@ -20,15 +21,30 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from config.clients import ClientLimitsConfig
-from engine.core.errors import BatonError, InvalidRequestError, SlowRequestError, UnavailableError
+from engine.core.errors import (
+    BatonError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    SlowRequestError,
+    UnavailableError,
+)
 from router.http.connection import Follower, lend
 from router.http.intake import Intake
 from telemetry.metrics import Metrics
 
+MAX_HEADER_BYTES = 64 * 1024
+"""More than 40 times what clients send; the parser itself has no limit."""
+
+_CHUNK_BYTES = 16  # what stands around a chunk of one byte, generously
 _LAST_WORD_S = 1.0  # a client may have sent a request that is not here yet
 _SLOWEST = 64 * 1024  # bytes a second
 _BODY_SLACK_S = 1.0
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    413: b"Content Too Large",
+    503: b"Service Unavailable",
+}
 
 
 def server_config(
@@ -65,6 +81,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._spare_bytes = MAX_HEADER_BYTES  # that may still come and are no body
+        self._began = False  # a request, with the bytes that are being read
         self._unread = 0  # bytes that waited for the client when last looked at
         self._write_until_s = 0.0
         self._follower: Follower | None = None
@@ -120,7 +138,13 @@ class LimitedProtocol(HttpToolsProtocol):
         """Read on; between two requests the first byte of the next one starts its time."""
         if self.transport.is_closing():
             return
+        self._began = False
         super().data_received(data)
+        if not self._began:
+            self._spare_bytes -= len(data)
+            if self._spare_bytes < 0 and not self.transport.is_closing():
+                self._header_too_large()
+                return
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self._body_timer is None and not self.transport.is_closing():
             self._await_header()
@@ -141,6 +165,17 @@ class LimitedProtocol(HttpToolsProtocol):
         limit_s = self._limits.header_timeout_s
         error = SlowRequestError(f"the request's header did not come within {limit_s:g} s")
         self._refuse(error)
+
+    def _header_too_large(self) -> None:
+        """End a connection whose header, trailers or chunk sizes do not end."""
+        if self._header_timer is None:  # it is no header, or another answer is under way
+            self.transport.abort()
+            return
+        self._refuse(
+            PayloadTooLargeError(
+                f"the request's header is larger than {MAX_HEADER_BYTES} bytes; send less of it"
+            )
+        )
 
     def on_headers_complete(self) -> None:
         """The header is here; now its body has a time."""
@@ -166,6 +201,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._metrics.inc("baton_client_timeouts", kind="body")
         self.transport.abort()
 
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._spare_bytes += _CHUNK_BYTES * len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The body is here."""
         if self._body_timer is not None:
@@ -178,6 +218,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins: its answer may write to this connection."""
         super().on_message_begin()
+        self._spare_bytes, self._began = MAX_HEADER_BYTES, True
         lend(self.scope, self)  # type: ignore[arg-type]
 
     @property
