@@ -60,8 +60,10 @@ class AnswerFiles:
 
     def close(self) -> None:
         """No more comes."""
-        self._output.close()
-        self._errors.close()
+        try:
+            self._output.close()
+        finally:
+            self._errors.close()
 
 
 def lines_of(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:

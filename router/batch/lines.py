@@ -65,8 +65,12 @@ def read_line(
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     if digest in seen:
         return _fault(name, number, "duplicate_custom_id", "an earlier line has its custom_id")
+    try:
+        body = orjson.dumps({**line["body"], "priority": LOWEST_PRIORITY})
+    except TypeError as error:  # it reads deeper objects than it writes
+        return _fault(name, number, "invalid_body", f"body: {error}")
     seen.add(digest)
-    return LineRequest(name, orjson.dumps({**line["body"], "priority": LOWEST_PRIORITY}))
+    return LineRequest(name, body)
 
 
 def _wrong(line: dict[str, Any], endpoint: str) -> tuple[str, str] | None:

@@ -5,7 +5,9 @@
         │               ├── its time is over ───▶ expired
         └───────────────┴── fault ──────────────▶ failed
 
-There is no machine for the lines: what is in the files of answers is done, all else is not.
+There is no machine for the lines: what is in the files of answers is done, all else is not. Before
+these files are moved to where clients find them, the record names them (``name_files``). A router
+that finds named files in a batch that has not ended only ends it.
 """
 
 from typing import Any, Literal
@@ -40,7 +42,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
 
     Attributes:
         times_s: When it came into each state, as Unix time.
-        fault: Why it failed: code and message.
+        fault: Why it fails, or has failed: code and message.
     """
 
     id: str
@@ -70,6 +72,11 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         """When it ended; 0 while it has not."""
         return self.times_s.get(self.state, 0) if self.ended else 0
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether no line of it runs any more; all that is left to do is to end it."""
+        return bool(self.fault or self.output_file_id or self.error_file_id)
+
     def begin(self, total: int, now_s: float) -> None:
         """Its file has ``total`` lines."""
         self.total = total
@@ -81,19 +88,24 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         if self.state in ("validating", "in_progress"):
             self._become("cancelling", now_s)
 
-    def fail(self, code: str, message: str, now_s: float) -> None:
-        """It cannot go on."""
+    def fail(self, code: str, message: str) -> None:
+        """Note why no further line can run; `finish` ends the batch as failed."""
         if not self.ended:
             self.fault = (code, message)
-            self._become("failed", now_s)
+
+    def name_files(self, output: str | None, errors: str | None) -> None:
+        """Note the ids that the files of answers get; None for one that is empty."""
+        self.output_file_id, self.error_file_id = output, errors
 
     def finish(self, now_s: float) -> None:
         """No line runs any more, and the files of answers are whole."""
         if self.ended:
             return
-        if self.state == "cancelling":
+        if self.fault is not None:
+            self._become("failed", now_s)
+        elif self.state == "cancelling":
             self._become("cancelled", now_s)
-        elif self.completed + self.failed < self.total:
+        elif self.state == "validating" or self.completed + self.failed < self.total:
             self._become("expired", now_s)
         else:
             self._become("finalizing", now_s)
@@ -118,8 +130,8 @@ class BatchRecord(msgspec.Struct, kw_only=True):
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,
             "status": self.state,
-            "output_file_id": self.output_file_id,
-            "error_file_id": self.error_file_id,
+            "output_file_id": self.output_file_id if self.ended else None,
+            "error_file_id": self.error_file_id if self.ended else None,
             "created_at": self.created_s,
             "expires_at": self.expires_s,
             **{f"{state}_at": self.times_s.get(state) for state in _TIMES},

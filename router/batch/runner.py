@@ -2,7 +2,9 @@
 
 So a line is checked, admitted, placed and counted as every other request; it only waits behind all
 of them. Of all batches together ``at_once`` lines are under way, a tenant's batches one after the
-other. What is refused for want of room (429, 503, 504) is tried again until the batch expires.
+other. What is refused for want of room (429, 503, 504) is tried again until the batch expires; it
+takes no other tenant's place while it waits. A line that loses its workers is not tried for ever:
+it may be the cause.
 """
 
 import asyncio
@@ -14,9 +16,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import orjson
 from starlette.types import ASGIApp
 
 from config.clients import ApiKeyConfig
+from engine.core.errors import BatonError, UnavailableError, WorkerLostError, from_code
 from router.batch.answers import AnswerFiles, lines_of
 from router.batch.lines import (
     LineFault,
@@ -41,6 +45,8 @@ _READ_AHEAD_LINES = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _TRY_AGAIN = (429, 503, 504)
+_MOST_LOST = 3  # answers that say that the workers of a line were lost
+_AFTER_FAULT_S = 10.0  # a batch whose files cannot be written begins again after so long
 
 
 class BatchRunner:
@@ -78,37 +84,51 @@ class BatchRunner:
             client = httpx.AsyncClient(
                 transport=transport, base_url="http://batch", timeout=_MAX_TIMEOUT_MS / 1000
             )
-            sweep_at_s = 0.0
             async with client:
-                while True:
-                    if time.monotonic() >= sweep_at_s:
-                        await asyncio.to_thread(self._store.sweep, time.time())
-                        sweep_at_s = time.monotonic() + _SWEEP_S
-                    for batch in await asyncio.to_thread(self._store.open_batches):
-                        await self._attend(batch, client)
-                    await asyncio.sleep(_POLL_S)
+                # A fault while it looks must not free the lock: lines are still under way.
+                await self._tasks.keep(lambda: self._attend_all(client), "batches")
+
+    async def _attend_all(self, client: httpx.AsyncClient) -> None:
+        """Look after all batches, without end."""
+        sweep_at_s = 0.0
+        while True:
+            if time.monotonic() >= sweep_at_s:
+                await asyncio.to_thread(self._store.sweep, time.time())
+                sweep_at_s = time.monotonic() + _SWEEP_S
+            for batch in await asyncio.to_thread(self._store.open_batches):
+                await self._attend(batch, client)
+            await asyncio.sleep(_POLL_S)
 
     async def _attend(self, batch: BatchRecord, client: httpx.AsyncClient) -> None:
-        """Begin a batch if its tenant has none under way; tell the one that is of a cancel."""
+        """Begin a batch if its tenant has none under way; end one that is wanted no more."""
         run = self._running.get(batch.tenant)
         if run is None:
             # It may have ended since the list was made.
             found = await asyncio.to_thread(self._store.batch, batch.tenant, batch.id)
             if found is None or found.ended:
                 return
-            batch = found
-            run = self._running[batch.tenant] = _Run(
-                batch, self._store, client, self._places, self._settings, self._metrics
-            )
+            run = self._running[batch.tenant] = self._run_of(found, client)
             self._tasks.spawn(self._finish(run), "batch")
-        elif run.batch.id != batch.id:
-            return
-        if await asyncio.to_thread(self._store.is_cancelled, batch):
-            run.cancel()
+        is_cancelled = await asyncio.to_thread(self._store.is_cancelled, batch)
+        if run.batch.id == batch.id:
+            if is_cancelled:
+                run.cancel()
+        elif is_cancelled or batch.expires_s < time.time():
+            waiting = self._run_of(batch, client)  # behind another batch of its tenant
+            if is_cancelled:
+                waiting.cancel()
+            await waiting.end()
+
+    def _run_of(self, batch: BatchRecord, client: httpx.AsyncClient) -> "_Run":
+        return _Run(batch, self._store, client, self._places, self._settings, self._metrics)
 
     async def _finish(self, run: "_Run") -> None:
         try:
             await run.all_lines()
+        except* OSError as group:
+            fault = group.exceptions[0]
+            _LOG.warning("%s: %s; it begins again in %g s", run.batch.id, fault, _AFTER_FAULT_S)
+            await asyncio.sleep(_AFTER_FAULT_S)  # meanwhile no line of this tenant is computed
         finally:
             self._running.pop(run.batch.tenant, None)
 
@@ -129,6 +149,7 @@ class _Run:
         self._store = store
         self._client = client
         self._places = places
+        self._lines = asyncio.Semaphore(store.limits.at_once)  # that this batch has begun
         self._max_line_bytes = settings.max_body_bytes
         self._headers = _headers_of(batch.tenant, settings.api_keys)
         self._metrics = metrics
@@ -143,6 +164,9 @@ class _Run:
     async def all_lines(self) -> None:
         """Run what is not done yet, then make files of the answers."""
         batch, store = self.batch, self._store
+        if batch.is_closing:  # an earlier router did not come to the end of it
+            await self.end()
+            return
         path = store.data_path(batch.tenant, batch.input_file_id)
         try:
             total = await asyncio.to_thread(self._count, path)
@@ -161,7 +185,7 @@ class _Run:
         finally:
             files.close()
             batch.completed, batch.failed = files.completed, files.failed
-        await asyncio.to_thread(self._end)
+        await self.end()
 
     def _count(self, path: Path) -> int:
         lines = lines_of(path, self._max_line_bytes)
@@ -183,9 +207,9 @@ class _Run:
                     for number, line in piece:
                         if number in files.done:
                             continue
-                        await self._places.acquire()
+                        await self._lines.acquire()
                         task = group.create_task(self._one(files, number, line))
-                        task.add_done_callback(lambda _: self._places.release())
+                        task.add_done_callback(lambda _: self._lines.release())
                 stop.cancel()
         except* (_EnoughError, TimeoutError):
             pass
@@ -227,15 +251,20 @@ class _Run:
 
     async def _ask(self, line: LineRequest) -> httpx.Response:
         """The answer to a line, once there is room for it."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, lost = _FIRST_PAUSE_S, 0
         while True:
             left_ms = int((self.batch.expires_s - time.time()) * 1000)
             timeout_ms = str(min(max(left_ms, 1), _MAX_TIMEOUT_MS))
             headers = {**self._headers, "x-baton-timeout-ms": timeout_ms}
-            answer = await self._client.post(
-                self.batch.endpoint, content=line.body, headers=headers
-            )
+            async with self._places:
+                answer = await self._client.post(
+                    self.batch.endpoint, content=line.body, headers=headers
+                )
             if answer.status_code not in _TRY_AGAIN:
+                return answer
+            error = _error_of(answer)
+            lost += isinstance(error, WorkerLostError)
+            if not error.retryable or lost == _MOST_LOST:
                 return answer
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -246,7 +275,6 @@ class _Run:
             "storage_full",
             f"the answers would be over the limit of {limits.max_bytes_per_tenant} bytes of one "
             f"tenant, or {limits.max_bytes} of all",
-            time.time(),
         )
         self._enough.set()
 
@@ -256,19 +284,25 @@ class _Run:
         await asyncio.to_thread(self._store.save, self.batch)
 
     async def _fail(self, code: str, message: str) -> None:
-        self.batch.fail(code, message, time.time())
+        self.batch.fail(code, message)
+        await self.end()
+
+    async def end(self) -> None:
+        """Make files of what was answered, and record how the batch ended."""
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        """Make files of what was answered, and say how the batch ended."""
         batch, store, now_s = self.batch, self._store, time.time()
-        kept = [
-            store.adopt(batch.tenant, store.path_of(batch, kind), f"{batch.id}_{kind}.jsonl", now_s)
-            for kind in ("output", "errors")
-        ]
-        batch.output_file_id, batch.error_file_id = (
-            record.id if record is not None else None for record in kept
-        )
+        paths = {kind: store.path_of(batch, kind) for kind in ("output", "errors")}
+        if not (batch.output_file_id or batch.error_file_id):
+            batch.name_files(*map(store.new_id, paths.values()))
+            store.save(batch)  # a router that dies from here on loses no answer
+        named = (batch.output_file_id, batch.error_file_id)
+        for (kind, path), file_id in zip(paths.items(), named, strict=True):
+            if file_id is None:
+                path.unlink(missing_ok=True)
+            else:
+                store.adopt(batch.tenant, path, file_id, f"{batch.id}_{kind}.jsonl", now_s)
         batch.finish(now_s)
         store.save(batch)
         store.path_of(batch, "cancel").unlink(missing_ok=True)
@@ -277,6 +311,15 @@ class _Run:
 
 class _EnoughError(Exception):
     """No further line is wanted."""
+
+
+def _error_of(answer: httpx.Response) -> BatonError:
+    """The error that an answer reports."""
+    try:
+        code = orjson.loads(answer.content)["error"]["code"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        code = UnavailableError.code
+    return from_code(code, "")
 
 
 def _headers_of(tenant: str, keys: Mapping[str, ApiKeyConfig] | None) -> dict[str, str]:

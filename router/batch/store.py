@@ -29,6 +29,9 @@ from router.batch.record import BatchRecord
 MAX_FILES = 1000
 """Of one tenant; batches as well."""
 
+_STRAY_S = 24 * 3600
+"""A file without a record, left by a process that died, is removed when it is so old."""
+
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 _DAY_S = 24 * 3600
 
@@ -71,6 +74,7 @@ class BatchStore:
     def __init__(self, root: Path, limits: BatchConfig) -> None:
         self.root = root
         self.limits = limits
+        self._looked: dict[str, tuple[int, bool]] = {}  # see `open_batches`
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -117,28 +121,39 @@ class BatchStore:
             created_s=int(now_s),
             expires_s=int(now_s) + min(keep_s, self.limits.keep_days * _DAY_S),
         )
-        with self._data(tenant, record.id).open("wb") as target:
-            shutil.copyfileobj(source, target, 1024 * 1024)
-        self._write(self._folder(tenant, "files") / f"{record.id}.json", record)
+        data = self._data(tenant, record.id)
+        try:
+            with data.open("wb") as target:
+                shutil.copyfileobj(source, target, 1024 * 1024)
+            self._write(self._folder(tenant, "files") / f"{record.id}.json", record)
+        except BaseException:
+            data.unlink(missing_ok=True)  # nobody could find it, and it would count for ever
+            raise
         return record
 
-    def adopt(self, tenant: str, path: Path, filename: str, now_s: float) -> FileRecord | None:
-        """Make a file of a batch's answers; None where there are none."""
-        size = path.stat().st_size if path.exists() else 0
-        if not size:
-            path.unlink(missing_ok=True)
-            return None
+    def new_id(self, path: Path) -> str | None:
+        """The id of the file that `adopt` is to make of a batch's answers; None for no answers."""
+        found = path.exists() and path.stat().st_size > 0
+        return f"file-{secrets.token_hex(16)}" if found else None
+
+    def adopt(self, tenant: str, path: Path, file_id: str, filename: str, now_s: float) -> None:
+        """Make a file of a batch's answers. To do so again changes nothing."""
+        data = self._data(tenant, file_id)
+        source = path if path.exists() else data
+        if not source.exists():  # done before, and deleted since
+            return
+        size = source.stat().st_size
         record = FileRecord(
-            id=f"file-{secrets.token_hex(16)}",
+            id=file_id,
             size_bytes=size,
             filename=filename,
             purpose="batch_output",
             created_s=int(now_s),
             expires_s=int(now_s) + self.limits.keep_days * _DAY_S,
         )
-        path.rename(self._data(tenant, record.id))
-        self._write(self._folder(tenant, "files") / f"{record.id}.json", record)
-        return record
+        self._write(self._folder(tenant, "files") / f"{file_id}.json", record)
+        if path.exists():
+            path.rename(data)
 
     def file(self, tenant: str, file_id: str) -> FileRecord | None:
         """What is known of a file of this tenant's."""
@@ -186,9 +201,22 @@ class BatchStore:
         return sorted(found, key=lambda record: (-record.created_s, record.id))
 
     def open_batches(self) -> list[BatchRecord]:
-        """All tenants' batches that have not ended, the oldest first."""
-        tenants = [path.name for path in self.root.glob("*") if path.is_dir()]
-        found = [batch for tenant in tenants for batch in self.batches(tenant) if not batch.ended]
+        """All tenants' batches that have not ended, the oldest first.
+
+        It is asked twice a second. A folder that had no open batch is read again when it changes.
+        One change may hide behind another of the same instant, so two looks must agree.
+        """
+        looked: dict[str, tuple[int, bool]] = {}
+        found: list[BatchRecord] = []
+        for path in self.root.glob("*/batches"):
+            tenant, changed_ns = path.parent.name, path.stat().st_mtime_ns
+            before_ns, is_quiet = self._looked.get(tenant, (0, False))
+            if not (is_quiet and changed_ns == before_ns):
+                open_ones = [batch for batch in self.batches(tenant) if not batch.ended]
+                found += open_ones
+                is_quiet = not open_ones and changed_ns == before_ns
+            looked[tenant] = changed_ns, is_quiet
+        self._looked = looked
         return sorted(found, key=lambda record: (record.created_s, record.id))
 
     def ask_to_cancel(self, batch: BatchRecord) -> None:
@@ -216,6 +244,16 @@ class BatchStore:
                 if record.expires_s < now_s:
                     with contextlib.suppress(InvalidRequestError):  # when its batch has ended
                         self.delete_file(tenant, record.id)
+            self._sweep_strays(tenant, now_s)
+
+    def _sweep_strays(self, tenant: str, now_s: float) -> None:
+        """Remove what has no record: nobody can name it, and it counts towards the limits."""
+        for path in (self.root / tenant).glob("*/*"):
+            if path.suffix == ".json" or path.with_suffix(".json").exists():
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime + _STRAY_S < now_s:
+                    path.unlink()
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[bool]:
@@ -251,8 +289,12 @@ class BatchStore:
 
     def _write(self, path: Path, record: msgspec.Struct) -> None:
         beside = path.with_suffix(f".{secrets.token_hex(4)}.part")
-        beside.write_bytes(msgspec.json.encode(record))
-        beside.replace(path)
+        try:
+            beside.write_bytes(msgspec.json.encode(record))
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def _decoded(path: Path, record: type[_Record]) -> _Record | None:

@@ -100,7 +100,8 @@ def test_a_batch_ends_once_and_says_how():
     done.finish(105)
     assert (done.state, done.ended, done.ended_s) == ("completed", True, 105)
     done.cancel(106)
-    done.fail("late", "m", 107)
+    done.fail("late", "m")
+    done.finish(107)
     assert done.state == "completed"
     late = record()
     late.begin(2, 101)
@@ -113,6 +114,10 @@ def test_a_batch_ends_once_and_says_how():
     cancelled.finish(103)
     assert cancelled.state == "cancelled"
     failed = record()
-    failed.fail("empty_file", "m", 101)
+    failed.fail("empty_file", "m")
     failed.finish(102)
+    assert failed.state == "failed"
+    waited = record()
+    waited.finish(201)
+    assert waited.state == "expired"
     assert failed.shown()["errors"]["data"][0]["code"] == "empty_file"

@@ -1,0 +1,262 @@
+"""Batches on a full disk, behind others, killed in their last moment, and with hostile lines."""
+
+import asyncio
+import errno
+import io
+import json
+import os
+import time
+
+import pytest
+
+from config.batch import BatchConfig
+from router.batch import runner
+from router.batch.lines import LineFault, read_line
+from router.batch.record import BatchRecord
+from router.batch.store import BatchStore, FileRecord
+from tests.router.batch.test_batches import begin, client_of, ended, line, lines, read, start
+from tests.router.conftest import until
+from tests.router.emulated_worker import Script
+
+__all__ = ["start"]
+
+ONE, TWO = {"x-baton-tenant": "one"}, {"x-baton-tenant": "two"}
+
+
+def full_disk() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def is_output(record) -> bool:
+    return isinstance(record, FileRecord) and record.purpose == "batch_output"
+
+
+def is_end(record) -> bool:
+    return isinstance(record, BatchRecord) and record.ended
+
+
+@pytest.mark.parametrize("is_faulty", [is_output, is_end], ids=["file", "end"])
+async def test_a_fault_at_the_end_of_a_batch_loses_no_answer_and_computes_none_again(
+    start, monkeypatch, is_faulty
+):
+    """The answers were moved first: the next try found none, and asked all lines again."""
+    monkeypatch.setattr(runner, "_AFTER_FAULT_S", 0.05, raising=False)
+    whole, faults = BatchStore._write, []
+
+    def write(store, path, record):
+        if is_faulty(record) and not faults:
+            faults.append(record)
+            raise full_disk()
+        whole(store, path, record)
+
+    monkeypatch.setattr(BatchStore, "_write", write)
+    fleet = await start()
+    async with client_of(fleet) as client:
+        done = await ended(client, await begin(client, lines(5) + b"garbage\n"))
+        assert done.status == "completed"
+        assert done.request_counts.model_dump() == {"total": 6, "completed": 5, "failed": 1}
+        answers = await read(client, done.output_file_id)
+        assert sorted(answer["custom_id"] for answer in answers) == [f"line-{n}" for n in range(5)]
+        assert len(await read(client, done.error_file_id)) == 1
+        outputs = [f.id async for f in client.files.list() if f.purpose == "batch_output"]
+    assert faults
+    assert sorted(outputs) == sorted([done.output_file_id, done.error_file_id])
+    assert len(fleet.workers["decode-0"].submissions) == 5
+
+
+async def test_a_disk_that_is_full_for_a_while_does_not_have_lines_computed_all_the_time(
+    start, monkeypatch
+):
+    from router.batch.answers import AnswerFiles
+
+    whole, refused = AnswerFiles.write, []
+
+    def write(files, number, text, *, ok):
+        if len(refused) < 1000:
+            refused.append(number)
+            raise full_disk()
+        return whole(files, number, text, ok=ok)
+
+    monkeypatch.setattr(AnswerFiles, "write", write)
+    fleet = await start(at_once=2)
+    async with client_of(fleet) as client:
+        begun = await begin(client, lines(9))
+        await until(lambda: refused)
+        await asyncio.sleep(2.0)
+        assert len(fleet.workers["decode-0"].submissions) <= 2
+        assert (await client.batches.retrieve(begun.id)).status == "in_progress"
+
+
+def test_a_file_that_cannot_be_kept_leaves_nothing(tmp_path):
+    class Broken(io.BytesIO):
+        def read(self, size=-1):
+            if self.tell() > 0:
+                raise full_disk()
+            return super().read(size)
+
+    store = BatchStore(tmp_path, BatchConfig())
+    with pytest.raises(OSError, match="space"):
+        store.add_file("one", Broken(b"x" * 3_000_000), "a", "batch", 0.0, 100)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_a_killed_router_left_without_a_record_goes_after_a_day(tmp_path):
+    store = BatchStore(tmp_path, BatchConfig())
+    kept = store.add_file("one", io.BytesIO(b"x"), "a", "batch", time.time(), 10**9)
+    folder = tmp_path / "one" / "files"
+    strays = [folder / f"file-{'a' * 32}.data", folder / f"{kept.id}.00ff.part"]
+    for stray in strays:
+        stray.write_bytes(b"x" * 100)
+    store.sweep(time.time())
+    assert all(stray.exists() for stray in strays)  # it may be about to get one
+    store.sweep(time.time() + 25 * 3600)
+    assert not any(stray.exists() for stray in strays)
+    assert store.file("one", kept.id) is not None
+    assert store.data_path("one", kept.id).read_bytes() == b"x"
+
+
+async def test_a_batch_behind_another_is_cancelled_and_expires_in_time(start, tmp_path):
+    fleet = await start(Script(step_s=0.001, prefill_s=0.2), at_once=1)
+    store = BatchStore(tmp_path / "batch", BatchConfig())
+    async with client_of(fleet) as client:
+        first = await begin(client, lines(300))
+        await until(lambda: fleet.workers["decode-0"].submissions)
+        second, third = await begin(client, lines(3)), await begin(client, lines(3))
+        late = await asyncio.to_thread(store.batch, "default", third.id)
+        late.expires_s = int(time.time()) + 1
+        await asyncio.to_thread(store.save, late)
+        await client.batches.cancel(second.id)
+        assert (await ended(client, second, 5)).status == "cancelled"
+        assert (await ended(client, third, 5)).status == "expired"
+        await client.files.delete(second.input_file_id)
+        assert (await client.batches.retrieve(first.id)).status == "in_progress"
+
+
+async def test_lines_that_find_no_room_take_no_place_of_other_tenants(start):
+    fleet = await start(at_once=2)
+    worker = fleet.workers["decode-0"]
+    serve = worker._run
+
+    async def run(job):
+        if job.submission.tenant == "one":
+            worker._end(job.submission, ("unavailable", "no room for it", True))
+        else:
+            await serve(job)
+
+    worker._run = run
+    async with client_of(fleet) as client:
+        mine = client.with_options(default_headers=ONE)
+        stuck = await begin(mine, lines(6))
+        await until(lambda: len(worker.submissions) >= 2)
+        theirs = client.with_options(default_headers=TWO)
+        done = await ended(theirs, await begin(theirs, lines(4)), 10)
+        assert done.request_counts.completed == 4
+        assert (await mine.batches.retrieve(stuck.id)).status == "in_progress"
+        asked = sum(sent.tenant == "one" for sent in worker.submissions)
+    assert asked < 40
+
+
+async def test_a_line_whose_adapter_cannot_be_loaded_is_answered_with_that(start):
+    fleet = await start(Script(fail=("adapter_load_failed", "it is damaged", False)))
+    async with client_of(fleet) as client:
+        done = await ended(client, await begin(client, lines(2)), 5)
+        assert done.request_counts.failed == 2
+        errors = await read(client, done.error_file_id)
+    assert {error["response"]["body"]["error"]["code"] for error in errors} == {
+        "adapter_load_failed"
+    }
+
+
+async def test_a_line_that_loses_its_worker_again_and_again_is_given_up(start, monkeypatch):
+    """With one worker in the pool it was asked for a day, and ended its worker each time."""
+    monkeypatch.setattr(runner, "_FIRST_PAUSE_S", 0.05)
+    fleet = await start(Script(fail=("worker_lost", "its engine died", True)))
+    async with client_of(fleet) as client:
+        done = await ended(client, await begin(client, lines(1)), 10)
+        (error,) = await read(client, done.error_file_id)
+    assert error["response"]["body"]["error"]["code"] == "worker_lost"
+    assert len(fleet.workers["decode-0"].submissions) <= 6
+
+
+def deep_line(name: str, depth: int) -> bytes:
+    nested = "[" * depth + "]" * depth
+    whole = json.loads(line(name))
+    whole["body"]["tools"] = "HERE"
+    return json.dumps(whole).encode().replace(b'"HERE"', nested.encode())
+
+
+async def test_a_line_of_deep_json_is_a_fault_of_that_line(start):
+    """It ended the run, which began again twice a second until the batch expired."""
+    content = b"\n".join([line("a"), deep_line("deep", 600), line("b")])
+    fault = read_line(deep_line("deep", 600), 1, "/v1/chat/completions", set(), 10**6)
+    assert isinstance(fault, LineFault)
+    fleet = await start()
+    async with client_of(fleet) as client:
+        done = await ended(client, await begin(client, content), 10)
+        assert done.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+        (error,) = await read(client, done.error_file_id)
+    assert (error["custom_id"], error["error"]["code"]) == ("deep", "invalid_body")
+
+
+async def test_a_fault_while_batches_are_looked_for_frees_no_lock(start, tmp_path, monkeypatch):
+    """Another router took the lock, and asked the same lines into the same files."""
+    whole, faults = BatchStore.open_batches, []
+
+    def open_batches(store):
+        found = whole(store)
+        if found and not faults:
+            faults.append(True)
+            return found
+        if len(faults) == 1:
+            faults.append(True)
+            raise PermissionError("for a moment")
+        return found
+
+    monkeypatch.setattr(BatchStore, "open_batches", open_batches)
+    fleets = [await start(Script(step_s=0.001, prefill_s=0.1), at_once=1) for _ in range(2)]
+    async with client_of(fleets[0]) as client:
+        done = await ended(client, await begin(client, lines(20)))
+        answers = await read(client, done.output_file_id)
+    assert len(faults) == 2
+    assert sorted(a["custom_id"] for a in answers) == sorted(f"line-{n}" for n in range(20))
+    asked = [len(fleet.workers["decode-0"].submissions) for fleet in fleets]
+    assert sorted(asked) == [0, 20]
+
+
+def test_batches_that_have_ended_are_not_read_twice_a_second(tmp_path, monkeypatch):
+    store = BatchStore(tmp_path, BatchConfig())
+    record = BatchRecord(
+        id="batch_" + "a" * 32,
+        tenant="one",
+        endpoint="/v1/chat/completions",
+        input_file_id="file-" + "a" * 32,
+        completion_window="24h",
+        created_s=1,
+        expires_s=2,
+    )
+    store.save(record)
+    read_of = []
+    whole = BatchStore.batches
+
+    def batches(store, tenant):
+        read_of.append(tenant)
+        return whole(store, tenant)
+
+    monkeypatch.setattr(BatchStore, "batches", batches)
+    for _ in range(4):
+        assert [batch.id for batch in store.open_batches()] == [record.id]
+    record.cancel(3)
+    record.finish(4)
+    store.save(record)
+    read_of.clear()
+    for _ in range(10):
+        assert store.open_batches() == []
+    assert len(read_of) <= 2
+    again = BatchRecord(**{**_fields(record), "id": "batch_" + "b" * 32})
+    store.save(again)
+    assert [batch.id for batch in store.open_batches()] == [again.id]
+
+
+def _fields(record: BatchRecord) -> dict:
+    names = ("tenant", "endpoint", "input_file_id", "completion_window", "created_s", "expires_s")
+    return {name: getattr(record, name) for name in names}
