@@ -26,6 +26,7 @@ from router.api.parts import Endpoints, RouterParts, read_body
 from router.api.prepare import Caller, off_loop, read_headers
 from router.api.structured_output import requested_grammar
 from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.http.departure import ended_by_departure
 from router.http.intake import arrived_ns_of
 from router.request import GenerationRequest
 
@@ -83,7 +84,8 @@ class Calls:
                 len(raw), lambda: parse(kind, raw, ignored_of(request), model=router.model.names[0])
             )
             router.model.check_name(body.model, caller.tenant)
-            return await respond(body, len(raw), caller, now_ns)
+            async with ended_by_departure(request.scope):
+                return await respond(body, len(raw), caller, now_ns)
 
     @contextlib.contextmanager
     def _counted(self, endpoint: str) -> Iterator[None]:

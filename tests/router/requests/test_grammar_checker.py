@@ -234,3 +234,57 @@ async def test_a_fault_of_ours_is_counted_and_told_and_the_next_grammar_is_tried
     monkeypatch.undo()
     assert await checker.check("guided_regex", "regex", "a+")
     assert checker._metrics.value("baton_task_failures", task="grammar") == 1
+
+
+async def test_grammars_of_clients_that_have_left_are_not_tried(make_fleet, monkeypatch):
+    """A client that left kept its place for minutes, and its tenant's 256 places were soon full."""
+    fleet = await make_fleet({"decode-0": Script()})
+    grammars = fleet.router.grammars
+    assert (await fleet.chat(guided_regex="a+")).status_code == 200  # the process is there
+    tried, goes_on, whole = [], asyncio.Event(), grammars._try
+
+    async def slowly(question):
+        tried.append(question.source)
+        await goes_on.wait()
+        return await whole(question)
+
+    monkeypatch.setattr(grammars, "_try", slowly)
+    calls = [asyncio.create_task(fleet.chat(guided_regex=f"b{{{n}}}")) for n in range(1, 9)]
+    await until(lambda: sum(line.waiting for line in grammars._lines.values()) == 8)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await until(lambda: not grammars._lines, 3)
+    goes_on.set()
+    assert (await fleet.chat(guided_regex="c+")).status_code == 200
+    assert len(tried) == 2  # the one that was being tried, and the last
+    count = fleet.router.metrics.value
+    assert count("baton_requests", endpoint="chat", status="499", tenant="all") == 8
+    assert len(fleet.workers["decode-0"].submissions) == 2
+
+
+async def test_a_client_that_left_before_its_call_is_prepared_starts_nothing(
+    make_fleet, monkeypatch
+):
+    from router.api import generation
+
+    fleet = await make_fleet({"decode-0": Script()})
+    whole, held = generation.off_loop, asyncio.Event()
+
+    async def slowly(size, work):
+        await asyncio.sleep(0)
+        await held.wait()
+        return await whole(size, work)
+
+    monkeypatch.setattr(generation, "off_loop", slowly)
+    call = asyncio.create_task(fleet.chat())
+    await until(lambda: fleet.server.server_state.connections)
+    await asyncio.sleep(0.2)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await asyncio.sleep(0.2)
+    held.set()
+    await asyncio.sleep(0.3)
+    monkeypatch.undo()
+    assert fleet.workers["decode-0"].submissions == []
+    assert (await fleet.chat()).status_code == 200
