@@ -28,7 +28,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +48,7 @@ from registry.event_streams import BOUND, EventStreams
 from registry.stream_entries import with_log
 from registry.types import (
     HASH_BYTES,
+    INCARNATION_BYTES,
     TIERS,
     EventBatch,
     Snapshot,
@@ -169,7 +178,7 @@ class Registry:
         and told to ``on_skipped``.
         """
         (ids,) = await self.send(("SMEMBERS", self.key("slots")))
-        worker_ids = sorted(worker_id.decode() for worker_id in ids)
+        worker_ids = sorted(self.names_in(ids))
         read: dict[str, dict[str, tuple[bytes, WorkerRecord]]] = {"slot": {}, "worker": {}}
         gone: list[str] = []
         for names in slices(worker_ids):
@@ -218,6 +227,16 @@ class Registry:
                 self._skipped.pop(name, None)
         return read
 
+    def names_in(self, found: Iterable[bytes]) -> dict[str, bytes]:
+        """Names as text, and as they were; those that are no text are skipped."""
+        names = {}
+        for raw in found:
+            try:
+                names[raw.decode()] = raw
+            except UnicodeDecodeError as error:
+                self.skip(repr(raw), str(error))
+        return names
+
     def skip(self, name: str, reason: str) -> None:
         """Log a record that cannot be read when it is new, or is wrong in a new way."""
         if self._skipped.get(name) != reason:
@@ -231,12 +250,16 @@ class Registry:
         """What routers wrote, by name. Each read keeps it for another day."""
         key = self.key("adapters")
         pairs, _ = await self.send(("HGETALL", key), ("PEXPIRE", key, ADAPTERS_TTL_S * 1000))
-        return {name.decode(): bytes(raw) for name, raw in pairs.items()}
+        return {name: bytes(pairs[raw]) for name, raw in self.names_in(pairs).items()}
 
     async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
         """Write entries, over those of the same name."""
         fields = [part for name, raw in entries.items() for part in (name, raw)]
         await self.send(("HSET", self.key("adapters"), *fields))
+
+    async def drop_adapters(self, names: Collection[str]) -> None:
+        """Remove entries."""
+        await self.send(("HDEL", self.key("adapters"), *names))
 
     # --- tickets: the order of requests, over all routers -----------------------------------------
 
@@ -320,7 +343,8 @@ class Registry:
                 *(int(KV_TTL_S * 1000), _now_ms(), incarnation, stream_bytes),
             )
         )
-        return None if mark is None else (*_marked(mark), int(values), int(batches))
+        known = _marked(mark)
+        return None if known is None else (*known, int(values), int(batches))
 
     def _live_on(self, incarnation: bytes) -> list[Command]:
         blocks_key, log_key, _ = self._kv_keys(incarnation)
@@ -343,7 +367,8 @@ class Registry:
     async def refreshes(self) -> dict[bytes, bytes]:
         """When each incarnation in the index last refreshed its keys, by its own clock."""
         (flat,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1, "WITHSCORES"))
-        return dict(zip(flat[::2], flat[1::2], strict=True))
+        found = zip(flat[::2], flat[1::2], strict=True)
+        return {one: at for one, at in found if len(one) == INCARNATION_BYTES}
 
     async def marks(
         self, incarnations: Collection[bytes]
@@ -358,11 +383,14 @@ class Registry:
             expired = [one for one, mark in zip(part, marks, strict=True) if mark is None]
             if expired:
                 await self.send(("ZREM", self.key("kv:live"), *expired))
-            found = zip(part, marks, strict=True)
-            yield {bytes(one): _marked(mark) for one, mark in found if mark is not None}
+            found = zip(part, map(_marked, marks), strict=True)
+            yield {bytes(one): mark for one, mark in found if mark is not None}
 
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
-        """One incarnation's set with the checksum it should have, or None if Redis lacks it."""
+        """One incarnation's set with the checksum it should have.
+
+        None if Redis lacks it, or has what is of another version or damaged.
+        """
         blocks_key, log_key, mark_key = self._kv_keys(incarnation)
         mark, values, log = await self.send(
             ("GET", mark_key),
@@ -370,10 +398,10 @@ class Registry:
             ("LRANGE", log_key, 0, -1),
             atomic=True,
         )
-        if mark is None:
+        known, packed = _marked(mark), with_log(b"".join(values), log)
+        if known is None or len(packed) % HASH_BYTES:
             return None
-        sequence, checksum = _marked(mark)
-        packed = with_log(b"".join(values), log)
+        sequence, checksum = known
         return Snapshot(incarnation=incarnation, sequence=sequence, packed=packed), checksum
 
     async def stream_tops(self) -> dict[bytes, bytes]:
@@ -440,9 +468,10 @@ def slices(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
     return (items[at : at + _SLICE] for at in range(0, len(items), _SLICE))
 
 
-def _marked(mark: bytes) -> tuple[int, int]:
-    sequence, _, checksum = mark.partition(b" ")
-    return int(sequence), int(checksum)
+def _marked(mark: bytes | None) -> tuple[int, int] | None:
+    """Sequence and checksum; None if there is no mark, or one of another version."""
+    sequence, _, checksum = (mark or b"").partition(b" ")
+    return (int(sequence), int(checksum)) if sequence.isdigit() and checksum.isdigit() else None
 
 
 def _now_ms() -> int:

@@ -46,7 +46,8 @@ class RouterDemands:
             ("HGETALL", key),
             ("PEXPIRE", key, _TTL_MS),
         )
-        return self._readable({k.decode(): raw for k, raw in found.items()}, router_id)
+        names = self._registry.names_in(found)
+        return self._readable({name: found[raw] for name, raw in names.items()}, router_id)
 
     def _readable(self, found: Mapping[str, bytes], own_id: str) -> dict[str, RouterDemand]:
         demands = {}

@@ -1,11 +1,11 @@
 """Entries of the stream of KV events, as Redis holds them."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from registry.types import HASH_BYTES, EventBatch, split_hashes
+from registry.types import HASH_BYTES, INCARNATION_BYTES, EventBatch, split_hashes
 
 
 class StreamMark(msgspec.Struct, frozen=True):
@@ -24,6 +24,8 @@ def parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
     kind = fields.get(b"k")
     try:
         incarnation, sequence = fields[b"i"], int(fields[b"n"])
+        if len(incarnation) != INCARNATION_BYTES:
+            return None
         if kind == b"b":
             return EventBatch(
                 incarnation=incarnation,
@@ -39,12 +41,9 @@ def parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
 
 
 def _split(packed: bytes) -> tuple[bytes, ...]:
-    return tuple(_chunks(packed))
-
-
-def _chunks(packed: bytes) -> Iterable[bytes]:
-    for begin in range(0, len(packed), HASH_BYTES):
-        yield packed[begin : begin + HASH_BYTES]
+    if len(packed) % HASH_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no hashes of {HASH_BYTES} each")
+    return tuple(split_hashes(packed))
 
 
 def with_log(packed: bytes, log: Sequence[bytes]) -> bytes:

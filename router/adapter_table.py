@@ -9,7 +9,7 @@ restart while Redis is away.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,10 @@ POLL_S = 0.5
 MAX_NAMES = 1024
 MAX_NAMES_OF_A_TENANT = 64
 MAX_NAME_LENGTH = 200
+MAX_REMEMBERED = 16 * MAX_NAMES
+MAX_REMEMBERED_OF_A_TENANT = 16 * MAX_NAMES_OF_A_TENANT
+"""Names, those included that were taken away in the last day: every router reads all of them."""
+
 _REMEMBER_GONE_MS = 24 * 3600 * 1000
 
 
@@ -67,6 +71,9 @@ class AdapterSharedTable(Protocol):
 
     async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
         """Write entries, over those of the same name."""
+
+    async def drop_adapters(self, names: Collection[str]) -> None:
+        """Remove entries."""
 
 
 class AdapterTable:
@@ -141,7 +148,7 @@ class AdapterTable:
                 param="lora_name",
             )
         self._check_free(name)
-        self._check_count(owner)
+        self._check_count(name, owner)
         try:
             entry = await asyncio.to_thread(self._read_below, name, path, owner)
         except AdapterError as error:
@@ -203,6 +210,8 @@ class AdapterTable:
         decoded = [_decode(raw) for raw in (await shared.adapters()).values()]
         theirs = {entry.name: entry for entry in decoded if entry is not None}
         self._adopt(theirs.values())
+        if old := [entry.name for entry in theirs.values() if _is_forgotten(entry)]:
+            await shared.drop_adapters(old)
         newer = {
             entry.name: msgspec.json.encode(entry)
             for entry in self._shared.values()
@@ -228,15 +237,16 @@ class AdapterTable:
                 _LOG.warning("other routers see adapter %s later: %s", entry.name, error)
 
     def _adopt(self, entries: Iterable[AdapterEntry]) -> None:
-        oldest_ms = _now_ms() - _REMEMBER_GONE_MS
         changed = False
         for entry in entries:
             known = self._shared.get(entry.name)
+            if _is_forgotten(entry):
+                continue
             if known is None or known.changed_ms < entry.changed_ms:
                 self._shared[entry.name] = entry
                 changed = True
         for entry in list(self._shared.values()):
-            if entry.gone and entry.changed_ms < oldest_ms:
+            if _is_forgotten(entry):
                 del self._shared[entry.name]
         if changed:
             keep(self._file, list(self._shared.values()))
@@ -260,13 +270,21 @@ class AdapterTable:
         entry = self._read(name, str(found), self._next_ms(name))
         return msgspec.structs.replace(entry, owner=owner)
 
-    def _check_count(self, owner: str) -> None:
+    def _check_count(self, name: str, owner: str) -> None:
         served = self.served()
         if len(served) >= MAX_NAMES:
             raise InvalidRequestError(f"{len(served)} adapters are loaded, no more are taken")
         own = sum(1 for entry in served if entry.owner == owner) if owner else 0
         if own >= MAX_NAMES_OF_A_TENANT:
             raise InvalidRequestError(f"{own} adapters of {owner} are loaded, no more are taken")
+        known = [entry for entry in self._shared.values() if owner in ("", entry.owner)]
+        most = MAX_REMEMBERED_OF_A_TENANT if owner else MAX_REMEMBERED
+        if len(known) >= most and name not in self._shared:
+            raise InvalidRequestError(
+                f"lora_name: {len(known)} names were loaded or taken away within a day, the limit; "
+                "take one of these names again, or wait",
+                param="lora_name",
+            )
 
     def _read(self, name: str, path: str, changed_ms: int) -> AdapterEntry:
         if not self._max_loaded:
@@ -298,6 +316,11 @@ class AdapterTable:
     def _next_ms(self, name: str) -> int:
         known = self._shared.get(name)
         return max(_now_ms(), known.changed_ms + 1 if known else 0)
+
+
+def _is_forgotten(entry: AdapterEntry) -> bool:
+    """Whether the name was taken away so long ago that no router need know of it."""
+    return entry.gone and entry.changed_ms < _now_ms() - _REMEMBER_GONE_MS
 
 
 def _now_ms() -> int:

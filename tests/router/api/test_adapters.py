@@ -341,3 +341,46 @@ async def test_the_exchange_goes_on_after_a_fault(artifact, monkeypatch):
     await until(lambda: shared.looks > 2)
     await table.close()
     assert failures == ["adapters"]
+
+
+async def test_names_that_were_taken_away_leave_redis_too_after_a_day(artifact, path, tmp_path):
+    """They stayed for ever, and each router wrote its file anew with every look at them."""
+    server = EmbeddedRedis()
+    server.start()
+    registry = Registry(server.url, "test")
+    file = tmp_path / "adapters.json"
+    table = AdapterTable(artifact.config, folder="/")
+    table.start(None, file)
+    try:
+        await table.load("kept", str(path))
+        old = AdapterEntry(name="old", changed_ms=1, gone=True)
+        await registry.put_adapters(
+            {"old": json.dumps({"name": "old", "changed_ms": 1, "gone": True}).encode()}
+        )
+        await table.exchange(registry)
+        assert sorted(await registry.adapters()) == ["kept"]
+        file.unlink()
+        for _ in range(3):
+            await registry.put_adapters(
+                {"old": json.dumps({"name": "old", "changed_ms": 1, "gone": True}).encode()}
+            )
+            await table.exchange(registry)
+        assert not file.exists(), "nothing has changed"
+        assert old.name not in table._shared
+    finally:
+        await registry.close()
+        server.stop()
+
+
+async def test_names_that_come_and_go_are_bounded(artifact, folders, monkeypatch):
+    """A tenant's key made every router read a table that grew with each name it made up."""
+    monkeypatch.setattr("router.adapter_table.MAX_REMEMBERED_OF_A_TENANT", 5, raising=False)
+    table = AdapterTable(artifact.config, folder=str(folders))
+    for number in range(5):
+        await table.load(f"one/{number}", "pirate", "one")
+        await table.unload(f"one/{number}", "one")
+    with pytest.raises(InvalidRequestError, match="within a day"):
+        await table.load("one/more", "pirate", "one")
+    assert (await table.load("one/3", "pirate", "one")).name == "one/3"
+    assert (await table.load("two/pirate", "poet", "two")).name == "two/pirate"
+    assert len(table._shared) == 6
