@@ -14,7 +14,7 @@ All keys start with ``baton:{fleet}:`` and every one of them expires or is bound
     orders, answer:<id>   what operators ask, see orders.py                10 s, 60 s
     wanted                what they asked of the pools' sizes and nodes    see wanted.py
     lease                 who runs the fleet                               see lease.py
-    adapters              hash: name -> entry of a LoRA adapter            1 day
+    adapters              hash: name -> entry of a LoRA adapter, see shared_adapters.py  1 day
     tickets               the last ticket that a router took               1 day
     routers               hash: router -> what it has to do                1 minute
     responses:…           what clients asked to be kept                    see stored_responses.py
@@ -45,7 +45,7 @@ from redis.exceptions import RedisError
 from registry import event_streams
 from registry.connection import RedisUrlError, open_redis
 from registry.event_streams import BOUND, EventStreams
-from registry.stream_entries import with_log
+from registry.stream_entries import parse_mark, with_log
 from registry.types import (
     HASH_BYTES,
     INCARNATION_BYTES,
@@ -59,7 +59,7 @@ from registry.types import (
 SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
 KV_TTL_S = 60.0
-ADAPTERS_TTL_S = TICKETS_TTL_S = 24 * 3600
+TICKETS_TTL_S = 24 * 3600
 CHUNK_HASHES = 65_536  # of a worker's set are one value in Redis: 1 MiB
 CHUNK_BYTES = CHUNK_HASHES * HASH_BYTES
 BATCH_HASHES = 2048  # in one entry of a stream: 32 KiB
@@ -244,23 +244,6 @@ class Registry:
             _LOG.warning("the registry's record of %r cannot be read: %s", name, reason)
             self.on_skipped(name)
 
-    # --- adapters that clients may name, shared by the routers -----------------------------------
-
-    async def adapters(self) -> dict[str, bytes]:
-        """What routers wrote, by name. Each read keeps it for another day."""
-        key = self.key("adapters")
-        pairs, _ = await self.send(("HGETALL", key), ("PEXPIRE", key, ADAPTERS_TTL_S * 1000))
-        return {name: bytes(pairs[raw]) for name, raw in self.names_in(pairs).items()}
-
-    async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
-        """Write entries, over those of the same name."""
-        fields = [part for name, raw in entries.items() for part in (name, raw)]
-        await self.send(("HSET", self.key("adapters"), *fields))
-
-    async def drop_adapters(self, names: Collection[str]) -> None:
-        """Remove entries."""
-        await self.send(("HDEL", self.key("adapters"), *names))
-
     # --- tickets: the order of requests, over all routers -----------------------------------------
 
     async def take_tickets(self, count: int, above: int) -> int:
@@ -343,7 +326,7 @@ class Registry:
                 *(int(KV_TTL_S * 1000), _now_ms(), incarnation, stream_bytes),
             )
         )
-        known = _marked(mark)
+        known = parse_mark(mark)
         return None if known is None else (*known, int(values), int(batches))
 
     def _live_on(self, incarnation: bytes) -> list[Command]:
@@ -383,14 +366,11 @@ class Registry:
             expired = [one for one, mark in zip(part, marks, strict=True) if mark is None]
             if expired:
                 await self.send(("ZREM", self.key("kv:live"), *expired))
-            found = zip(part, map(_marked, marks), strict=True)
+            found = zip(part, map(parse_mark, marks), strict=True)
             yield {bytes(one): mark for one, mark in found if mark is not None}
 
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
-        """One incarnation's set with the checksum it should have.
-
-        None if Redis lacks it, or has what is of another version or damaged.
-        """
+        """One incarnation's set with its checksum; None if Redis lacks it, or it is damaged."""
         blocks_key, log_key, mark_key = self._kv_keys(incarnation)
         mark, values, log = await self.send(
             ("GET", mark_key),
@@ -398,11 +378,10 @@ class Registry:
             ("LRANGE", log_key, 0, -1),
             atomic=True,
         )
-        known, packed = _marked(mark), with_log(b"".join(values), log)
+        known, packed = parse_mark(mark), with_log(b"".join(values), log)
         if known is None or len(packed) % HASH_BYTES:
             return None
-        sequence, checksum = known
-        return Snapshot(incarnation=incarnation, sequence=sequence, packed=packed), checksum
+        return Snapshot(incarnation=incarnation, sequence=known[0], packed=packed), known[1]
 
     async def stream_tops(self) -> dict[bytes, bytes]:
         """The id of the newest entry of each stream; ``0-0`` if there is none."""
@@ -466,12 +445,6 @@ class Registry:
 def slices(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
     """So few at a time that none holds the loop."""
     return (items[at : at + _SLICE] for at in range(0, len(items), _SLICE))
-
-
-def _marked(mark: bytes | None) -> tuple[int, int] | None:
-    """Sequence and checksum; None if there is no mark, or one of another version."""
-    sequence, _, checksum = (mark or b"").partition(b" ")
-    return (int(sequence), int(checksum)) if sequence.isdigit() and checksum.isdigit() else None
 
 
 def _now_ms() -> int:

@@ -46,6 +46,12 @@ def _split(packed: bytes) -> tuple[bytes, ...]:
     return tuple(split_hashes(packed))
 
 
+def parse_mark(mark: bytes | None) -> tuple[int, int] | None:
+    """Sequence and checksum of a set; None if there is no mark, or one of another version."""
+    sequence, _, checksum = (mark or b"").partition(b" ")
+    return (int(sequence), int(checksum)) if sequence.isdigit() and checksum.isdigit() else None
+
+
 def with_log(packed: bytes, log: Sequence[bytes]) -> bytes:
     """A worker's set of hashes, and the batches that changed it since, as one set.
 

@@ -27,6 +27,7 @@ from registry.event_feed import EventFeed
 from registry.orders import Orders
 from registry.redis_store import Registry
 from registry.router_demands import RouterDemands
+from registry.shared_adapters import SharedAdapters
 from registry.stored_responses import StoredResponses, StoreLimits
 from registry.workers import RegistryWatcher
 from router.app import Router
@@ -122,7 +123,7 @@ async def serve(
         model,
         directory,
         events,
-        shared_adapters=registry,
+        shared_adapters=SharedAdapters(registry),
         shared_tickets=registry,
         shared_demands=RouterDemands(registry),
         stored_responses=StoredResponses(registry, limits),

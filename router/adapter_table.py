@@ -64,7 +64,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterSharedTable(Protocol):
-    """Where routers share their table; ``registry.redis_store.Registry`` is one."""
+    """Where routers share their table; ``registry.shared_adapters`` has it."""
 
     async def adapters(self) -> Mapping[str, bytes]:
         """All entries by name, encoded."""

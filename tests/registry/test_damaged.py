@@ -8,6 +8,7 @@ import pytest
 from registry.kv_events import KvEventPublisher
 from registry.redis_store import Registry
 from registry.router_demands import RouterDemand, RouterDemands
+from registry.shared_adapters import SharedAdapters
 from registry.types import WorkerRecord
 from registry.workers import RegistryWatcher
 from tests.registry.conftest import Reader, eventually
@@ -77,14 +78,14 @@ async def test_names_that_are_no_text_hide_no_others(registry: Registry) -> None
         await registry.send(
             ("SADD", key, b"\xff\xfe") if kind == "slots" else ("HSET", key, b"\xff\xfe", "{}")
         )
-    await registry.put_adapters({"pirate": b"{}"})
+    await SharedAdapters(registry).put_adapters({"pirate": b"{}"})
     skipped: list[str] = []
     registry.on_skipped = skipped.append
     assert [change.worker_id for change in await RegistryWatcher(registry).poll()] == ["decode-0"]
     demands = RouterDemands(registry)
     await demands.exchange("one", RouterDemand(beat=1))
     assert list(await demands.exchange("two", RouterDemand(beat=1))) == ["one"]
-    assert list(await registry.adapters()) == ["pirate"]
+    assert list(await SharedAdapters(registry).adapters()) == ["pirate"]
     assert skipped == [repr(b"\xff\xfe")]
 
 

@@ -13,6 +13,7 @@ from config.clients import ApiKeyConfig
 from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry, RegistryUnavailableError
+from registry.shared_adapters import SharedAdapters
 from router.adapter_table import AdapterEntry, AdapterTable
 from router.placement.prompt_hashes import HashSeedCache
 from router.served_model import ServedModel
@@ -278,29 +279,30 @@ async def test_routers_share_the_table_and_heal_an_emptied_redis(artifact, path,
     server = EmbeddedRedis()
     server.start()
     registry = Registry(server.url, "test")
+    shared = SharedAdapters(registry)
     one, two = (AdapterTable(artifact.config, folder="/") for _ in range(2))
     one.start(None, tmp_path / "adapters.json")
     try:
         await one.load("pirate", str(path))
-        await one.exchange(registry)
-        await two.exchange(registry)
+        await one.exchange(shared)
+        await two.exchange(shared)
         assert two.served() == one.served() != []
         await registry.send(("FLUSHALL",))
-        await two.exchange(registry)
-        assert list(await registry.adapters()) == ["pirate"]
+        await two.exchange(shared)
+        assert list(await shared.adapters()) == ["pirate"]
         await two.unload("pirate")
-        await two.exchange(registry)
-        await one.exchange(registry)
+        await two.exchange(shared)
+        await one.exchange(shared)
         assert one.served() == []
         await one.load("pirate", str(path))
-        await one.exchange(registry)
-        await two.exchange(registry)
+        await one.exchange(shared)
+        await two.exchange(shared)
         assert [entry.name for entry in two.served()] == ["pirate"], "the newest change wins"
     finally:
         await registry.close()
         server.stop()
     with pytest.raises(RegistryUnavailableError):
-        await one.exchange(registry)
+        await one.exchange(shared)
     again = AdapterTable(artifact.config)
     again.start(None, tmp_path / "adapters.json")
     assert again.served() == one.served(), "a restart while Redis is away"
@@ -348,23 +350,24 @@ async def test_names_that_were_taken_away_leave_redis_too_after_a_day(artifact, 
     server = EmbeddedRedis()
     server.start()
     registry = Registry(server.url, "test")
+    shared = SharedAdapters(registry)
     file = tmp_path / "adapters.json"
     table = AdapterTable(artifact.config, folder="/")
     table.start(None, file)
     try:
         await table.load("kept", str(path))
         old = AdapterEntry(name="old", changed_ms=1, gone=True)
-        await registry.put_adapters(
+        await shared.put_adapters(
             {"old": json.dumps({"name": "old", "changed_ms": 1, "gone": True}).encode()}
         )
-        await table.exchange(registry)
-        assert sorted(await registry.adapters()) == ["kept"]
+        await table.exchange(shared)
+        assert sorted(await shared.adapters()) == ["kept"]
         file.unlink()
         for _ in range(3):
-            await registry.put_adapters(
+            await shared.put_adapters(
                 {"old": json.dumps({"name": "old", "changed_ms": 1, "gone": True}).encode()}
             )
-            await table.exchange(registry)
+            await table.exchange(shared)
         assert not file.exists(), "nothing has changed"
         assert old.name not in table._shared
     finally:
