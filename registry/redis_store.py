@@ -372,12 +372,8 @@ class Registry:
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
         """One incarnation's set with its checksum; None if Redis lacks it, or it is damaged."""
         blocks_key, log_key, mark_key = self._kv_keys(incarnation)
-        mark, values, log = await self.send(
-            ("GET", mark_key),
-            ("LRANGE", blocks_key, 0, -1),
-            ("LRANGE", log_key, 0, -1),
-            atomic=True,
-        )
+        lists = [("LRANGE", key, 0, -1) for key in (blocks_key, log_key)]
+        mark, values, log = await self.send(("GET", mark_key), *lists, atomic=True)
         known, packed = parse_mark(mark), with_log(b"".join(values), log)
         if known is None or len(packed) % HASH_BYTES:
             return None
