@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 import orjson
 from starlette.datastructures import Headers
@@ -27,12 +28,20 @@ _PID = b"x-baton-router"
 _FINDS = re.compile(
     r"(GET /fleet/requests/[^/]+|GET /v1/responses/[^/]+|POST /v1/responses/[^/]+/cancel)"
 )
+# 503: without Redis a router finds nothing but what runs on itself.
+_MAY_BE_ELSEWHERE = (400, 404, 503)
 _NEWS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _JSON: Mapping[str, Callable[[list[Any], Mapping[str, str]], Any]] = {
     "/load": load_of,
     "/fleet/series": series_of,
     "/fleet/requests": latest_of,
 }
+
+
+def _path_of(scope: Scope) -> str:
+    """Path and query as they were sent."""
+    path, query = (scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
+    return f"{path}?{query}" if query else path
 
 
 class _Answer:
@@ -141,10 +150,10 @@ class AnyRouter:
             await own.send(send)
             return
         query = scope["query_string"].decode("latin-1")
-        path = f"{scope['path']}?{query}"
+        path = _path_of(scope)
         answers = await self._siblings.ask_all(path, Headers(scope=scope))
         parts = [orjson.loads(own.body), *(found.json() for found in answers.values())]
-        asked = dict(part.partition("=")[::2] for part in query.split("&"))
+        asked = dict(parse_qsl(query))
         await own.send(send, orjson.dumps(_JSON[scope["path"]](parts, asked)))
 
     # --- finds and news --------------------------------------------------------------------------
@@ -152,11 +161,10 @@ class AnyRouter:
     async def _find(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
         await self._app(scope, receive, own.take)
-        if own.status in (400, 404):
+        if own.status in _MAY_BE_ELSEWHERE:
+            headers = Headers(scope=scope)
             for index in self._siblings.alive:
-                path = scope["raw_path"].decode("latin-1")
-                headers = Headers(scope=scope)
-                found = await self._siblings.ask(index, scope["method"], path, headers)
+                found = await self._siblings.ask(index, scope["method"], _path_of(scope), headers)
                 if found is not None and found.status_code == 200:
                     own.start["status"] = 200
                     own.body = found.content

@@ -130,7 +130,7 @@ class Siblings:
     ) -> httpx.Response | None:
         """What one answers for itself; None where it does not in time."""
         passed = {name: headers[name] for name in _PASSED if name in headers}
-        with contextlib.suppress(httpx.HTTPError):
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
             return await self._clients[index].request(
                 method, path, headers={**passed, OWN_ANSWER: "1"}, content=body
             )

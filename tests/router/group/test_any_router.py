@@ -1,0 +1,91 @@
+"""What one router of a group does not know, another one does."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from registry.redis_store import Registry
+from registry.stored_responses import StoredResponses, StoreLimits
+from router.group.any_router import AnyRouter
+from tests.router.conftest import MODEL
+from tests.router.emulated_worker import Script
+
+
+class Other:
+    """A sibling, without the socket between."""
+
+    alive = (1,)
+
+    def __init__(self, app) -> None:
+        self._client = client_of(app)
+
+    async def ask(self, index, method, path, headers, body=b""):
+        return await self._client.request(method, path, content=body)
+
+    async def ask_all(self, path, headers):
+        return {1: await self._client.get(path)}
+
+
+def client_of(app) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://router")
+
+
+@pytest.fixture
+async def two(make_fleet):
+    """The second of two routers without Redis, and the group's application of the first."""
+    registry = Registry("redis://127.0.0.1:1/0", "test")
+    limits = StoreLimits(keep_s=60, tenant_bytes=10**6, total_bytes=10**6)
+    stored = StoredResponses(registry, limits)
+    fleets = [
+        await make_fleet({"decode-0": Script(step_s=0.02)}, stored_responses=stored)
+        for _ in range(2)
+    ]
+    past = SimpleNamespace(keep=lambda page: None, unheard=lambda heard: [])
+    app = AnyRouter(fleets[0].server.config.app, Other(fleets[1].server.config.app), past, {})
+    async with client_of(app) as client:
+        yield fleets[1], client
+    await registry.close()
+
+
+@contextlib.asynccontextmanager
+async def running(fleet):
+    """The id of a response that runs at a router, and the lines of its stream."""
+    body = {"model": MODEL, "input": "hi", "max_output_tokens": 2000, "stream": True}
+    async with fleet.http.stream("POST", "/v1/responses", json=body) as answer:
+        lines = answer.aiter_lines()
+        async for line in lines:
+            if line.startswith("data: "):
+                yield json.loads(line[6:])["response"]["id"], lines
+                return
+
+
+async def test_a_response_that_runs_elsewhere_is_cancelled_without_redis(two):
+    """The first router answered 503, as it could not read what is kept, and asked nobody."""
+    fleet, client = two
+    async with running(fleet) as (name, lines):
+        found = await client.get(f"/v1/responses/{name}")
+        assert (found.status_code, found.json()["status"]) == (200, "in_progress")
+        cancelled = await client.post(f"/v1/responses/{name}/cancel")
+        assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+        assert "response.failed" in "".join([line async for line in lines])
+    assert (await client.get("/v1/responses/resp_" + "0" * 32)).status_code == 503
+
+
+async def test_a_question_reaches_the_sibling_as_it_was_asked(two):
+    fleet, client = two
+    async with running(fleet) as (name, _):
+        refused = await client.get(f"/v1/responses/{name}?stream=true")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_a_limit_may_be_spelled_as_urls_spell(two):
+    fleet, client = two
+    for _ in range(3):
+        await fleet.chat(max_tokens=1)
+    for query in ("limit=%32", "limit=2", "l%69mit=2&order=newest"):
+        listed = await client.get(f"/fleet/requests?{query}")
+        assert (listed.status_code, len(listed.json()["requests"])) == (200, 2)
