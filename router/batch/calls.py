@@ -20,12 +20,11 @@ from router.api.parts import Endpoints, RouterParts, read_body
 from router.batch import parameters
 from router.batch.record import BatchRecord
 from router.batch.store import MAX_FILES, BatchStore, FileRecord
-from router.batch.uploads import read_upload
+from router.batch.uploads import UploadGate, read_upload
 from router.settings import RouterSettings
 
 _LONG_S = 10**9  # the store has a limit of its own
 _HOUR_S = 3600
-_UPLOADS_AT_ONCE = 4
 
 _FORM = {
     "requestBody": {
@@ -85,7 +84,7 @@ def store_of(settings: RouterSettings) -> BatchStore | None:
 def routes(router: RouterParts) -> Endpoints:
     """Files and batches."""
     api, settings = Endpoints(), router.settings
-    found, gate = store_of(settings), asyncio.Semaphore(_UPLOADS_AT_ONCE)
+    found, gate = store_of(settings), UploadGate()
 
     def of(request: Request) -> tuple[BatchStore, str]:
         tenant = tenant_of(request.headers, settings)
@@ -99,7 +98,7 @@ def routes(router: RouterParts) -> Endpoints:
         store, tenant = of(request)
         # Before it is read: who has no room need not send it all.
         await asyncio.to_thread(store.check_room, tenant, 1)
-        sent = await read_upload(request, settings.clients, gate)
+        sent = await read_upload(request, settings.clients, gate, tenant)
         try:
             keep_s = _LONG_S if sent.keep_s is None else sent.keep_s
             record = await asyncio.to_thread(

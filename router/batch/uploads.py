@@ -1,7 +1,9 @@
 """Files as they are sent: a form of several parts, read to the disk piece by piece."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple
 
 from fastapi import Request
@@ -17,6 +19,9 @@ from engine.core.errors import (
     SlowRequestError,
     UnsupportedMediaError,
 )
+
+_AT_ONCE = 8
+_AT_ONCE_OF_A_TENANT = 2
 
 _FORM_BYTES = 64 * 1024  # for what is in the form besides the file
 _MAX_FIELDS = 16
@@ -37,15 +42,41 @@ class Upload(NamedTuple):
     keep_s: int | None
 
 
+class UploadGate:
+    """Lets few uploads in at a time: they lie in the system's folder for temporary files.
+
+    A tenant has only a part of the places, so that its slow uploads keep nobody else out.
+    """
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._places_of: dict[str, asyncio.Semaphore] = {}  # of tenants that have any here
+        self._here: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a place, and hold it."""
+        own = self._places_of.setdefault(tenant, asyncio.Semaphore(_AT_ONCE_OF_A_TENANT))
+        self._here[tenant] += 1
+        try:
+            async with own, self._places:
+                yield
+        finally:
+            self._here[tenant] -= 1
+            if not self._here[tenant]:
+                del self._here[tenant], self._places_of[tenant]
+
+
 async def read_upload(
-    request: Request, limits: ClientLimitsConfig, gate: asyncio.Semaphore
+    request: Request, limits: ClientLimitsConfig, gate: UploadGate, tenant: str
 ) -> Upload:
     """The form's file and fields; the caller closes ``form``.
 
     Args:
         request: With the form.
         limits: Of size and time.
-        gate: Lets a few in at a time: they lie in the system's folder for temporary files.
+        gate: Lets a few in at a time.
+        tenant: Whose upload it is.
 
     Raises:
         UnsupportedMediaError: It is no such form.
@@ -66,7 +97,7 @@ async def read_upload(
     stream = _bounded(request, limit_bytes)
     parser = MultiPartParser(request.headers, stream, max_files=1, max_fields=_MAX_FIELDS)
     try:
-        async with asyncio.timeout(limits.body_timeout_s), gate:
+        async with asyncio.timeout(limits.body_timeout_s), gate.place(tenant):
             form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequestError(f"the form cannot be read: {error.message}") from error

@@ -260,3 +260,22 @@ def test_batches_that_have_ended_are_not_read_twice_a_second(tmp_path, monkeypat
 def _fields(record: BatchRecord) -> dict:
     names = ("tenant", "endpoint", "input_file_id", "completion_window", "created_s", "expires_s")
     return {name: getattr(record, name) for name in names}
+
+
+async def test_a_tenants_slow_uploads_keep_no_other_tenant_out(start):
+    """Four of them were all that the router took at a time."""
+    fleet = await start()
+    port = int(fleet.url.rpartition(":")[2])
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\nx-baton-tenant: one\r\ncontent-length: 9999\r\n"
+    head += b"content-type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+    for _, writer in opened:
+        writer.write(head)
+    await asyncio.sleep(0.3)
+    form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+    sent = await fleet.http.post("/v1/files", **form, headers=TWO, timeout=5)
+    assert sent.status_code == 200
+    for _, writer in opened:
+        writer.close()
+    sent = await fleet.http.post("/v1/files", **form, headers=ONE, timeout=5)
+    assert sent.status_code == 200
