@@ -7,8 +7,9 @@
     responses:totals           hash: bytes of each tenant, and of all              the same
 
 What a tenant has beyond its share goes, its least recently used first; then what all have beyond
-theirs. One script does it, so that routers that write at once agree on the sums. A key holds the
-tenant's name: who asks for another tenant's response asks for a key that is not there.
+theirs. One script does it, so that routers that write at once agree on the sums. A Redis that is full
+may drop any of these keys: a size that is gone is measured again, and a sum of nothing is none. A key
+holds the tenant's name: who asks for another tenant's response asks for a key that is not there.
 """
 
 import re
@@ -30,7 +31,7 @@ local all, sizes, totals = prefix .. 'all', prefix .. 'sizes', prefix .. 'totals
 
 local function drop(gone)
   local owner = string.match(gone, '^[^ ]+')
-  local size = tonumber(redis.call('HGET', sizes, gone) or '0')
+  local size = tonumber(redis.call('HGET', sizes, gone) or redis.call('STRLEN', prefix .. gone))
   redis.call('UNLINK', prefix .. gone)
   redis.call('HDEL', sizes, gone)
   redis.call('ZREM', prefix .. 'of:' .. owner, gone)
@@ -42,7 +43,10 @@ end
 local function shrink(list, name, limit)
   while tonumber(redis.call('HGET', totals, name) or '0') > limit do
     local oldest = redis.call('ZRANGE', list, 0, 0)[1]
-    if not oldest then break end
+    if not oldest then
+      redis.call('HDEL', totals, name)
+      break
+    end
     drop(oldest)
   end
 end

@@ -19,7 +19,7 @@ from router.api.call_headers import ignored_of
 from router.api.parts import Endpoints, RouterParts, read_body
 from router.batch import parameters
 from router.batch.record import BatchRecord
-from router.batch.store import MAX_FILES, BatchStore, FileRecord
+from router.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
 from router.batch.uploads import UploadGate, read_upload
 from router.settings import RouterSettings
 
@@ -90,6 +90,11 @@ def routes(router: RouterParts) -> Endpoints:
         tenant = tenant_of(request.headers, settings)
         if found is None:
             raise UnavailableError("this router has no state folder to keep files in")
+        if tenant == LOCK:
+            raise InvalidRequestError(
+                f"x-baton-tenant: {tenant!r} cannot have files: a file has that name already",
+                param="x-baton-tenant",
+            )
         return found, tenant
 
     @api.post("/v1/files", openapi_extra=_FORM)

@@ -29,6 +29,9 @@ from router.batch.record import BatchRecord
 MAX_FILES = 1000
 """Of one tenant; batches as well."""
 
+LOCK = "lock"
+"""A file beside the folders of the tenants."""
+
 _STRAY_S = 24 * 3600
 """A file without a record, left by a process that died, is removed when it is so old."""
 
@@ -259,7 +262,7 @@ class BatchStore:
     def lock(self) -> Iterator[bool]:
         """Whether this is the process that runs batches; the kernel frees what a dead one held."""
         self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / "lock").open("a") as held:
+        with (self.root / LOCK).open("a") as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -122,3 +122,30 @@ async def test_without_redis_every_call_says_so(registry, redis_server):
         with pytest.raises(RegistryUnavailableError):
             await call
     await eventually(lambda: not registry.connected)
+
+
+@pytest.mark.parametrize("gone", ["sizes", "all", "totals", "one resp_1"])
+async def test_what_a_full_redis_drops_costs_no_later_response(registry, gone):
+    """Without the sizes the sums stayed too high for good: of each tenant one response was kept."""
+    store = stored(registry)
+    for number in range(9):
+        await store.put("one", f"resp_{number}", b"x" * 100)
+    await registry.send(("DEL", registry.key("responses", gone)))
+    for number in range(30):
+        await store.put("one", f"resp_later{number}", b"x" * 100)
+    found = [await store.get("one", f"resp_later{number}") for number in range(21, 30)]
+    assert all(found)
+    if gone != "totals":  # what it counted is not known any more
+        assert await total(registry, "one") == 1000
+
+
+async def test_sums_without_any_response_are_forgotten(registry):
+    store = stored(registry)
+    await registry.send(
+        ("HSET", registry.key("responses", "totals"), "", 10**9, "one", 10**9),
+    )
+    await store.put("one", "resp_0", b"x" * 100)
+    await store.put("one", "resp_1", b"x" * 100)
+    await store.put("one", "resp_2", b"x" * 100)
+    assert await store.get("one", "resp_1") is not None
+    assert await store.get("one", "resp_2") is not None

@@ -279,3 +279,12 @@ async def test_a_tenants_slow_uploads_keep_no_other_tenant_out(start):
         writer.close()
     sent = await fleet.http.post("/v1/files", **form, headers=ONE, timeout=5)
     assert sent.status_code == 200
+
+
+async def test_a_tenant_with_the_name_of_the_lock_is_refused(start):
+    """Its calls were faults of the router."""
+    fleet = await start()
+    header = {"x-baton-tenant": "lock"}
+    form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+    refused = await fleet.http.post("/v1/files", **form, headers=header)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-baton-tenant")
