@@ -7,9 +7,11 @@
     responses:totals           hash: bytes of each tenant, and of all              the same
 
 What a tenant has beyond its share goes, its least recently used first; then what all have beyond
-theirs. One script does it, so that routers that write at once agree on the sums. A Redis that is full
-may drop any of these keys: a size that is gone is measured again, and a sum of nothing is none. A key
-holds the tenant's name: who asks for another tenant's response asks for a key that is not there.
+theirs. One script does it, so that routers that write at once agree on the sums. A key holds the
+tenant's name: who asks for another tenant's response asks for a key that is not there.
+
+A Redis that is full may drop any of these keys. A size that is gone is measured again, and a sum
+of no responses is set to nothing.
 """
 
 import re
