@@ -123,9 +123,9 @@ class _Zstd:
 
     def feed(self, data: bytes, room: int) -> bytes:
         """See `Unfolder`."""
-        found = bytearray()
+        found, view, at = bytearray(), memoryview(data), 0
         try:
-            while data:
+            while at < len(view):
                 if self._frame.eof:
                     self._frame = self._context.decompressobj()
                     self._frames += 1
@@ -133,12 +133,13 @@ class _Zstd:
                         raise _damaged("zstd", f"it has more than {_MAX_PARTS} frames")
                 # A block unfolds to 128 KiB at most, and none is smaller than four bytes: so that
                 # little is unfolded at a time, little is given.
-                piece, data = data[:_PIECE_BYTES], data[_PIECE_BYTES:]
+                piece = view[at : at + _PIECE_BYTES]
+                at += len(piece)
                 found += self._frame.decompress(piece)
                 if len(found) > room:
                     raise BodyTooLargeError
                 if self._frame.eof:
-                    data = self._frame.unused_data + data
+                    at -= len(self._frame.unused_data)
                 self._open = not self._frame.eof
         except zstandard.ZstdError as error:
             raise _damaged("zstd", str(error)) from error
