@@ -1,6 +1,7 @@
 """Completes what FastAPI generates: bodies, answers, examples, keys."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,6 +22,9 @@ def describe(
 ) -> None:
     """Make ``/openapi.json`` say all that there is to say.
 
+    The document is made when it is first asked for, and kept: that takes a tenth of a second, and
+    whoever reaches the router may ask.
+
     Args:
         app: Whose description it is.
         bodies: Of requests, which endpoints parse themselves.
@@ -30,6 +34,7 @@ def describe(
     generate = app.openapi
     kinds: list[type[BaseModel]] = [*bodies, Error]
 
+    @cache
     def openapi() -> dict[str, Any]:
         document = generate()
         components = document.setdefault("components", {})

@@ -1,6 +1,7 @@
 """OpenAI's Responses API, as the official client and as bytes; what it keeps is in a real Redis."""
 
 import json
+import threading
 
 import openai
 import pytest
@@ -10,7 +11,9 @@ from config.clients import ApiKeyConfig, ClientLimitsConfig, StoredResponsesConf
 from fleet.local.redis_server import EmbeddedRedis
 from registry.redis_store import Registry
 from registry.stored_responses import StoredResponses, StoreLimits
+from router.api.responses import store
 from router.served_model import ServedModel
+from telemetry.metrics import Metrics
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 
@@ -681,3 +684,23 @@ async def test_garbage_is_refused(answering):
     for raw in (b"", b"{", b"[]", b'"x"', b'{"model": "smollm2", "input": "\\ud800"}', b"\xff"):
         for path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/messages"):
             assert (await fleet.http.post(path, content=raw)).status_code == 400
+
+
+async def test_large_earlier_responses_are_read_beside_the_event_loop(stored, monkeypatch):
+    """A kept megabyte of small items held the loop of each later call for a tenth of a second."""
+    where = []
+    whole = store._Turn.of
+
+    def of(value):
+        where.append(threading.current_thread() is threading.main_thread())
+        return whole(value)
+
+    monkeypatch.setattr(store._Turn, "of", of)
+    items = [{"type": "message", "role": "user", "content": "a", "id": "m"}] * 5000
+    kept = {"response": {"output": [], "previous_response_id": None}, "input": items}
+    value = json.dumps(kept).encode()
+    await stored.put("one", "resp_large", value)
+    reader = store.ResponseStore(stored, 10**6, Metrics("router", model="m"))
+    earlier = store.EarlierResponses(reader, "one", 10**6)
+    assert len(await earlier.conversation("resp_large")) == 5000
+    assert where == [False]
