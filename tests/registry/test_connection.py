@@ -1,5 +1,8 @@
 """Every way to a Redis, and what each wrong one is told."""
 
+import asyncio
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,3 +147,28 @@ async def test_a_certificate_for_another_host_is_refused(
         url = f"rediss://:{redis_server.password}@127.0.0.1:{port}/0?ca_file={ca}"
         with pytest.raises(RedisError, match="made out to the host"):
             await check_external(url)
+
+
+async def test_calls_that_are_given_up_leave_their_answers_to_nobody_else(registry):
+    """Else a call, of another tenant perhaps, would get what was asked before on its connection."""
+    names = [f"key-{number}" for number in range(50)]
+    await registry.send(*(("SET", name, f"value of {name}") for name in names))
+    ends_s = time.monotonic() + 3
+    told = given_up = 0
+
+    async def ask(seed: int) -> None:
+        nonlocal told, given_up
+        chance = random.Random(seed)
+        while time.monotonic() < ends_s:
+            asked = chance.sample(names, 2)
+            try:
+                async with asyncio.timeout(chance.choice((0.0002, 0.001, 0.003, 1))):
+                    got = await registry.send(*(("GET", name) for name in asked), atomic=seed % 2)
+            except (TimeoutError, RegistryUnavailableError):
+                given_up += 1
+                continue
+            told += 1
+            assert got == [f"value of {name}".encode() for name in asked]
+
+    await asyncio.gather(*map(ask, range(16)))
+    assert min(told, given_up) > 20
