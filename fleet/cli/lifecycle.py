@@ -103,6 +103,7 @@ def up(
         _show_plan(config, address)
         return
     config = _with_roles(config, say)
+    file_again = config_file.absolute()  # now: the supervisor changes the current folder
     supervisor = Supervisor(
         config,
         config_file,
@@ -110,7 +111,7 @@ def up(
         address,
         take_over=take_over,
         leave=leave,
-        reread=lambda: _with_roles(read_fleet_file(config_file.absolute(), port)[1], say),
+        reread=lambda: _with_roles(read_fleet_file(file_again, port)[1], say),
     )
     try:
         supervisor.run(lambda: _announce(console, supervisor, config))

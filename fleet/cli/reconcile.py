@@ -1,5 +1,7 @@
 """`baton up --reconcile`: a fleet that runs here becomes what its file says now."""
 
+import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -57,9 +59,9 @@ def planned(state: FleetState, config: FleetConfig) -> Changes:
 
 
 def _running(config_file: Path, config: FleetConfig) -> FleetState:
-    file = str(config_file.resolve())
+    file = os.path.abspath(config_file)  # noqa: PTH100 - a link stays a link
     there = [state for state in fleet_state.load_all() if state.running]
-    found = next((state for state in there if state.config_file == file), None)
+    found = next((state for state in there if _same(state.config_file, file)), None)
     named = next((state for state in there if state.fleet == config.fleet), None)
     if found is None and named is not None:
         fail(f"fleet {config.fleet} runs from {named.config_file}, not from {file}: change that")
@@ -70,3 +72,10 @@ def _running(config_file: Path, config: FleetConfig) -> FleetState:
             NOT_RUNNING,
         )
     return found
+
+
+def _same(file: str, other: str) -> bool:
+    """Whether two paths lead to one file."""
+    with contextlib.suppress(OSError):
+        return file == other or Path(file).samefile(other)
+    return False

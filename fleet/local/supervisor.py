@@ -91,7 +91,8 @@ class Supervisor:
         reread: Callable[[], FleetConfig] | None = None,
     ) -> None:
         self._config = config
-        self._config_file = config_file.resolve()
+        # Kubernetes replaces the target of a mounted file, and removes the old target.
+        self._config_file = Path(os.path.abspath(config_file))  # noqa: PTH100 - links stay
         self._say = say
         self._address = address
         self._take_over = take_over
