@@ -25,7 +25,7 @@ from fleet.cli.reconcile import reconcile_running
 from fleet.host_roles import known, measure, settled
 from fleet.local import state as fleet_state
 from fleet.local.cluster_pools import LeaseTakenError, call_cluster
-from fleet.local.log_files import terminal
+from fleet.local.log_files import LastingConsole, terminal
 from fleet.local.preflight import PortTakenError
 from fleet.local.redis_server import RedisError
 from fleet.local.state import FleetState
@@ -88,7 +88,7 @@ def up(
     Examples: `baton up`, `baton up deploy/local-2x2.yaml`, `BATON_PORT=9000 baton up`.
     """
     config_file, config = load_fleet_file(file, port)
-    console = Console(file=terminal(), highlight=False, soft_wrap=True)
+    console = LastingConsole(file=terminal(), highlight=False, soft_wrap=True)
     began_s = time.monotonic()
 
     def say(line: str) -> None:

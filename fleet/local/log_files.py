@@ -5,7 +5,9 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from rich.console import Console
 
 LOG_LIMIT_BYTES = 16 * 2**20
 # The folder may be shared with others, whose logs are theirs.
@@ -38,6 +40,22 @@ def terminal() -> TextIO:
         return sys.stdout
 
 
+class LastingConsole(Console):
+    """A console that outlives its terminal: a line that cannot be written is lost, nothing else.
+
+    A pipe whose reader ended, a terminal that was closed, or a full disk must not end a fleet.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print, as far as that is possible."""
+        with contextlib.suppress(OSError, ValueError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Write nothing from now on; Rich would end the process."""
+        self.quiet = True
+
+
 class OwnOutput:
     """While it is held, what libraries print goes to a log: only a `terminal` shows our lines.
 
@@ -63,4 +81,5 @@ class OwnOutput:
 
     def _flush(self) -> None:
         for stream in self._streams:
-            stream.flush()
+            with contextlib.suppress(OSError):  # its terminal is gone, or its disk is full
+                stream.flush()

@@ -36,9 +36,14 @@ class StopSignal:
         self._new_routers = False
 
     def install(self) -> None:
-        """Take the signals. Ray replaces the handlers: call again after it has started."""
+        """Take the signals. Ray replaces the handlers: call again after it has started.
+
+        A SIGHUP that this process has inherited as ignored stays so: `nohup baton up` outlives its
+        terminal.
+        """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR2, self._on_new_routers)
         signal.signal(CHANGE_SIGNAL, lambda number, frame: self._change.set())
 

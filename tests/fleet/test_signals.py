@@ -64,6 +64,26 @@ def test_a_signal_ends_waiting_and_starting(
         assert process.stdout.readline() == f"{said}\n"
 
 
+def _ignores_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_fleet_that_was_started_with_nohup_outlives_its_terminal(program: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=_ignores_hangups,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "heard\n"
+
+
 def _hears_interrupts() -> None:
     """A background job of a script, as CI may be one, has inherited that they are ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

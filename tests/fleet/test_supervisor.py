@@ -1,5 +1,6 @@
 """Parts of the supervisor, each alone: Ray's health, logs, the order of its end."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -12,9 +13,11 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
 from config.fleet_file import FleetConfig
-from fleet.local.log_files import OwnOutput, rotate, terminal
+from fleet.cli.main import app
+from fleet.local.log_files import LastingConsole, OwnOutput, rotate, terminal
 from fleet.local.supervisor import Supervisor
 from fleet.pools.ray_health import RayHealth
 from fleet.process_key import ProcessKey
@@ -101,6 +104,42 @@ def test_what_libraries_print_goes_to_a_log(tmp_path: Path, capfd: pytest.Captur
     captured = capfd.readouterr()
     assert captured.out.endswith("one line of ours\nas before\n")
     assert captured.err == ""
+
+
+def test_a_terminal_that_is_gone_costs_lines_and_no_fleet() -> None:
+    """`baton up | head`, a terminal that was closed, a log on a disk that is full."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    pipe = os.fdopen(writer, "w")
+    full = Path("/dev/full").open("w")
+    for stream in (pipe, full):
+        console = LastingConsole(file=stream)
+        for _ in range(3):
+            console.print("a line")
+        with contextlib.suppress(OSError):
+            stream.close()
+
+
+def test_up_shows_its_lines_on_such_a_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    (tmp_path / "fleet.yaml").write_text("fleet: f\n")
+    told: list[str] = []
+
+    class Talks(Supervisor):
+        def run(self, on_ready: object) -> None:
+            for line in ("before", "after"):
+                self._say(line)
+                told.append(line)
+
+    full = Path("/dev/full").open("w")
+    monkeypatch.setattr("fleet.cli.lifecycle.Supervisor", Talks)
+    monkeypatch.setattr("fleet.cli.lifecycle.terminal", lambda: full)
+    done = CliRunner().invoke(app, ["up", str(tmp_path / "fleet.yaml")])
+    with contextlib.suppress(OSError):
+        full.close()
+    assert (done.exit_code, told) == (0, ["before", "after"])
 
 
 def test_the_router_ends_first_and_a_fault_leaves_nothing(
