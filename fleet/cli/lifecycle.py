@@ -1,5 +1,6 @@
 """`baton up` and `baton down`: a fleet on this machine, from start to end."""
 
+import contextlib
 import json
 import os
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -35,9 +37,11 @@ from fleet.pools.nodes import CapacityError
 from registry.redis_store import RegistryUnavailableError
 
 _DOWN_LIMIT_S = 16.0
+_KILLED_LIMIT_S = 2.0
 _REFUSALS = (
     *(FleetError, CapacityError, RedisError, PortTakenError, LeaseTakenError, ValueError),
     RegistryUnavailableError,
+    OSError,  # a full disk, a folder of another user: it names the file
 )
 
 
@@ -210,14 +214,17 @@ def _clean_cluster(config: FleetConfig, address: str) -> None:
 def _bring_down(state: FleetState) -> bool:
     supervisor = state.supervisor.find()
     if supervisor is not None:
-        supervisor.terminate()
+        with contextlib.suppress(psutil.Error):
+            supervisor.terminate()
         deadline = time.monotonic() + _DOWN_LIMIT_S
         while state.running and time.monotonic() < deadline:
             time.sleep(0.1)
     ended = not state.running
     if not ended and supervisor is not None:
-        supervisor.kill()
+        with contextlib.suppress(psutil.Error):
+            supervisor.kill()
+            supervisor.wait(_KILLED_LIMIT_S)
     left = fleet_state.sweep(state.run_folder)
-    fleet_state.forget(state.name)
+    fleet_state.forget_unless_followed(state)
     typer.echo(f"{state.name}: stopped" + (f" ({left} leftover processes ended)" if left else ""))
     return ended

@@ -2,6 +2,7 @@
 
     ~/.local/state/baton/NAME/      (BATON_HOME or XDG_STATE_HOME move it)
         state.json                  who supervises, where, with which secrets; mode 0600
+        lock                        held by the fleet's supervisor for as long as it lives
         workers.json                the router's last-known list of workers
         logs/                       unless `logs.dir` names another place
     /tmp/bt-XXXXXXXX/               sockets of Redis and Ray; gone after a stop
@@ -12,9 +13,11 @@ supervisor that was killed are told from everything else.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +33,7 @@ from fleet.process_key import ProcessKey
 RUN_FOLDER_VARIABLE = "BATON_RUN_FOLDER"
 _PATH_VARIABLES = ("BATON_HOME", "XDG_STATE_HOME", "BATON_CACHE", "SSL_CERT_FILE")
 _RUN_PREFIX = "bt-"
+_LOCK_WAIT_S = 1.0  # `baton down` holds it for an instant
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +105,50 @@ def enter(run_folder: Path) -> None:
     os.chdir(run_folder)
 
 
+class FleetLock:
+    """The right to be the supervisor of a state folder, until `release` or the process's end.
+
+    The kernel gives it back, however the process ends: no lock is left behind.
+
+    Args:
+        descriptor: Of the locked file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, name: str) -> "FleetLock | None":
+        """Lock a fleet's state folder; None while another process holds it.
+
+        Raises:
+            OSError: The file system cannot lock; the message says what to do.
+        """
+        file = state_folder(name) / "lock"
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    return None
+                time.sleep(0.02)
+            except OSError as error:
+                os.close(descriptor)
+                raise OSError(
+                    f"{file} cannot be locked ({error.strerror}): set BATON_HOME to a folder on a "
+                    "local disk"
+                ) from error
+            else:
+                return cls(descriptor)
+
+    def release(self) -> None:
+        """Let another process have it."""
+        os.close(self._descriptor)
+
+
 def save(state: FleetState) -> None:
     """Write a fleet's state, readable by this user only."""
     file = state_folder(state.name) / "state.json"
@@ -131,8 +179,18 @@ def load_all() -> list[FleetState]:
 
 
 def forget(name: str) -> None:
-    """A fleet is down and swept: its state is no longer needed."""
+    """Remove the state of a fleet that is down and swept; for the holder of its lock alone."""
     (home() / name / "state.json").unlink(missing_ok=True)
+
+
+def forget_unless_followed(state: FleetState) -> None:
+    """Remove a fleet's state, unless another supervisor has taken its place meanwhile."""
+    if (lock := FleetLock.take(state.name)) is None:
+        return
+    found = load(state.name)
+    if found is not None and found.supervisor == state.supervisor:
+        forget(state.name)
+    lock.release()
 
 
 def processes_of(run_folder: str) -> Iterator[psutil.Process]:

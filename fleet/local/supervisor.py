@@ -104,6 +104,7 @@ class Supervisor:
         self._stop = StopSignal()
         self._token = KnownToken("", "")
         self._name = config.fleet  # of its state folder
+        self._lock: fleet_state.FleetLock | None = None  # of that folder
         self._logs = Path()
         self._redis: EmbeddedRedis | None = None
         self._routers: RouterProcesses | None = None
@@ -150,6 +151,8 @@ class Supervisor:
             try:
                 self._take_down()
             finally:
+                if self._lock is not None:
+                    self._lock.release()
                 if self._output is not None:
                     self._output.release()
 
@@ -173,28 +176,43 @@ class Supervisor:
         self._start_redis()
         self._save_state()
         self._start_workers()
-        sums = fleet_state.state_folder(self._config.fleet) / "transfers.json"
+        sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # of an earlier fleet; a router that restarts finds its own
         self._start_routers(self._routers)
         self._wait_until_ready(self._routers)
 
     def _choose_name(self) -> None:
         """Take the fleet's state folder, after cleaning up what a killed run left behind."""
-        earlier = fleet_state.load(self._name)
-        if earlier is not None and earlier.running:
-            if self._config.redis != EMBEDDED or self._address is not None:
-                raise FleetError(
-                    f"fleet {self._config.fleet} is already running (pid {earlier.supervisor.pid}, "
-                    f"{earlier.url}) and would share its Redis or Ray: `baton down`, or give this "
-                    "one another name with `fleet:`"
-                )
-            # Nothing is shared, so a copy may run beside it.
-            self._name = f"{self._config.fleet}-{self._port}"
-            earlier = fleet_state.load(self._name)
+        fleet = self._config.fleet
+        shared = self._config.redis != EMBEDDED or self._address is not None
+        # Nothing is shared by two that are not, so a copy may run beside another.
+        for name in (fleet,) if shared else (fleet, f"{fleet}-{self._port}"):
+            if self._take_name(name):
+                return
+        other = fleet_state.load(self._name)
+        who = f"pid {other.supervisor.pid}, {other.url}" if other is not None else "it starts"
+        raise FleetError(
+            f"fleet {fleet} is already running ({who})"
+            + (" and would share its Redis or Ray" if shared else "")
+            + ": `baton down`, or give this one another name with `fleet:`"
+        )
+
+    def _take_name(self, name: str) -> bool:
+        """Whether the state folder of this name is now this process's."""
+        self._name = name
+        lock = fleet_state.FleetLock.take(name)
+        if lock is None:
+            return False
+        earlier = fleet_state.load(name)
+        if earlier is not None and earlier.running:  # a version that knows no lock
+            lock.release()
+            return False
+        self._lock = lock
         if earlier is not None:
             left = fleet_state.sweep(earlier.run_folder)
-            fleet_state.forget(self._name)
+            fleet_state.forget(name)
             self._say(f"cleaned up after a run that was killed ({left} processes were left)")
+        return True
 
     def _save_state(self, problem: str = "") -> None:
         if (me := ProcessKey.of(os.getpid())) is None:
