@@ -50,14 +50,14 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
     Raises:
         PortTakenError: Somebody else has the port; also if they would share it.
     """
-    held = claim_socket(host, port)
+    held = claim_socket(host, port)  # alone: nobody else has the port, and nobody gets it now
     if count == 1 or not hasattr(socket, "SO_REUSEPORT"):
         return [held]
     address = held.getsockname()
-    sockets: list[socket.socket] = []
+    sockets = [held]
     try:
-        held.close()  # the check: it was bound alone
-        for _ in range(count):
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for _ in range(count - 1):
             one = socket.socket(held.family)
             sockets.append(one)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,9 +67,9 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
             one.bind(address)
             one.listen(BACKLOG)
     except OSError:
-        for one in sockets:
+        for one in sockets[1:]:
             one.close()
-        return [claim_socket(host, address[1])]
+        return [held]
     return sockets
 
 

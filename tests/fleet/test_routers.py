@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from config.fleet_file import DEFAULT_MODEL
 from engine.artifacts.artifact import resolve_model
-from fleet.local.preflight import PortTakenError
+from fleet.local.preflight import PortTakenError, claim_socket
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcesses, listening_sockets
 from tests.engine.lora_files import write_adapter
@@ -59,6 +60,31 @@ def start(tmp_path: Path, redis_server: EmbeddedRedis) -> Iterator[Start]:
     for routers in started:
         routers.begin_stop()
         routers.finish_stop(5.0)
+
+
+def test_a_port_that_several_routers_share_is_never_free_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the check and the last socket another fleet of this user would join in."""
+    refused: list[str] = []
+
+    class Watched(socket.socket):
+        def bind(self, address: object) -> None:
+            with pytest.raises(PortTakenError) as error:
+                claim_socket("127.0.0.1", address[1])  # type: ignore[index]
+            refused.append(str(error.value))
+            super().bind(address)
+
+    held = claim_socket("127.0.0.1", 0)
+    port = held.getsockname()[1]
+    held.close()
+    sockets_of = SimpleNamespace(**{name: getattr(socket, name) for name in dir(socket)})
+    sockets_of.socket = Watched
+    monkeypatch.setattr("fleet.local.router_process.socket", sockets_of)
+    sockets = listening_sockets("127.0.0.1", port, 3)
+    for one in sockets:
+        one.close()
+    assert (len(sockets), len(refused)) == (3, 2)
 
 
 def url_of(routers: RouterProcesses, path: str = "/health/live") -> str:
