@@ -12,7 +12,9 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import redis
@@ -22,6 +24,12 @@ from fleet.local.subprocesses import die_with_parent
 _START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 3.0
 _MEMORY_MIB = 256
+_PORTS_TRIED = 3  # of a first start: a free one may be taken before the server binds it
+_LOOK_EVERY_S = 1.0
+_ANSWER_WITHIN_S = 2.0
+_LOOKS = 5  # in a row without an answer: the process is frozen
+_PAUSE_S = (0.5, 30.0)  # between two starts: the first, the longest
+_HEALTHY_S = 60.0
 
 
 class RedisError(RuntimeError):
@@ -53,6 +61,8 @@ class EmbeddedRedis:
         self._process: subprocess.Popen[bytes] | None = None
         self.password = password or secrets.token_urlsafe(24)
         self.port = port or _free_port()
+        self._other_ports = 0 if port else _PORTS_TRIED - 1
+        self._was_up = False
 
     @property
     def url(self) -> str:
@@ -77,6 +87,30 @@ class EmbeddedRedis:
         Raises:
             RedisError: The binary is missing or the server does not come up.
         """
+        while True:
+            try:
+                self._start()
+            except RedisError:
+                if not self._was_up and not self._other_ports:
+                    self.stop()
+                if self._was_up or not self._other_ports:
+                    raise
+                self._other_ports -= 1
+                self.port = _free_port()
+            else:
+                self._was_up = True  # from now on others know its URL
+                return
+
+    def answers(self, within_s: float = _ANSWER_WITHIN_S) -> bool:
+        """Whether it answers anything, a refusal too."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(within_s)
+            asked.connect(str(self.socket_path))
+            asked.sendall(b"PING\r\n")
+            return bool(asked.recv(1))
+        return False
+
+    def _start(self) -> None:
         log = self._log_file.open("ab") if self._log_file else subprocess.DEVNULL
         try:
             # The configuration goes through stdin: the password is in no file and no `ps` line.
@@ -145,9 +179,73 @@ class EmbeddedRedis:
                     if client.ping():
                         return
                 time.sleep(0.01)
-        self.stop()
+        self.kill()
         where = f"see {self._log_file}" if self._log_file else "it wrote no log"
         raise RedisError(f"the embedded Redis did not start on port {self.port}; {where}")
+
+
+class RedisKeeper:
+    """Starts an embedded Redis again when it has died or does not answer; serving does not wait.
+
+    Args:
+        server: It has been started.
+        say: Shows one line.
+        look_every_s: Between two questions to it.
+        answer_within_s: How long it has for an answer.
+    """
+
+    def __init__(
+        self,
+        server: EmbeddedRedis,
+        say: Callable[[str], None],
+        look_every_s: float = _LOOK_EVERY_S,
+        answer_within_s: float = _ANSWER_WITHIN_S,
+    ) -> None:
+        self._server = server
+        self._say = say
+        self._look_every_s = look_every_s
+        self._answer_within_s = answer_within_s
+        self._unanswered = 0
+        self._pause_s = 0.0
+        self._due_s = 0.0  # no start before
+        self._stop = threading.Event()
+        threading.Thread(target=self._ask, daemon=True, name="redis keeper").start()
+
+    def keep(self, now_s: float) -> None:
+        """Start it again if need be. Call it often, from the thread that started it.
+
+        Args:
+            now_s: Of a clock that only goes forward.
+        """
+        alive = self._server.pid != 0
+        if alive and self._unanswered < _LOOKS:
+            if now_s - self._due_s > _HEALTHY_S:
+                self._pause_s = 0.0
+            return
+        if now_s < self._due_s:
+            return
+        what = "does not answer" if alive else "died"
+        self._say(f"redis {what}; starting it again, empty (the index heals by itself)")
+        self._server.kill()
+        self._pause_s = min(max(2 * self._pause_s, _PAUSE_S[0]), _PAUSE_S[1])
+        self._due_s = now_s + self._pause_s
+        try:
+            self._server.start()
+        except (RedisError, OSError) as error:
+            self._say(
+                f"warning: {error}; workers and routers serve on without Redis, the next try is "
+                f"in {self._pause_s:g} s"
+            )
+        self._unanswered = 0
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._stop.set()
+
+    def _ask(self) -> None:
+        while not self._stop.wait(self._look_every_s):
+            answered = self._server.answers(self._answer_within_s)
+            self._unanswered = 0 if answered else self._unanswered + 1
 
 
 def server_binary() -> Path:

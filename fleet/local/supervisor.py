@@ -32,7 +32,7 @@ from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
-from fleet.local.redis_server import EmbeddedRedis
+from fleet.local.redis_server import EmbeddedRedis, RedisKeeper
 from fleet.local.router_process import (
     RouterFailedError,
     RouterProcesses,
@@ -107,6 +107,7 @@ class Supervisor:
         self._lock: fleet_state.FleetLock | None = None  # of that folder
         self._logs = Path()
         self._redis: EmbeddedRedis | None = None
+        self._redis_keeper: RedisKeeper | None = None
         self._routers: RouterProcesses | None = None
         self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
@@ -249,6 +250,7 @@ class Supervisor:
             return
         own = self._redis = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
         own.start()
+        self._redis_keeper = RedisKeeper(own, self._say)
         self._redis_url = own.url
         self._say(f"redis is up on port {own.port}")
 
@@ -344,7 +346,8 @@ class Supervisor:
     def _watch(self) -> None:
         controller_seen_s = next_look_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
-            self._keep_redis()
+            if self._redis_keeper is not None:
+                self._redis_keeper.keep(time.monotonic())
             self._keep_routers()
             self._check_ray()
             self._keep_up_with_the_file()
@@ -358,11 +361,6 @@ class Supervisor:
                     f"Ray or the controller has not answered for {_CONTROLLER_LOST_S:.0f} s; "
                     f"see {self._logs / 'controller.log'}"
                 )
-
-    def _keep_redis(self) -> None:
-        if self._redis is not None and not self._redis.pid:
-            self._say("redis died; starting it again, empty (the index heals by itself)")
-            self._redis.start()
 
     def _keep_routers(self) -> None:
         if self._routers is None:
@@ -451,6 +449,8 @@ class Supervisor:
             whatever_fails.callback(alarm.cancel)
             whatever_fails.callback(fleet_state.forget, self._name)
             whatever_fails.callback(fleet_state.sweep, str(self._run_folder))
+            if self._redis_keeper is not None:
+                self._redis_keeper.close()
             if self._redis is not None:
                 whatever_fails.callback(self._redis.stop)
             whatever_fails.callback(self._stop_workers)

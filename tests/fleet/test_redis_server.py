@@ -2,16 +2,18 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import redis
 
 from fleet.local.redis_check import check_external, redacted
-from fleet.local.redis_server import EmbeddedRedis, RedisError
+from fleet.local.redis_server import EmbeddedRedis, RedisError, RedisKeeper
 from fleet.process_key import ProcessKey
 
 
@@ -48,6 +50,64 @@ def test_a_killed_one_comes_back_under_the_same_url(redis_server: EmbeddedRedis)
     redis_server.start()
     with redis.Redis.from_url(url) as client:
         assert client.dbsize() == 0
+
+
+def test_a_frozen_one_is_ended_and_comes_back_under_the_same_url(
+    redis_server: EmbeddedRedis,
+) -> None:
+    told: list[str] = []
+    keeper = RedisKeeper(redis_server, told.append, look_every_s=0.02, answer_within_s=0.2)
+    url, frozen = redis_server.url, ProcessKey.of(redis_server.pid)
+    assert frozen is not None
+    os.kill(frozen.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while redis_server.pid == frozen.pid:
+        assert time.monotonic() < deadline, "nobody has noticed"
+        keeper.keep(time.monotonic())
+        time.sleep(0.02)
+    assert frozen.find() is None
+    with redis.Redis.from_url(url) as client:
+        assert client.ping()
+    for _ in range(10):  # a server that answers is left alone
+        keeper.keep(time.monotonic())
+        time.sleep(0.02)
+    keeper.close()
+    assert len(told) == 1 and told[0].startswith("redis does not answer; starting it again")
+
+
+def test_one_that_cannot_come_back_is_tried_ever_less_often_and_ends_nothing(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """Its port may be another's by now."""
+    told: list[str] = []
+    keeper = RedisKeeper(redis_server, told.append)
+    redis_server.kill()
+    with socket.create_server(("127.0.0.1", redis_server.port)):
+        now_s, tries = 0.0, []
+        while now_s < 200.0:
+            before = len(told)
+            keeper.keep(now_s)
+            if len(told) > before:
+                tries.append(now_s)
+            now_s += 0.25
+    assert "serve on without Redis" in told[1]
+    pauses = [later - earlier for earlier, later in pairwise(tries)]
+    assert pauses[:3] == [0.5, 1.0, 2.0] and pauses[-1] == 30.0
+    keeper.keep(now_s + 30.0)
+    keeper.close()
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert client.ping()
+
+
+def test_a_first_start_takes_another_port_where_its_own_is_taken_meanwhile() -> None:
+    server = EmbeddedRedis()
+    with socket.create_server(("127.0.0.1", server.port)):
+        taken = server.port
+        server.start()
+    try:
+        assert server.port != taken and server.answers()
+    finally:
+        server.stop()
 
 
 def test_it_dies_with_its_parent() -> None:
