@@ -30,10 +30,11 @@ def reconcile_running(config_file: Path, config: FleetConfig, *, dry_run: bool) 
     plan = planned(state, config)
     if plan.refused:
         fail("; ".join(plan.refused))
-    for line in plan.lines:
+    unfinished = state.change_problem if not plan.keys else ""
+    for line in (f"to be tried again: {unfinished}",) if unfinished else plan.lines:
         typer.echo(line)
     supervisor = state.supervisor.find()
-    if dry_run or not plan.keys or supervisor is None:
+    if dry_run or not (plan.keys or unfinished) or supervisor is None:
         return
     supervisor.send_signal(CHANGE_SIGNAL)
     deadline = time.monotonic() + START_LIMIT_S

@@ -88,6 +88,11 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
         refused.append(f"pools.engine cannot change while it runs: {_FIXED['model']}")
     if (old.pools.tls, old.pools.insecure) != (new.pools.tls, new.pools.insecure):
         refused.append("pools.tls cannot change while it runs: old and new would not speak")
+    if old.pools.token_file != new.pools.token_file:
+        refused.append(
+            "pools.token_file cannot change while it runs: routers and workers would differ in "
+            "their token; put the new token into the file that is named now"
+        )
     if old.clients.tls != new.clients.tls:
         refused.append("clients.tls cannot change while it runs: clients know the URL")
     if old.pools.routers != new.pools.routers:

@@ -44,18 +44,27 @@ class LocalPools:
         """Go on with another configuration; workers follow one by one.
 
         Raises:
-            CapacityError: It does not fit; nothing has changed.
+            CapacityError: It does not fit, and nothing has changed; or the controller does not
+                answer.
         """
+        from ray.exceptions import RayError
+
         from fleet.pools import ray_runtime
-        from fleet.pools.nodes import check_nodes
+        from fleet.pools.nodes import CapacityError, check_nodes
         from fleet.pools.placement import cluster_nodes
 
         check_nodes(config, cluster_nodes())
-        self._config = config
-        ray_runtime.Controller.ensure(
-            config.fleet, msgspec.structs.replace(spec, host=self.address)
-        )
-        self._controller = ray_runtime.Controller.find(config.fleet)
+        spec = msgspec.structs.replace(spec, host=self.address)
+        try:
+            ray_runtime.Controller.ensure(config.fleet, spec)
+        except RayError as error:
+            raise CapacityError(
+                f"the controller does not begin with the new settings: {error}; see "
+                "`baton logs controller`, then try again"
+            ) from error
+        finally:
+            found = ray_runtime.Controller.find(config.fleet)
+            self._controller = found or self._controller
 
     def slots(self) -> list[dict[str, Any]]:
         """worker_id, phase, epoch, reason of each slot; nothing while nobody answers."""

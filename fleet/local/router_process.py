@@ -26,6 +26,7 @@ from router.group.member import alive_path
 _HEALTHY_S = 60.0
 _FAILURES = 5  # in a row, of one router
 _START_LIMIT_S = 60.0
+_SPAWN_PAUSE_S = 5.0
 
 
 def own_address() -> str:
@@ -201,16 +202,23 @@ class RouterProcesses:
         now_s = time.monotonic()
         for index, life in enumerate(self._lives):
             if life is None and self._launch is not None and now_s >= self._start_at_s[index]:
-                self._begin(index)
+                self._begin_again(index, now_s, say)
             elif life is not None and life.ended:
                 self._note_death(index, life, now_s)
                 say(f"{_name(index)} died (exit code {life.process.returncode}); starting it again")
                 self._lives[index] = None
                 if now_s >= self._start_at_s[index]:
-                    self._begin(index)
+                    self._begin_again(index, now_s, say)
         for life in [life for life in self._leaving if life.ended]:
             self._leaving.remove(life)
         self._replace(say)
+
+    def _begin_again(self, index: int, now_s: float, say: Callable[[str], None]) -> None:
+        try:
+            self._begin(index)
+        except OSError as error:  # no memory, no descriptor, no room for its log: that passes
+            self._start_at_s[index] = now_s + _SPAWN_PAUSE_S
+            say(f"{_name(index)} cannot be started ({error}); the next try is in a moment")
 
     def _note_death(self, index: int, life: _Life, now_s: float) -> None:
         healthy = now_s - life.started_s > _HEALTHY_S
@@ -225,16 +233,23 @@ class RouterProcesses:
     # --- one life after another -------------------------------------------------------------------
 
     def roll(self) -> None:
-        """Replace all, one after the other: the next life serves before the last one leaves."""
+        """Replace all, one after the other: the next life serves before the last one leaves.
+
+        One that is being replaced now is replaced again: its next life may know an older file.
+        """
         self.roll_failed = ""
-        self._to_replace += [index for index in range(self.count) if index not in self._to_replace]
+        waiting = self._to_replace if self._next is None else self._to_replace[1:]
+        self._to_replace += [index for index in range(self.count) if index not in waiting]
 
     def _replace(self, say: Callable[[str], None]) -> None:
         if not self._to_replace:
             return
         index = self._to_replace[0]
         if self._next is None:
-            self._next = self._new_life(index)
+            try:
+                self._next = self._new_life(index)
+            except OSError as error:
+                self._break_off(f"{_name(index)}: its next life cannot be started ({error})", say)
             return
         if self.serving(index) == self._next.process.pid:
             last, self._lives[index] = self._lives[index], self._next
@@ -244,13 +259,18 @@ class RouterProcesses:
             say(f"{_name(index)} has a new life; the last one finishes its answers")
         elif self._next.ended or time.monotonic() - self._next.started_s > _START_LIMIT_S:
             self._next.wait(0.0)
-            say(f"{_name(index)}: its next life does not serve, so all stay as they are")
-            self._to_replace = [index]
-            self.roll_failed = f"{_name(index)}: its next life does not serve"
+            self._next = None
+            self._break_off(f"{_name(index)}: its next life does not serve", say)
+            return
         else:
             return
         self._to_replace.pop(0)
         self._next = None
+
+    def _break_off(self, why: str, say: Callable[[str], None]) -> None:
+        say(f"{why}, so all stay as they are")
+        self._to_replace.clear()
+        self.roll_failed = why
 
     def serving(self, index: int) -> int:
         """The process id of the router that serves at this place; 0: none does."""

@@ -41,7 +41,6 @@ from fleet.local.router_process import (
 )
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import FleetState
-from fleet.pools.nodes import CapacityError
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
@@ -101,6 +100,7 @@ class Supervisor:
         self._changing: Changes | None = None  # that workers are still at
         self._changes_done = 0
         self._rolling = False  # the routers, as its last step
+        self._routers_behind = False  # they could not follow the last change
         self._stop = StopSignal()
         self._token = KnownToken("", "")
         self._name = config.fleet  # of its state folder
@@ -377,7 +377,11 @@ class Supervisor:
         if self._stop.take_change():
             try:
                 self._changing = self._begin_change(self._changing)
-            except (ValueError, CapacityError) as error:
+            except (
+                ValueError,
+                RuntimeError,
+                OSError,
+            ) as error:  # it serves: it must not end by this
                 self._end_change(f"the file is not taken, the fleet goes on as it was: {error}")
         elif self._changing is not None and self._all_in_place():
             self._give_routers_successors(self._changing)
@@ -392,6 +396,7 @@ class Supervisor:
             if not routers.rolled:
                 return
             self._rolling = False
+            self._routers_behind = bool(routers.roll_failed)
             if failed := routers.roll_failed:
                 problem = f"{failed}; the routers serve on as they were:\n{self._tail('router')}"
         self._changing = None
@@ -414,12 +419,17 @@ class Supervisor:
         if plan.keys:
             self._pools.change(new, self._spec(new))
         self._config = new
-        return replace(plan, router=plan.router or (earlier is not None and earlier.router))
+        self._rolling = False  # routers that were replaced before have read an older file
+        late = self._routers_behind or (earlier is not None and earlier.router)
+        return replace(plan, router=plan.router or late)
 
     def _end_change(self, problem: str = "") -> None:
         self._say(problem or "the fleet is as its file says")
         self._changes_done += 1
-        self._save_state(problem)
+        try:
+            self._save_state(problem)
+        except OSError as error:
+            self._say(f"warning: the fleet's state cannot be written: {error}; it serves on")
 
     def _check_ray(self) -> None:
         if self._pools is None:

@@ -88,6 +88,7 @@ def test_a_batch_size_is_of_both() -> None:
         ({"redis": "redis://h/0"}, "redis"),
         ({"logs": {"dir": "/var/log/baton"}}, "logs.dir"),
         ({"pools": {"engine": {"emulated": "h100-70b"}}}, "pools.engine"),
+        ({"pools": {"token_file": "/etc/baton/new.token"}}, "pools.token_file"),
     ],
 )
 def test_what_cannot_change_is_refused_by_name_and_nothing_else_is_done(
