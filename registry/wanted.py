@@ -14,17 +14,19 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         of: Digest of what the fleet was started with: another file is another wish.
         pools: Replicas by role.
         closed_nodes: Node addresses where nothing is placed.
+        drained: Workers that stay down until they are restarted.
     """
 
     of: str
     pools: dict[str, int] = {}
     closed_nodes: tuple[str, ...] = ()
+    drained: tuple[str, ...] = ()
 
 
 async def read(registry: Registry, of: str) -> Wanted:
     """What was asked of the fleet that was started with ``of``.
 
-    Of one that was started with another file only the closed nodes count: those are about machines.
+    Of one that was started with another file the sizes do not count: that file has its own.
 
     Raises:
         RegistryUnavailableError: Redis does not answer.
@@ -36,7 +38,9 @@ async def read(registry: Registry, of: str) -> Wanted:
         except msgspec.DecodeError as error:
             registry.skip("wanted", str(error))
         else:
-            return found if found.of == of else Wanted(of=of, closed_nodes=found.closed_nodes)
+            if found.of == of:
+                return found
+            return Wanted(of=of, closed_nodes=found.closed_nodes, drained=found.drained)
     return Wanted(of=of)
 
 

@@ -317,8 +317,8 @@ class Supervisor:
         )
 
     def _all_ready(self) -> bool:
-        slots = self._slots()
-        return bool(slots) and all(slot["phase"] == "ready" for slot in slots)
+        phases = {slot["phase"] for slot in self._slots()}
+        return "ready" in phases and phases <= {"ready", "parked"}  # parked: drained, and adopted
 
     def _slots(self) -> list[dict[str, Any]]:
         return self._pools.slots() if self._pools is not None else []

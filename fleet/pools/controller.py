@@ -147,10 +147,17 @@ class FleetController:
     def drain(self, worker_id: str, now_ns: int) -> list[Action]:
         """Take one worker out of traffic, and its processes down, until it is restarted."""
         slot = self.slots[worker_id]
+        self._rolling = [name for name in self._rolling if name != worker_id]
         return self._begin_drain(slot, "drained by an operator", Phase.PARKED, now_ns)
 
     def restart(
-        self, worker_ids: list[str], now_ns: int, *, rolling: bool, move: bool = False
+        self,
+        worker_ids: list[str],
+        now_ns: int,
+        *,
+        rolling: bool,
+        move: bool = False,
+        revive: bool = True,
     ) -> list[Action]:
         """Give each slot a new life: all at once, or one after another, each drained first.
 
@@ -159,9 +166,12 @@ class FleetController:
             now_ns: The time.
             rolling: One after another.
             move: Each gives up its place for another one.
+            revive: Workers that an operator has drained begin a life too.
         """
         for name in worker_ids:
             self.slots[name].moving |= move
+        if not revive:
+            worker_ids = [name for name in worker_ids if name not in self.drained_workers]
         if rolling:
             self._rolling += [name for name in worker_ids if name not in self._rolling]
             return self.tick(now_ns)
@@ -285,6 +295,18 @@ class FleetController:
             elif slot.phase is Phase.DRAINING:
                 actions += self._stop_life(slot)
         return actions + self._roll(now_ns)
+
+    @property
+    def drained_workers(self) -> tuple[str, ...]:
+        """The workers that an operator has drained, or is draining."""
+        if self.stopped:
+            return ()
+        down = (Phase.PARKED, Phase.DRAINING)
+        return tuple(
+            slot.worker_id
+            for slot in self.slots.values()
+            if slot.phase in down and slot.after_drain is Phase.PARKED and not slot.leaving
+        )
 
     @property
     def wanted(self) -> dict[Role, int]:

@@ -5,7 +5,8 @@
     nodes                                the cluster's nodes, and who lives there
     logs      worker_ids, lines          the ends of the log files of every node
     drain     worker_ids                 out of traffic, and down, until restarted
-    restart   worker_ids, move           a new life at once; ``move``: on another node
+    restart   worker_ids, move           a new life at once; ``move``: on another node. Without
+                                         ids: all workers but those that were drained
     roll      worker_ids, move           the same one after another, each drained first
     scale     prefill, decode            other sizes of the pools
     close     node                       nothing is placed there; who lives there moves
@@ -106,7 +107,9 @@ class OrderDesk:
                 self._apply(self._machine.drain(name, now_ns))
         elif order.verb in ("restart", "roll"):
             rolling = order.verb == "roll"
-            self._apply(self._machine.restart(names, now_ns, rolling=rolling, move=move))
+            named = bool(order.worker_ids)  # of all workers, those that were drained stay so
+            actions = self._machine.restart(names, now_ns, rolling=rolling, move=move, revive=named)
+            self._apply(actions)
         else:
             return Answer(f"unknown command {order.verb}")
         return Answer()
@@ -150,7 +153,9 @@ class OrderDesk:
         closed.add(address)
         moving = [w for w in self._machine.slots if address in self._placements.addresses_of(w)]
         if moving:
-            actions = self._machine.restart(moving, self._now_ns(), rolling=True, move=True)
+            actions = self._machine.restart(
+                moving, self._now_ns(), rolling=True, move=True, revive=False
+            )
             self._apply(actions)
         return Answer(data=moving)
 

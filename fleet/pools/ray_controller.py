@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class ControllerActor:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._running = False
+        self._knows_wishes = False  # what operators asked of the fleet beyond its file
 
     # ---- what the supervisor asks ---------------------------------------------------------------
 
@@ -93,9 +94,11 @@ class ControllerActor:
         async with self._beginning:
             if self._running:
                 return
-            await self._learn_wishes()
+            wishes = await self._read_wishes()
+            if wishes is not None and wishes.pools:
+                self._begin_with(_sizes(wishes.pools))
             await self._learn_epochs()
-            await self._adopt()
+            await self._adopt(wishes)
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._tasks.keep(self._watch_nodes, "nodes")
@@ -310,11 +313,14 @@ class ControllerActor:
 
     # ---- what an earlier controller left --------------------------------------------------------
 
-    async def _adopt(self) -> None:
+    async def _adopt(self, wishes: wanted.Wanted | None) -> None:
         """Follow the lives that are there; none is followed before all are known.
 
         Those that were started with other settings are renewed one after another, and those
         beyond their pool's size are drained.
+
+        Args:
+            wishes: Of operators; None: not known yet, so that no life is beyond its pool's size.
         """
         names = ray.util.list_named_actors(all_namespaces=True)
         actors: dict[str, Any] = {}
@@ -340,12 +346,15 @@ class ControllerActor:
             differs = process is not None and self._differs(worker_id, role, process)
             if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
-        for role, size in self._machine.wanted.items() if actors else ():
-            self._apply(self._machine.resize(role, size, _now_ns()))
+        if wishes is not None:
+            self._keep_drained(wishes)
+            for role, size in self._machine.wanted.items() if actors else ():
+                self._apply(self._machine.resize(role, size, _now_ns()))
         changed = [name for name in changed if name in self._machine.slots]
         if changed:
             _LOG.info("started with other settings, to be renewed: %s", ", ".join(changed))
-            self._apply(self._machine.restart(changed, _now_ns(), rolling=True))
+            again = self._machine.restart(changed, _now_ns(), rolling=True, revive=False)
+            self._apply(again)
 
     def _differs(self, worker_id: str, role: Role, process: ShellProcess) -> bool:
         """Whether a life was started with other settings than it would be now."""
@@ -359,21 +368,44 @@ class ControllerActor:
             self._config, self._machine, self._placements, self._apply, _now_ns, self._spec.log_dir
         )
 
-    async def _learn_wishes(self) -> None:
-        """What operators asked of this fleet beyond its file, and an earlier controller did."""
-        with contextlib.suppress(RegistryUnavailableError):
+    async def _read_wishes(self) -> wanted.Wanted | None:
+        """What operators asked of this fleet beyond its file; None while Redis is away."""
+        try:
             wishes = await wanted.read(self._registry, self._spec.digest)
-            self._placements.closed |= set(wishes.closed_nodes)
-            if wishes.pools:
-                sizes: dict[Role, int] = {"prefill": 0, "decode": 0}
-                self._begin_with({role: wishes.pools.get(role, 0) for role in sizes})
+        except RegistryUnavailableError:
+            return None
+        self._placements.closed |= set(wishes.closed_nodes)
+        self._knows_wishes = True
+        return wishes
+
+    async def _learn_wishes_late(self) -> None:
+        """The same, for a controller that began while Redis was away."""
+        if self._knows_wishes or (wishes := await self._read_wishes()) is None:
+            return
+        self._keep_drained(wishes)
+        for role, size in _sizes(wishes.pools or dict(self._machine.wanted)).items():
+            self._apply(self._machine.resize(role, size, _now_ns()))
+
+    def _keep_drained(self, wishes: wanted.Wanted) -> None:
+        for worker_id in wishes.drained:
+            if worker_id in self._machine.slots:
+                self._apply(self._machine.drain(worker_id, _now_ns()))
 
     async def _note_wishes(self) -> None:
-        pools = {str(role): size for role, size in self._machine.wanted.items()}
-        closed = tuple(sorted(self._placements.closed))
-        wishes = wanted.Wanted(of=self._spec.digest, pools=pools, closed_nodes=closed)
-        with contextlib.suppress(RegistryUnavailableError):
-            await wanted.write(self._registry, wishes)
+        """Write them again now and then: a Redis that starts again is empty, and a week is short.
+
+        Raises:
+            RegistryUnavailableError: Redis does not answer.
+        """
+        if not self._knows_wishes or self._machine.stopped:
+            return
+        wishes = wanted.Wanted(
+            of=self._spec.digest,
+            pools={str(role): size for role, size in self._machine.wanted.items()},
+            closed_nodes=tuple(sorted(self._placements.closed)),
+            drained=self._machine.drained_workers,
+        )
+        await wanted.write(self._registry, wishes)
 
     # ---- the registry ---------------------------------------------------------------------------
 
@@ -385,10 +417,12 @@ class ControllerActor:
                     self._machine.note_epoch(record.worker_id, record.epoch)
 
     async def _refresh(self) -> None:
-        """Write all slots again before their records expire."""
+        """Write all slots again before their records expire, and what operators asked for."""
+        await self._learn_wishes_late()
         news = [self._machine.describe(slot) for slot in self._machine.slots.values()]
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.write_slots([self._record(item) for item in news])
+            await self._note_wishes()
 
     async def _publish(self, news: Publish) -> None:
         with contextlib.suppress(RegistryUnavailableError):
@@ -419,19 +453,24 @@ class ControllerActor:
 
     async def _obey(self, order: Order) -> None:
         try:
+            await self._learn_wishes_late()
             if order.verb == "stop":
                 answer = Answer(data=await self.stop())
             else:
                 answer = await self._desk.obey(order)
         except (RayError, RuntimeError, ValueError, TypeError) as error:
             answer = Answer(f"{order.verb} failed: {error}")
-        if order.verb in ("scale", "close", "open") and not answer.problem:
+        with contextlib.suppress(RegistryUnavailableError):
             await self._note_wishes()
         with contextlib.suppress(RegistryUnavailableError):
             await self._orders.answer(order, answer)
         if order.verb == "stop":
             own = ray.get_actor(controller_name(self._config.fleet), namespace=NAMESPACE)
             ray.kill(own, no_restart=True)
+
+
+def _sizes(pools: Mapping[str, int]) -> dict[Role, int]:
+    return {"prefill": pools.get("prefill", 0), "decode": pools.get("decode", 0)}
 
 
 def _now_ns() -> int:

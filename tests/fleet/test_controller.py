@@ -133,6 +133,35 @@ def test_a_drained_worker_stays_down_until_it_is_restarted() -> None:
     assert only(Launch, fleet.restart(["decode-0"], 20, rolling=False)) == ["decode-0"]
 
 
+def test_a_restart_of_all_leaves_those_down_that_an_operator_has_drained() -> None:
+    for rolling in (False, True):
+        fleet = running(decode=2)
+        fleet.drain("decode-1", 0)
+        assert fleet.drained_workers == ("decode-1",), "from the order on"
+        for renewed in (False, True):  # while it drains, and when it is down
+            fleet.restart(["decode-1"], 5, rolling=rolling, revive=False)
+            assert fleet.slots["decode-1"].phase is not Phase.WAITING
+            fleet.drained("decode-1", 1, 5)
+            fleet.ended("decode-1", 1, "exit code 0", 6)
+            assert fleet.slots["decode-1"].phase is Phase.PARKED, renewed
+        assert fleet.drained_workers == ("decode-1",)
+        fleet.restart(["decode-1"], 7, rolling=rolling)
+        assert fleet.drained_workers == ()
+
+
+def test_a_worker_that_is_drained_before_its_turn_stays_down_in_a_rolling_restart() -> None:
+    fleet = running(decode=2)
+    fleet.restart(["decode-0", "decode-1"], 0, rolling=True)
+    fleet.drain("decode-1", 1)
+    fleet.drained("decode-1", 1, 2)
+    fleet.ended("decode-1", 1, "exit code 0", 2)
+    fleet.drained("decode-0", 1, 2)
+    fleet.ended("decode-0", 1, "exit code 0", 3)
+    fleet.started("decode-0", 2, 4)
+    assert fleet.slots["decode-0"].epoch == 2
+    assert fleet.slots["decode-1"].phase is Phase.PARKED
+
+
 def test_a_drain_that_takes_too_long_is_ended() -> None:
     fleet = running()
     fleet.drain("decode-0", 0)

@@ -25,8 +25,9 @@ from fleet.pools.liveness import ShellProcess, StandstillGuard
 from fleet.pools.ray_controller import ControllerActor
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
+from registry import wanted
 from registry.orders import Order
-from registry.redis_store import Registry
+from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import WorkerRecord
 from telemetry.tasks import BackgroundTasks
 
@@ -51,6 +52,7 @@ class Actor:
         self.start = self.record = Method(self._record)
         self.wait = Method(self._wait)
         self.stop = Method(self._stop)
+        self.drain = Method(self._thaw)
         self.ping = Method(self._ping)
         self.frozen = False
         self.process = ShellProcess("elsewhere", ProcessKey(1, 0.0))
@@ -205,6 +207,98 @@ async def test_a_new_controller_counts_on_from_what_the_registry_says(
     await asyncio.gather(controller.run(), controller.run())
     await until(lambda: epochs != [])
     assert epochs == [7]
+
+
+def adopting(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch, *worker_ids: str
+) -> dict[str, Actor]:
+    """Lives that an earlier controller left; those that are started here join them."""
+    lives = {name: Actor(name) for name in worker_ids}
+    for name, life in lives.items():
+        life.process = ShellProcess("elsewhere", ProcessKey(1, 0.0), epoch=1, started=True)
+        assert name == life.worker_id
+    named = {f"baton-test-{name}-1": life for name, life in lives.items()}
+    listed = [{"name": name, "namespace": ray_controller.NAMESPACE} for name in named]
+    monkeypatch.setattr(ray_controller.ray.util, "list_named_actors", lambda **_: listed)
+    monkeypatch.setattr(ray_controller.ray, "get_actor", lambda name, **_: named[name])
+
+    def start(launch, _group) -> Actor:
+        return lives.setdefault(launch.worker_id, Actor(launch.worker_id))
+
+    monkeypatch.setattr(controller, "_start_actor", start)
+    return lives
+
+
+@pytest.mark.parametrize("of", ["this file", "another"])
+async def test_a_new_controller_leaves_those_down_that_an_operator_has_drained(
+    controller: ControllerActor,
+    redis_server: EmbeddedRedis,
+    monkeypatch: pytest.MonkeyPatch,
+    of: str,
+) -> None:
+    """One that crashed, or that `--reconcile` has replaced, knew it."""
+    registry = Registry(redis_server.url, "test")
+    digest = controller._spec.digest if of == "this file" else of
+    await wanted.write(registry, wanted.Wanted(of=digest, drained=("prefill-0", "decode-7")))
+    await registry.close()
+    adopting(controller, monkeypatch, "decode-0")
+    await controller.run()
+    await until(lambda: phase(controller, "decode-0") is Phase.READY)
+    await asyncio.sleep(0.2)
+    slot = controller._machine.slots["prefill-0"]
+    assert (slot.phase, slot.epoch) == (Phase.PARKED, 0)
+    assert slot.reason == "drained by an operator"
+
+
+async def test_what_operators_asked_for_is_written_again_into_a_redis_that_lost_it(
+    controller: ControllerActor, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_controller, "_REFRESH_S", 0.1)
+    monkeypatch.setattr(ray_controller, "_STEP_S", 0.01)
+    adopting(controller, monkeypatch)
+    await controller.run()
+    await until(lambda: phase(controller, "decode-0") is Phase.READY)
+    await controller._obey(Order("token", "drain", ("decode-0",)))
+    registry = Registry(redis_server.url, "test")
+    await registry.send(("FLUSHALL",))
+
+    async def again() -> wanted.Wanted:
+        async with asyncio.timeout(5.0):
+            while not (found := await wanted.read(registry, controller._spec.digest)).drained:
+                await asyncio.sleep(0.02)
+            return found
+
+    found = await again()
+    await registry.close()
+    assert (found.drained, found.pools) == (("decode-0",), {"prefill": 1, "decode": 1})
+
+
+async def test_a_controller_that_begins_while_redis_is_away_drains_nobody_for_that(
+    controller: ControllerActor, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fleet had been scaled to three; the file says one."""
+    monkeypatch.setattr(ray_controller, "_REFRESH_S", 0.1)
+    read, away = wanted.read, True
+
+    async def read_or_not(registry: Registry, of: str) -> wanted.Wanted:
+        if away:
+            raise RegistryUnavailableError("away")
+        return await read(registry, of)
+
+    monkeypatch.setattr(ray_controller.wanted, "read", read_or_not)
+    registry = Registry(redis_server.url, "test")
+    scaled = wanted.Wanted(of=controller._spec.digest, pools={"prefill": 1, "decode": 2})
+    await wanted.write(registry, scaled)
+    lives = adopting(controller, monkeypatch, "prefill-0", *(f"decode-{i}" for i in range(3)))
+    await controller.run()
+    await asyncio.sleep(0.5)
+    assert [slot.phase for slot in controller._machine.slots.values()] == 4 * [Phase.READY]
+    away = False
+    await until(lambda: "decode-2" not in controller._machine.slots)
+    assert controller._machine.wanted == {"prefill": 1, "decode": 2}
+    assert not any(lives[name].stopped.is_set() for name in ("prefill-0", "decode-0", "decode-1"))
+    assert (await read(registry, controller._spec.digest)).pools == {"prefill": 1, "decode": 2}
+    await registry.close()
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_a_terminal_that_is_gone_costs_lines_and_no_fleet() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     pipe = os.fdopen(writer, "w")
-    full = Path("/dev/full").open("w")
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - it outlives a failed close
     for stream in (pipe, full):
         console = LastingConsole(file=stream)
         for _ in range(3):
@@ -133,13 +133,25 @@ def test_up_shows_its_lines_on_such_a_console(
                 self._say(line)
                 told.append(line)
 
-    full = Path("/dev/full").open("w")
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - it outlives a failed close
     monkeypatch.setattr("fleet.cli.lifecycle.Supervisor", Talks)
     monkeypatch.setattr("fleet.cli.lifecycle.terminal", lambda: full)
     done = CliRunner().invoke(app, ["up", str(tmp_path / "fleet.yaml")])
     with contextlib.suppress(OSError):
         full.close()
     assert (done.exit_code, told) == (0, ["before", "after"])
+
+
+def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", lambda _: None)
+    slots = [{"phase": "ready"}, {"phase": "parked"}]
+    monkeypatch.setattr(supervisor, "_pools", SimpleNamespace(slots=lambda: slots))
+    assert supervisor._all_ready()
+    for phases in (["parked"], ["ready", "starting"], []):
+        slots[:] = [{"phase": phase} for phase in phases]
+        assert not supervisor._all_ready()
 
 
 def test_the_router_ends_first_and_a_fault_leaves_nothing(
