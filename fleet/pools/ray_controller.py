@@ -383,7 +383,8 @@ class ControllerActor:
         if self._knows_wishes or (wishes := await self._read_wishes()) is None:
             return
         self._keep_drained(wishes)
-        for role, size in _sizes(wishes.pools or dict(self._machine.wanted)).items():
+        sizes = _sizes(wishes.pools) if wishes.pools else self._machine.wanted
+        for role, size in sizes.items():
             self._apply(self._machine.resize(role, size, _now_ns()))
 
     def _keep_drained(self, wishes: wanted.Wanted) -> None:
