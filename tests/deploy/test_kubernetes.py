@@ -6,8 +6,10 @@ against the names and types that KubeRay documents, as far as the file may ever 
 """
 
 import copy
+import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 FILES = ("raycluster.yaml", "router.yaml", "network-policies.yaml")
 KUBERNETES = "1.33"
 SECRETS = {"baton", "baton-fleet"}
+NEEDS_SECRET_NAME = (1, 6)  # KubeRay, for `authOptions.secretName`
 
 
 def fields(required: str = "", **properties: Any) -> dict[str, Any]:
@@ -128,6 +131,15 @@ def test_the_ray_cluster_has_the_fields_that_kuberay_knows() -> None:
     jsonschema.validate(ray_cluster(), RAY_CLUSTER)
 
 
+def test_the_page_names_a_kuberay_that_knows_its_fields() -> None:
+    """An older one refuses `authOptions.secretName`, and makes a Secret of its own."""
+    assert ray_cluster()["spec"]["authOptions"]["secretName"] in SECRETS
+    page = (FOLDER / "kustomization.yaml").read_text()
+    named = re.search(r"KubeRay \((\d+)\.(\d+)\.\d+ or newer", page)
+    assert named is not None
+    assert tuple(map(int, named.groups())) >= NEEDS_SECRET_NAME
+
+
 def test_the_head_has_no_replicas_and_each_group_has_its_role() -> None:
     spec = ray_cluster()["spec"]
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
@@ -140,6 +152,23 @@ def test_the_head_has_no_replicas_and_each_group_has_its_role() -> None:
         cpus = float(container["resources"]["requests"]["cpu"]) * group["replicas"]
         assert getattr(config.pools, role) * config.cpus_per_rank <= cpus
         assert "$KUBERAY_GEN_RAY_START_CMD" in container["args"][0]
+
+
+def test_nodes_have_probes_of_their_own_at_ports_that_ray_listens_on() -> None:
+    """KubeRay adds its own where there are none: they need Ray's dashboard agent, and `wget`."""
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]
+    assert not any(name.startswith("ray[") for name in project["dependencies"])
+    spec = ray_cluster()["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        is_head = group is spec["headGroupSpec"]
+        listens = "6379" if is_head else group["rayStartParams"]["node-manager-port"]
+        (container,) = group["template"]["spec"]["containers"]
+        for name in ("livenessProbe", "readinessProbe"):
+            assert container[name]["tcpSocket"] == {"port": int(listens)}
+        liveness = container["livenessProbe"]
+        assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60, (
+            "Ray may start slowly"
+        )
 
 
 def test_the_fleet_file_is_right_and_holds_no_secret_of_redis() -> None:
