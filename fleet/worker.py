@@ -35,6 +35,7 @@ from fleet.canary import Canary
 from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
 from fleet.ports import free_port, kv_listener
+from fleet.private_logs import open_log
 from fleet.quarantine_watch import QuarantineWatch
 from fleet.rank_links import open_links, serve_links
 from fleet.worker_identity import capabilities_of, identity_of, record_of
@@ -355,7 +356,7 @@ def _open_log(settings: WorkerSettings) -> IO[bytes] | None:
         return None
     folder = Path(settings.log_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    return (folder / f"{settings.worker_id}.engine.log").open("ab")
+    return open_log(folder / f"{settings.worker_id}.engine.log")
 
 
 def _services(

@@ -30,6 +30,7 @@ from fleet.local.subprocesses import die_with_parent
 from fleet.pools.cluster_call import REFUSED, ClusterCall, ClusterReply
 from fleet.pools.nodes import CapacityError
 from fleet.pools.resources import ControllerSpec
+from fleet.private_logs import open_log
 from fleet.process_key import ProcessKey
 from registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
 from registry.orders import Orders
@@ -291,7 +292,7 @@ def call_cluster(call: ClusterCall, log: Path, limit_s: float = CALL_LIMIT_S) ->
     Raises:
         CapacityError: The call failed; the message says why.
     """
-    with log.open("ab") as stream:
+    with open_log(log) as stream:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "fleet.pools.cluster_call"],
             cwd="/",  # Ray's workers import from it, and the user's folder may hold a config.py

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from config.fleet_file import FleetConfig
 from config.secrets import SecretError, read_tokens, tokens_in
-from fleet.local.state import state_folder
+from fleet.local.state import state_folder, write_whole
 
 TOKEN_VARIABLE = "BATON_FLEET_TOKEN"  # noqa: S105 - its name, not it
 FILE_VARIABLE = "BATON_FLEET_TOKEN_FILE"
@@ -77,10 +77,8 @@ def fleet_token(name: str, config: FleetConfig | None = None) -> KnownToken:
     if (given := given_token(config)) is not None:
         return given
     file = state_folder(name) / "fleet.token"
-    if not file.exists():
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(secrets.token_urlsafe(32))
+    if not file.exists() or not file.stat().st_size:  # a full disk leaves an empty one
+        write_whole(file, secrets.token_urlsafe(32).encode())
     return _of_file(str(file))
 
 

@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from fleet.private_logs import open_log
+
 LOG_LIMIT_BYTES = 16 * 2**20
 # The folder may be shared with others, whose logs are theirs.
 _OURS = (
@@ -25,10 +27,12 @@ def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
     for file in (found for pattern in _OURS for found in folder.glob(pattern)):
         with contextlib.suppress(OSError):  # a full disk must not end the fleet
             if file.stat().st_size > limit_bytes:
-                with file.open("rb") as source, file.with_suffix(".log.1").open("wb") as copy:
+                older = file.with_suffix(".log.1")
+                older.unlink(missing_ok=True)
+                with file.open("rb") as source, open_log(older) as copy:
                     shutil.copyfileobj(source, copy)
                     shutil.copyfileobj(source, copy)  # what came meanwhile
-                shutil.copymode(file, file.with_suffix(".log.1"))
+                shutil.copymode(file, older)
                 os.truncate(file, 0)
 
 
@@ -66,11 +70,10 @@ class OwnOutput:
     def __init__(self, log: Path) -> None:
         self._terminal = (os.dup(1), os.dup(2))
         self._streams = (sys.stdout, sys.stderr)
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._flush()
-        for stream in (1, 2):
-            os.dup2(descriptor, stream)
-        os.close(descriptor)
+        with open_log(log) as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
 
     def release(self) -> None:
         """Print as before."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import redis
 
 from fleet.local.subprocesses import die_with_parent
+from fleet.private_logs import open_log
 
 _START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 3.0
@@ -111,7 +112,7 @@ class EmbeddedRedis:
         return False
 
     def _start(self) -> None:
-        log = self._log_file.open("ab") if self._log_file else subprocess.DEVNULL
+        log = open_log(self._log_file) if self._log_file else subprocess.DEVNULL
         try:
             # The configuration goes through stdin: the password is in no file and no `ps` line.
             self._process = subprocess.Popen(

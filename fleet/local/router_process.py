@@ -21,6 +21,7 @@ import psutil
 
 from fleet.local.preflight import BACKLOG, claim_socket
 from fleet.local.subprocesses import die_with_parent
+from fleet.private_logs import open_log
 from router.group.member import alive_path
 
 _HEALTHY_S = 60.0
@@ -169,7 +170,7 @@ class RouterProcesses:
         command = [sys.executable, "-P", "-m", "router", "--config", str(config_file), *options]
 
         def launch(index: int) -> "subprocess.Popen[bytes]":
-            with (logs / f"{log_name(index)}.log").open("ab") as log:
+            with open_log(logs / f"{log_name(index)}.log") as log:
                 return subprocess.Popen(
                     [*command, "--index", str(index)],
                     env=dict(environment),

@@ -103,6 +103,9 @@ def enter(run_folder: Path) -> None:
             os.environ[name] = str(Path(value).absolute())
     os.environ[RUN_FOLDER_VARIABLE] = str(run_folder)
     os.chdir(run_folder)
+    # systemd-tmpfiles removes what nobody has touched for ten days, but not below a locked folder.
+    # The descriptor stays open until this process ends.
+    fcntl.flock(os.open(run_folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)
 
 
 class FleetLock:
@@ -151,11 +154,22 @@ class FleetLock:
 
 def save(state: FleetState) -> None:
     """Write a fleet's state, readable by this user only."""
-    file = state_folder(state.name) / "state.json"
-    scratch = file.with_suffix(".new")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    write_whole(state_folder(state.name) / "state.json", msgspec.json.encode(state))
+
+
+def write_whole(file: Path, contents: bytes) -> None:
+    """Write a file, readable by this user only, as a whole or not at all.
+
+    Raises:
+        OSError: It cannot be written; what was there before is still there.
+    """
+    scratch = file.with_name(f"{file.name}.new")
+    scratch.unlink(missing_ok=True)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as stream:
-        stream.write(msgspec.json.encode(state))
+        stream.write(contents)
+        stream.flush()
+        os.fsync(descriptor)  # else a machine that loses its power has an empty file
     scratch.replace(file)
 
 

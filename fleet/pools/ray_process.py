@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fleet.private_logs import open_log
 from telemetry.logs import LogFormat, set_up_logs
 
 _LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
@@ -26,11 +27,10 @@ def log_to(file: Path, layout: LogFormat = "text") -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and file.stat().st_size > _LOG_LIMIT_BYTES:
         file.replace(file.with_suffix(".log.1"))
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
+    with open_log(file) as opened:
+        for stream in (1, 2):
+            os.dup2(opened.fileno(), stream)
     faulthandler.enable(file=2, all_threads=True)
     set_up_logs(layout, before=f"{os.getpid()} ")
