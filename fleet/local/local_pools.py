@@ -12,6 +12,7 @@ from fleet.pools.resources import ControllerSpec
 
 _STOP_LIMIT_S = 5.0
 _ANSWER_LIMIT_S = 2.0
+_LOOKS = 4  # in a row without an answer; the supervisor ends a fleet after 30 s without one
 
 
 class LocalPools:
@@ -28,6 +29,9 @@ class LocalPools:
         self._controller: Any = None
         self._health: RayHealth | None = None
         self._started = False
+        self._spec: ControllerSpec | None = None
+        self._silent_looks = 0  # in a row
+        self._news: list[str] = []
         self.address = "127.0.0.1"
 
     def start(self, spec: ControllerSpec) -> None:
@@ -38,6 +42,7 @@ class LocalPools:
         ray_runtime.start_local(self._folder, self._config)
         self._health = ray_runtime.health()
         spec = msgspec.structs.replace(spec, host=self.address)
+        self._spec = spec
         self._controller = ray_runtime.Controller.start(self._config.fleet, spec)
 
     def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
@@ -62,6 +67,8 @@ class LocalPools:
                 f"the controller does not begin with the new settings: {error}; see "
                 "`baton logs controller`, then try again"
             ) from error
+        else:
+            self._spec = spec
         finally:
             found = ray_runtime.Controller.find(config.fleet)
             self._controller = found or self._controller
@@ -80,18 +87,37 @@ class LocalPools:
         return self._health.problem() if self._health is not None else ""
 
     def news(self) -> list[str]:
-        """What is to be told since the last call: nothing, here."""
-        return []
+        """What is to be told since the last call."""
+        told, self._news = self._news, []
+        return told
 
     def answers(self) -> bool:
-        """Whether the controller does; one that Ray has restarted is set going again."""
+        """Whether the controller does.
+
+        One that Ray has restarted is set going again. One that is frozen, or caught somewhere, is
+        replaced by one that adopts its workers, which serve on meanwhile.
+        """
         from ray.exceptions import RayError
 
-        try:
+        with contextlib.suppress(RayError):
             self._controller.keep_running(timeout_s=_ANSWER_LIMIT_S)
-        except RayError:
-            return False
-        return True
+            self._silent_looks = 0
+            return True
+        self._silent_looks += 1
+        # Without Ray's head the calls below would wait for a minute, and end this process.
+        if self._silent_looks % _LOOKS == 0 and self._health is not None and self._health.answers:
+            self._news.append("the controller does not answer; starting another, which adopts all")
+            with contextlib.suppress(RayError):
+                self._replace_controller()
+                return True
+        return False
+
+    def _replace_controller(self) -> None:
+        from fleet.pools import ray_runtime
+
+        if self._spec is not None:
+            ray_runtime.Controller.ensure(self._config.fleet, self._spec)
+            self._controller = ray_runtime.Controller.find(self._config.fleet)
 
     def stop(self, *, leave: bool) -> None:
         """End the workers, then Ray.

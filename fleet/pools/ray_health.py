@@ -51,6 +51,11 @@ class RayHealth:
             return f"Ray's head at {self._address} has not answered {_LOOKS} times in a row"
         return ""
 
+    @property
+    def answers(self) -> bool:
+        """Whether the head has answered the last question."""
+        return self._unanswered == 0
+
     def close(self) -> None:
         """Ask no more."""
         self._stop.set()
