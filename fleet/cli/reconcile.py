@@ -55,7 +55,7 @@ def planned(state: FleetState, config: FleetConfig) -> Changes:
     """What a fleet that runs lacks of a configuration."""
     running = FleetConfig.model_validate_json(state.config_json)
     config = config.model_copy(update={"port": running.port})  # an option or BATON_PORT, then
-    same_keys = keys_digest(config, state.fleet_token) == state.keys_digest
+    same_keys = keys_digest(config, state.run_folder) == state.keys_digest
     return changes(running, config, same_keys=same_keys)
 
 

@@ -233,8 +233,9 @@ class Host:
     def _power_off(self) -> None:
         if self._holder is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._first_pid, signal.SIGKILL)
+        if self.running:  # else the number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._first_pid, signal.SIGKILL)
         for process in (*self._started, self._holder):  # the kernel ends what was in it
             process.wait(_START_LIMIT_S)
             for stream in (process.stdin, process.stdout, process.stderr):

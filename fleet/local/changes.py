@@ -113,7 +113,12 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
 
 
 def keys_digest(config: FleetConfig, salt: str) -> str:
-    """Tells a file's API keys from others, without being them."""
+    """Tells a file's API keys from others, without being them.
+
+    Args:
+        config: Has the keys.
+        salt: Of one run of a fleet; its token will not do, which may change while it runs.
+    """
     keys = {key: rule.model_dump(mode="json") for key, rule in (config.api_keys or {}).items()}
     raw = json.dumps(keys, sort_keys=True).encode()
     return hashlib.blake2b(raw, key=salt.encode()[:64], digest_size=16).hexdigest()

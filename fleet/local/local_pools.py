@@ -35,7 +35,24 @@ class LocalPools:
         self.address = "127.0.0.1"
 
     def start(self, spec: ControllerSpec) -> None:
-        """Start Ray and the controller."""
+        """Start Ray and the controller.
+
+        Raises:
+            CapacityError: One of them does not start.
+        """
+        from ray.exceptions import RayError
+
+        from fleet.pools.nodes import CapacityError
+
+        try:
+            self._start(spec)
+        except (RayError, RuntimeError) as error:
+            raise CapacityError(
+                f"Ray or the controller does not start: {error}; see `baton logs controller` and "
+                "`baton logs ray`, then try again; `baton doctor` shows what this host lacks"
+            ) from error
+
+    def _start(self, spec: ControllerSpec) -> None:
         from fleet.pools import ray_runtime
 
         self._started = True

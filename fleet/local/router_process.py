@@ -30,17 +30,24 @@ _START_LIMIT_S = 60.0
 _SPAWN_PAUSE_S = 5.0
 
 
-def own_address() -> str:
+def own_address(*, version6: bool = False) -> str:
     """This host's address in the network that its default route leads to; loopback without one.
 
     Nothing is sent: the kernel is asked which address it would send from.
+
+    Args:
+        version6: Of IPv6, not of IPv4.
     """
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # of a network that is kept for documentation
+    family = socket.AF_INET6 if version6 else socket.AF_INET
+    elsewhere = "2001:db8::1" if version6 else "192.0.2.1"  # kept for documentation
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((elsewhere, 9))
         return str(probe.getsockname()[0])
     addresses = psutil.net_if_addrs().items()
-    found = (a.address for _, several in addresses for a in several if a.family is socket.AF_INET)
-    return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
+    found = (a.address for _, several in addresses for a in several if a.family is family)
+    loopback = "::1" if version6 else "127.0.0.1"
+    inner = ("127.", "::1", "fe80:")  # of one interface only, these last
+    return next((address for address in found if not address.startswith(inner)), loopback)
 
 
 def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:

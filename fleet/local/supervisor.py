@@ -119,15 +119,17 @@ class Supervisor:
     @property
     def url(self) -> str:
         """Where clients on this machine go."""
-        return self._url_at("127.0.0.1")
+        return self._url_at("::1" if self._config.host == "::" else "127.0.0.1")
 
     @property
     def announced_url(self) -> str:
         """Where clients elsewhere go, if they can: the same on loopback only."""
-        return self._url_at(own_address())
+        return self._url_at(own_address(version6=self._config.host == "::"))
 
     def _url_at(self, address: str) -> str:
         host = address if self._config.host in _ANY_HOST else self._config.host
+        if ":" in host:
+            host = f"[{host}]"
         return f"{self._config.clients.scheme}://{host}:{self._port}"
 
     def run(self, on_ready: Callable[[], None]) -> None:
@@ -234,7 +236,7 @@ class Supervisor:
                 tls=self._config.tls_files,
                 on_cluster=self._address is not None,
                 config_json=self._config.to_json(),
-                keys_digest=keys_digest(self._config, self._token.token),
+                keys_digest=keys_digest(self._config, str(self._run_folder)),
                 changes_done=self._changes_done,
                 change_problem=problem,
             )

@@ -15,6 +15,7 @@ from config.fleet_file import FleetConfig
 from fleet.cli.reconcile import reconcile_running
 from fleet.local import state as fleet_state
 from fleet.local.changes import changes
+from fleet.local.fleet_token import KnownToken
 from fleet.local.local_pools import LocalPools
 from fleet.local.router_process import RouterProcesses
 from fleet.local.supervisor import Supervisor
@@ -142,6 +143,18 @@ def test_a_change_that_was_not_finished_is_no_nothing_has_changed(
         "to be tried again: the router: its next life does not serve",
         "the fleet is as its file says",
     ]
+
+
+def test_a_token_that_follows_another_is_no_change_of_the_api_keys(
+    home: Path, supervisor: Supervisor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = home / "fleet.token"
+    file.write_text("the-old-token-of-the-fleet")
+    supervisor._token = KnownToken("the-old-token-of-the-fleet", str(file))
+    supervisor._save_state()
+    file.write_text("the-new-token-of-the-fleet")
+    reconcile_running(home / "f.yaml", OLD, dry_run=True)
+    assert capsys.readouterr().out == "nothing has changed\n"
 
 
 class Launches:

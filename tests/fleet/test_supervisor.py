@@ -12,14 +12,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
+import httpx
 import pytest
+from ray.exceptions import GetTimeoutError
 from typer.testing import CliRunner
 
 from config.fleet_file import FleetConfig
 from fleet.cli.main import app
+from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import LastingConsole, OwnOutput, rotate, terminal
 from fleet.local.supervisor import Supervisor
+from fleet.pools import ray_runtime
+from fleet.pools.nodes import CapacityError
 from fleet.pools.ray_health import RayHealth
+from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +158,39 @@ def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_on
     for phases in (["parked"], ["ready", "starting"], []):
         slots[:] = [{"phase": phase} for phase in phases]
         assert not supervisor._all_ready()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("::", "http://[::1]:8000"),  # it takes IPv6 only
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+    ],
+)
+def test_a_fleet_is_looked_for_where_it_listens(tmp_path: Path, host: str, url: str) -> None:
+    config = FleetConfig.model_validate({"host": host, "clients": {"insecure": True}})
+    supervisor = Supervisor(config, tmp_path / "fleet.yaml", lambda _: None)
+    supervisor._port = 8000
+    assert supervisor.url == url
+    announced = httpx.URL(supervisor.announced_url)  # it can be read
+    assert announced.port == 8000
+    assert (":" in announced.host) is (":" in host)
+
+
+def test_a_controller_that_does_not_start_is_an_error_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(*_: object) -> None:
+        raise GetTimeoutError("75 s")
+
+    monkeypatch.setattr(ray_runtime, "start_local", lambda *_: None)
+    monkeypatch.setattr(ray_runtime, "health", lambda: None)
+    monkeypatch.setattr(ray_runtime.Controller, "start", late)
+    spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
+    with pytest.raises(CapacityError, match="does not start: 75 s; see `baton logs controller`"):
+        LocalPools(FleetConfig(), Path()).start(spec)
 
 
 def test_the_router_ends_first_and_a_fault_leaves_nothing(
