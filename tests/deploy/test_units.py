@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fleet.cli.lifecycle import _DOWN_LIMIT_S
+from fleet.local.supervisor import START_LIMIT_S
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = ("baton.service", "baton-ray-head.service", "baton-ray-node.service")
 
@@ -36,3 +39,15 @@ def test_ray_comes_again_after_whatever_ended_it(name: str) -> None:
     assert "StartLimitIntervalSec=0" in text, (
         "a head that is away for long must not end it for good"
     )
+
+
+def test_a_reload_waits_for_the_change_and_tells_its_end() -> None:
+    """A bare SIGUSR1 tells nothing, and ends a `baton up` that has no handler for it yet."""
+    lines = dict(
+        line.split("=", 1)
+        for line in (DEPLOY / "baton.service").read_text().splitlines()
+        if re.match(r"[A-Z]\w+=", line)
+    )
+    assert lines["ExecReload"] == f"{lines['ExecStart']} --reconcile"
+    assert int(lines["TimeoutStartSec"]) > START_LIMIT_S, "as long as `--reconcile` waits"
+    assert int(lines["TimeoutStopSec"]) > _DOWN_LIMIT_S
