@@ -176,6 +176,11 @@ class ClusterPools:
                 self._call(FleetLease(self._connected(), self._me).give_up(), 3.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
+    @property
+    def adopted(self) -> bool:
+        """Whether the fleet was there before this process."""
+        return self._was_there
+
     def note_ready(self) -> None:
         """The fleet has served: a fault of this process does not end it from now on."""
         self._was_there = True

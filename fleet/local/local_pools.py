@@ -32,6 +32,7 @@ class LocalPools:
         self._spec: ControllerSpec | None = None
         self._silent_looks = 0  # in a row
         self._news: list[str] = []
+        self.adopted = False  # a private Ray has nothing from before
         self.address = "127.0.0.1"
 
     def start(self, spec: ControllerSpec) -> None:

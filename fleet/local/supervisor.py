@@ -311,12 +311,17 @@ class Supervisor:
                         )
                 with contextlib.suppress(httpx.TransportError):
                     answer = client.get(f"{self.url}/health/ready")
-                    if answer.status_code == 200 and self._all_ready():
+                    if answer.status_code == 200 and (self._adopted or self._all_ready()):
                         return
                 time.sleep(_POLL_S)
         raise FleetError(
             f"not ready after {START_LIMIT_S:.0f} s; see the logs in {self._logs} (`baton logs`)"
         )
+
+    @property
+    def _adopted(self) -> bool:
+        """Whether the fleet has served before: a worker that cannot start must not end it now."""
+        return self._pools is not None and self._pools.adopted
 
     def _all_ready(self) -> bool:
         phases = {slot["phase"] for slot in self._slots()}
@@ -333,7 +338,8 @@ class Supervisor:
                 shown[name] = line
                 self._say(line)
             lives = slot["epoch"] - first.setdefault(name, max(slot["epoch"], 1)) + 1
-            if lives >= _GIVE_UP_LIVES and reason and slot["phase"] == "waiting":
+            failed = lives >= _GIVE_UP_LIVES and reason and slot["phase"] == "waiting"
+            if failed and not self._adopted:
                 raise FleetError(f"{name} failed {lives} times: {reason}\n{self._tail(name)}")
 
     def _tail(self, name: str, lines: int = 12) -> str:

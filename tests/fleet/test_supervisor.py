@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import grpc
@@ -21,7 +23,7 @@ from config.fleet_file import FleetConfig
 from fleet.cli.main import app
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import LastingConsole, OwnOutput, rotate, terminal
-from fleet.local.supervisor import Supervisor
+from fleet.local.supervisor import FleetError, Supervisor
 from fleet.pools import ray_runtime
 from fleet.pools.nodes import CapacityError
 from fleet.pools.ray_health import RayHealth
@@ -158,6 +160,56 @@ def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_on
     for phases in (["parked"], ["ready", "starting"], []):
         slots[:] = [{"phase": phase} for phase in phases]
         assert not supervisor._all_ready()
+
+
+class Ready(BaseHTTPRequestHandler):
+    """A router with workers that answer."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+def test_a_fleet_that_serves_is_taken_over_with_a_worker_that_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopted: bool
+) -> None:
+    """As after the loss of a host; a new fleet ends with the reason instead."""
+    told: list[str] = []
+    supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", told.append)
+    slots = [
+        {"worker_id": "decode-0", "phase": "ready", "epoch": 1, "reason": ""},
+        {"worker_id": "decode-1", "phase": "waiting", "epoch": 0, "reason": "no node had room"},
+    ]
+
+    def looked() -> list[dict[str, object]]:
+        slots[1]["epoch"] += 1
+        return [dict(slot) for slot in slots]
+
+    pools = SimpleNamespace(
+        slots=looked, adopted=adopted, news=list, problem=str, stop=lambda **_: None
+    )
+    monkeypatch.setattr(supervisor, "_pools", pools)
+    monkeypatch.setattr("fleet.local.supervisor._POLL_S", 0.0)
+    router = HTTPServer(("127.0.0.1", 0), Ready)
+    supervisor._port = router.server_port
+    Thread(target=router.serve_forever, daemon=True).start()
+    try:
+        routers = SimpleNamespace(exit_codes=[None])
+        if adopted:
+            slots[1]["epoch"] = 7
+            supervisor._show_slots({}, {"decode-1": 1})
+            supervisor._wait_until_ready(routers)
+            assert "decode-1 waiting (no node had room)" in told
+        else:
+            with pytest.raises(FleetError, match="decode-1 failed 3 times: no node had room"):
+                supervisor._wait_until_ready(routers)
+    finally:
+        router.shutdown()
+        router.server_close()
 
 
 @pytest.mark.parametrize(
