@@ -41,27 +41,23 @@ class LocalPools:
         Raises:
             CapacityError: One of them does not start.
         """
-        from ray.exceptions import RayError
-
-        from fleet.pools.nodes import CapacityError
-
-        try:
-            self._start(spec)
-        except (RayError, RuntimeError) as error:
-            raise CapacityError(
-                f"Ray or the controller does not start: {error}; see `baton logs controller` and "
-                "`baton logs ray`, then try again; `baton doctor` shows what this host lacks"
-            ) from error
-
-    def _start(self, spec: ControllerSpec) -> None:
         from fleet.pools import ray_runtime
 
         self._started = True
-        ray_runtime.start_local(self._folder, self._config)
-        self._health = ray_runtime.health()
         spec = msgspec.structs.replace(spec, host=self.address)
+        try:
+            # The first import of `ray`, which reads then how it shall authenticate itself.
+            ray_runtime.start_local(self._folder, self._config)
+        except RuntimeError as error:
+            raise _no_start("Ray", error) from error
+        from ray.exceptions import RayError
+
+        self._health = ray_runtime.health()
         self._spec = spec
-        self._controller = ray_runtime.Controller.start(self._config.fleet, spec)
+        try:
+            self._controller = ray_runtime.Controller.start(self._config.fleet, spec)
+        except RayError as error:
+            raise _no_start("the controller", error) from error
 
     def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
         """Go on with another configuration; workers follow one by one.
@@ -154,3 +150,12 @@ class LocalPools:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._controller.stop(_STOP_LIMIT_S)
         ray.shutdown()
+
+
+def _no_start(what: str, error: Exception) -> Exception:
+    from fleet.pools.nodes import CapacityError
+
+    return CapacityError(
+        f"{what} does not start: {error}; see `baton logs controller` and `baton logs ray`, then "
+        "try again; `baton doctor` shows what this host lacks"
+    )

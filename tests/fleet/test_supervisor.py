@@ -234,15 +234,50 @@ def test_a_fleet_is_looked_for_where_it_listens(tmp_path: Path, host: str, url: 
 def test_a_controller_that_does_not_start_is_an_error_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def late(*_: object) -> None:
-        raise GetTimeoutError("75 s")
+    class LateError(GetTimeoutError, RuntimeError):
+        """Of Ray's, or of what starts it."""
+
+    def fail(*_: object) -> None:
+        raise LateError("75 s")
 
     monkeypatch.setattr(ray_runtime, "start_local", lambda *_: None)
     monkeypatch.setattr(ray_runtime, "health", lambda: None)
-    monkeypatch.setattr(ray_runtime.Controller, "start", late)
     spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
-    with pytest.raises(CapacityError, match="does not start: 75 s; see `baton logs controller`"):
-        LocalPools(FleetConfig(), Path()).start(spec)
+    for step in ("start", "start_local"):
+        owner = ray_runtime.Controller if step == "start" else ray_runtime
+        monkeypatch.setattr(owner, step, fail)
+        with pytest.raises(CapacityError, match="does not start: 75 s; see `baton logs controll"):
+            LocalPools(FleetConfig(), Path()).start(spec)
+
+
+IMPORTS = """
+import sys
+from pathlib import Path
+from config.fleet_file import FleetConfig
+from fleet.local.local_pools import LocalPools
+from fleet.pools import ray_runtime
+from fleet.pools.nodes import CapacityError
+from fleet.pools.resources import ControllerSpec
+
+def start(*_):
+    print("ray" in sys.modules)
+    raise RuntimeError("no Ray here")
+
+ray_runtime.start_local = start
+spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
+try:
+    LocalPools(FleetConfig(), Path()).start(spec)
+except CapacityError as error:
+    print(error)
+"""
+
+
+def test_ray_is_imported_by_what_sets_up_its_token() -> None:
+    """It reads at its import whether it shall show one."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("False\nRay does not start: no Ray here; see")
 
 
 def test_the_router_ends_first_and_a_fault_leaves_nothing(
