@@ -103,6 +103,8 @@ class OrderDesk:
             return Answer(f"no such worker: {', '.join(unknown)} (there are {there})")
         now_ns, move = self._now_ns(), bool(order.arguments.get("move"))
         if order.verb == "drain":
+            if not order.worker_ids:
+                return Answer(f"drain: name the workers, of {names}; without any, the fleet ends")
             for name in names:
                 self._apply(self._machine.drain(name, now_ns))
         elif order.verb in ("restart", "roll"):

@@ -250,6 +250,17 @@ async def test_a_new_controller_leaves_those_down_that_an_operator_has_drained(
     assert slot.reason == "drained by an operator"
 
 
+async def test_a_drain_that_names_nobody_is_not_one_of_all(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopting(controller, monkeypatch)
+    await controller.run()
+    await until(lambda: phase(controller, "decode-0") is phase(controller) is Phase.READY)
+    answer = await controller._desk.obey(Order("token", "drain", ()))
+    assert answer.problem.startswith("drain: name the workers, of ['prefill-0', 'decode-0']")
+    assert phase(controller, "decode-0") is phase(controller) is Phase.READY
+
+
 async def test_what_operators_asked_for_is_written_again_into_a_redis_that_lost_it(
     controller: ControllerActor, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
