@@ -48,7 +48,7 @@ class LocalPools:
         try:
             # The first import of `ray`, which reads then how it shall authenticate itself.
             ray_runtime.start_local(self._folder, self._config)
-        except RuntimeError as error:
+        except Exception as error:  # Ray raises just that
             raise _no_start("Ray", error) from error
         from ray.exceptions import RayError
 

@@ -36,6 +36,15 @@ def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
                 os.truncate(file, 0)
 
 
+def tail(folder: Path, name: str, lines: int = 12) -> str:
+    """The last lines of a process's log, for a message."""
+    try:
+        text = (folder / f"{name}.log").read_text(errors="replace")
+    except OSError:
+        return f"(its log is on its node: `baton logs {name}`)"
+    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+
+
 def terminal() -> TextIO:
     """A stream to where standard output leads now, whatever becomes of that."""
     try:

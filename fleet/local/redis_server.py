@@ -209,7 +209,7 @@ class RedisKeeper:
         self._unanswered = 0
         self._pause_s = 0.0
         self._due_s = 0.0  # no start before
-        self._stop = threading.Event()
+        self._over = threading.Event()
         threading.Thread(target=self._ask, daemon=True, name="redis keeper").start()
 
     def keep(self, now_s: float) -> None:
@@ -239,12 +239,13 @@ class RedisKeeper:
             )
         self._unanswered = 0
 
-    def close(self) -> None:
-        """Ask no more."""
-        self._stop.set()
+    def stop(self) -> None:
+        """Ask no more, and end the server."""
+        self._over.set()
+        self._server.stop()
 
     def _ask(self) -> None:
-        while not self._stop.wait(self._look_every_s):
+        while not self._over.wait(self._look_every_s):
             answered = self._server.answers(self._answer_within_s)
             self._unanswered = 0 if answered else self._unanswered + 1
 

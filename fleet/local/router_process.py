@@ -28,6 +28,7 @@ _HEALTHY_S = 60.0
 _FAILURES = 5  # in a row, of one router
 _START_LIMIT_S = 60.0
 _SPAWN_PAUSE_S = 5.0
+_ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 
 def own_address(*, version6: bool = False) -> str:
@@ -48,6 +49,22 @@ def own_address(*, version6: bool = False) -> str:
     loopback = "::1" if version6 else "127.0.0.1"
     inner = ("127.", "::1", "fe80:")  # of one interface only, these last
     return next((address for address in found if not address.startswith(inner)), loopback)
+
+
+def url_of(scheme: str, host: str, port: int, *, elsewhere: bool = False) -> str:
+    """The URL of routers that listen on ``host``.
+
+    Args:
+        scheme: ``http`` or ``https``.
+        host: As in the fleet file; all addresses are the own one, or loopback.
+        port: Of the routers.
+        elsewhere: For clients on other hosts.
+    """
+    if host in _ANY_HOST:
+        version6 = host == "::"  # which takes no IPv4
+        loopback = "::1" if version6 else "127.0.0.1"
+        host = own_address(version6=version6) if elsewhere else loopback
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:

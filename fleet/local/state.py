@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -215,6 +215,28 @@ def processes_of(run_folder: str) -> Iterator[psutil.Process]:
                 continue
             if process.environ().get(RUN_FOLDER_VARIABLE) == run_folder:
                 yield process
+
+
+def claim(name: str, say: Callable[[str], None]) -> FleetLock | None:
+    """Take a state folder, after cleaning up what a killed run left behind.
+
+    Args:
+        name: Of the folder.
+        say: Shows one line.
+
+    Returns:
+        The lock; None: another supervisor has the folder.
+    """
+    lock = FleetLock.take(name)
+    earlier = load(name)
+    if lock is not None and earlier is not None and earlier.running:  # it knows no lock yet
+        lock.release()
+        return None
+    if lock is not None and earlier is not None:
+        left = sweep(earlier.run_folder)
+        forget(name)
+        say(f"cleaned up after a run that was killed ({left} processes were left)")
+    return lock
 
 
 def sweep(run_folder: str, grace_s: float = 0.0) -> int:

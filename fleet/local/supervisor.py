@@ -29,7 +29,7 @@ from fleet.local.cluster_pools import ClusterPools
 from fleet.local.fleet_token import KnownToken, fleet_token
 from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
-from fleet.local.log_files import OwnOutput, rotate
+from fleet.local.log_files import OwnOutput, rotate, tail
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
 from fleet.local.redis_server import EmbeddedRedis, RedisKeeper
@@ -37,14 +37,13 @@ from fleet.local.router_process import (
     RouterFailedError,
     RouterProcesses,
     log_name,
-    own_address,
+    url_of,
 )
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import FleetState
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
-_ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 Say = Callable[[str], None]
 
 START_LIMIT_S = 600.0
@@ -90,8 +89,7 @@ class Supervisor:
         reread: Callable[[], FleetConfig] | None = None,
     ) -> None:
         self._config = config
-        # Kubernetes replaces the target of a mounted file, and removes the old target.
-        self._config_file = Path(os.path.abspath(config_file))  # noqa: PTH100 - links stay
+        self._config_file = Path(os.path.abspath(config_file))  # noqa: PTH100 - mounts move links
         self._say = say
         self._address = address
         self._take_over = take_over
@@ -104,10 +102,9 @@ class Supervisor:
         self._stop = StopSignal()
         self._token = KnownToken("", "")
         self._name = config.fleet  # of its state folder
-        self._lock: fleet_state.FleetLock | None = None  # of that folder
+        self._lock: fleet_state.FleetLock | None = None  # of that folder; it ends with this process
         self._logs = Path()
-        self._redis: EmbeddedRedis | None = None
-        self._redis_keeper: RedisKeeper | None = None
+        self._redis: RedisKeeper | None = None
         self._routers: RouterProcesses | None = None
         self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
@@ -119,18 +116,12 @@ class Supervisor:
     @property
     def url(self) -> str:
         """Where clients on this machine go."""
-        return self._url_at("::1" if self._config.host == "::" else "127.0.0.1")
+        return url_of(self._config.clients.scheme, self._config.host, self._port)
 
     @property
     def announced_url(self) -> str:
         """Where clients elsewhere go, if they can: the same on loopback only."""
-        return self._url_at(own_address(version6=self._config.host == "::"))
-
-    def _url_at(self, address: str) -> str:
-        host = address if self._config.host in _ANY_HOST else self._config.host
-        if ":" in host:
-            host = f"[{host}]"
-        return f"{self._config.clients.scheme}://{host}:{self._port}"
+        return url_of(self._config.clients.scheme, self._config.host, self._port, elsewhere=True)
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Start, call ``on_ready``, stay until told to stop, and clean up.
@@ -154,8 +145,6 @@ class Supervisor:
             try:
                 self._take_down()
             finally:
-                if self._lock is not None:
-                    self._lock.release()
                 if self._output is not None:
                     self._output.release()
 
@@ -190,7 +179,9 @@ class Supervisor:
         shared = self._config.redis != EMBEDDED or self._address is not None
         # Nothing is shared by two that are not, so a copy may run beside another.
         for name in (fleet,) if shared else (fleet, f"{fleet}-{self._port}"):
-            if self._take_name(name):
+            self._name = name
+            self._lock = fleet_state.claim(name, self._say)
+            if self._lock is not None:
                 return
         other = fleet_state.load(self._name)
         who = f"pid {other.supervisor.pid}, {other.url}" if other is not None else "it starts"
@@ -199,23 +190,6 @@ class Supervisor:
             + (" and would share its Redis or Ray" if shared else "")
             + ": `baton down`, or give this one another name with `fleet:`"
         )
-
-    def _take_name(self, name: str) -> bool:
-        """Whether the state folder of this name is now this process's."""
-        self._name = name
-        lock = fleet_state.FleetLock.take(name)
-        if lock is None:
-            return False
-        earlier = fleet_state.load(name)
-        if earlier is not None and earlier.running:  # a version that knows no lock
-            lock.release()
-            return False
-        self._lock = lock
-        if earlier is not None:
-            left = fleet_state.sweep(earlier.run_folder)
-            fleet_state.forget(name)
-            self._say(f"cleaned up after a run that was killed ({left} processes were left)")
-        return True
 
     def _save_state(self, problem: str = "") -> None:
         if (me := ProcessKey.of(os.getpid())) is None:
@@ -250,9 +224,9 @@ class Supervisor:
             self._redis_url = self._config.redis
             self._say(f"redis {version} at {redacted(self._config.redis)}")
             return
-        own = self._redis = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
+        own = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
         own.start()
-        self._redis_keeper = RedisKeeper(own, self._say)
+        self._redis = RedisKeeper(own, self._say)
         self._redis_url = own.url
         self._say(f"redis is up on port {own.port}")
 
@@ -307,11 +281,11 @@ class Supervisor:
                     if code is not None:
                         raise FleetError(
                             f"the router ended with exit code {code}:\n"
-                            f"{self._tail(log_name(index))}"
+                            f"{tail(self._logs, log_name(index))}"
                         )
                 with contextlib.suppress(httpx.TransportError):
                     answer = client.get(f"{self.url}/health/ready")
-                    if answer.status_code == 200 and (self._adopted or self._all_ready()):
+                    if answer.status_code == 200 and (self._adopted or self._all_in_place()):
                         return
                 time.sleep(_POLL_S)
         raise FleetError(
@@ -322,10 +296,6 @@ class Supervisor:
     def _adopted(self) -> bool:
         """Whether the fleet has served before: a worker that cannot start must not end it now."""
         return self._pools is not None and self._pools.adopted
-
-    def _all_ready(self) -> bool:
-        phases = {slot["phase"] for slot in self._slots()}
-        return "ready" in phases and phases <= {"ready", "parked"}  # parked: drained, and adopted
 
     def _slots(self) -> list[dict[str, Any]]:
         return self._pools.slots() if self._pools is not None else []
@@ -340,22 +310,15 @@ class Supervisor:
             lives = slot["epoch"] - first.setdefault(name, max(slot["epoch"], 1)) + 1
             failed = lives >= _GIVE_UP_LIVES and reason and slot["phase"] == "waiting"
             if failed and not self._adopted:
-                raise FleetError(f"{name} failed {lives} times: {reason}\n{self._tail(name)}")
-
-    def _tail(self, name: str, lines: int = 12) -> str:
-        try:
-            text = (self._logs / f"{name}.log").read_text(errors="replace")
-        except OSError:
-            return f"(its log is on its node: `baton logs {name}`)"
-        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+                raise FleetError(f"{name} failed {lives} times: {reason}\n{tail(self._logs, name)}")
 
     # --- stay ------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         controller_seen_s = next_look_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
-            if self._redis_keeper is not None:
-                self._redis_keeper.keep(time.monotonic())
+            if self._redis is not None:
+                self._redis.keep(time.monotonic())
             self._keep_routers()
             self._check_ray()
             self._keep_up_with_the_file()
@@ -378,7 +341,7 @@ class Supervisor:
         try:
             self._routers.keep(self._say)
         except RouterFailedError as error:
-            raise FleetError(f"{error}:\n{self._tail(error.log)}") from error
+            raise FleetError(f"{error}:\n{tail(self._logs, error.log)}") from error
 
     def _keep_up_with_the_file(self) -> None:
         """Begin a change that was asked for; end one whose workers are there."""
@@ -406,12 +369,14 @@ class Supervisor:
             self._rolling = False
             self._routers_behind = bool(routers.roll_failed)
             if failed := routers.roll_failed:
-                problem = f"{failed}; the routers serve on as they were:\n{self._tail('router')}"
+                problem = (
+                    f"{failed}; the routers serve on as they were:\n{tail(self._logs, 'router')}"
+                )
         self._changing = None
         self._end_change(problem)
 
     def _all_in_place(self) -> bool:
-        slots = self._slots()
+        slots = self._slots()  # parked ones are drained by an operator
         return bool(slots) and all(slot["phase"] in ("ready", "parked") for slot in slots)
 
     def _begin_change(self, earlier: Changes | None) -> Changes:
@@ -467,8 +432,6 @@ class Supervisor:
             whatever_fails.callback(alarm.cancel)
             whatever_fails.callback(fleet_state.forget, self._name)
             whatever_fails.callback(fleet_state.sweep, str(self._run_folder))
-            if self._redis_keeper is not None:
-                self._redis_keeper.close()
             if self._redis is not None:
                 whatever_fails.callback(self._redis.stop)
             whatever_fails.callback(self._stop_workers)

@@ -29,7 +29,9 @@ from config.fleet_file import FleetConfig
 from fleet.pools.controller import Action, FleetController
 from fleet.pools.nodes import CapacityError, Node, check_nodes
 from fleet.pools.placement import Placements
+from registry import wanted
 from registry.orders import Answer, Order
+from registry.redis_store import Registry, RegistryUnavailableError
 from registry.types import Role
 
 Apply = Callable[[list[Action]], None]
@@ -81,6 +83,14 @@ class OrderDesk:
         if order.verb in ("close", "open"):
             return await self._close(str(order.arguments.get("node", "")), order.verb == "close")
         return self._about_workers(order)
+
+    def obey_wishes(self, wishes: wanted.Wanted) -> None:
+        """Have the pools as operators asked for, who may have asked an earlier controller."""
+        for worker_id in set(wishes.drained) & set(self._machine.slots):
+            self._apply(self._machine.drain(worker_id, self._now_ns()))
+        sizes = sizes_in(wishes.pools) if wishes.pools else self._machine.wanted
+        for role, size in sizes.items():
+            self._apply(self._machine.resize(role, size, self._now_ns()))
 
     def slots(self) -> list[dict[str, Any]]:
         """The slots as plain data."""
@@ -198,6 +208,53 @@ class OrderDesk:
                 found: dict[str, str] = await reader.remote(self._log_dir, name, lines)
                 return found
         return {"": f"{node.name} did not answer within {_READ_LIMIT_S:g} s"}
+
+
+class Wishes:
+    """What operators asked of a fleet beyond its file, kept in Redis for the next controller.
+
+    Args:
+        registry: Of the fleet.
+        of: Digest of what its controller was started with.
+        placements: Know the closed nodes.
+    """
+
+    def __init__(self, registry: Registry, of: str, placements: Placements) -> None:
+        self._registry = registry
+        self._of = of
+        self._placements = placements
+        self.known = False  # whether they have been read
+
+    async def read(self) -> wanted.Wanted | None:
+        """The wishes, of which the closed nodes count from now on; None while Redis is away."""
+        try:
+            found = await wanted.read(self._registry, self._of)
+        except RegistryUnavailableError:
+            return None
+        self._placements.closed |= set(found.closed_nodes)
+        self.known = True
+        return found
+
+    async def note(self, machine: FleetController) -> None:
+        """Write them; again now and then: a Redis that starts again is empty, a week is short.
+
+        Raises:
+            RegistryUnavailableError: Redis does not answer.
+        """
+        if not self.known or machine.stopped:
+            return
+        wishes = wanted.Wanted(
+            of=self._of,
+            pools={str(role): size for role, size in machine.wanted.items()},
+            closed_nodes=tuple(sorted(self._placements.closed)),
+            drained=machine.drained_workers,
+        )
+        await wanted.write(self._registry, wishes)
+
+
+def sizes_in(pools: Mapping[str, int]) -> dict[Role, int]:
+    """Replicas by role; none of a role that is not named."""
+    return {"prefill": pools.get("prefill", 0), "decode": pools.get("decode", 0)}
 
 
 def read_logs(folder: str, name: str, lines: int) -> dict[str, str]:

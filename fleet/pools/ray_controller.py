@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fleet.pools.controller import (
     Stop,
 )
 from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, process_of
-from fleet.pools.orders import OrderDesk
+from fleet.pools.orders import OrderDesk, Wishes, sizes_in
 from fleet.pools.placement import Placements, role_of
 from fleet.pools.ray_process import log_to
 from fleet.pools.ray_worker import WorkerActor
@@ -85,7 +85,7 @@ class ControllerActor:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._running = False
-        self._knows_wishes = False  # what operators asked of the fleet beyond its file
+        self._wishes = Wishes(self._registry, self._spec.digest, self._placements)
 
     # ---- what the supervisor asks ---------------------------------------------------------------
 
@@ -94,9 +94,9 @@ class ControllerActor:
         async with self._beginning:
             if self._running:
                 return
-            wishes = await self._read_wishes()
+            wishes = await self._wishes.read()
             if wishes is not None and wishes.pools:
-                self._begin_with(_sizes(wishes.pools))
+                self._begin_with(sizes_in(wishes.pools))
             await self._learn_epochs()
             await self._adopt(wishes)
             self._tasks.keep(self._loop, "controller loop")
@@ -347,9 +347,7 @@ class ControllerActor:
             if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
         if wishes is not None:
-            self._keep_drained(wishes)
-            for role, size in self._machine.wanted.items() if actors else ():
-                self._apply(self._machine.resize(role, size, _now_ns()))
+            self._desk.obey_wishes(wishes)
         changed = [name for name in changed if name in self._machine.slots]
         if changed:
             _LOG.info("started with other settings, to be renewed: %s", ", ".join(changed))
@@ -368,45 +366,10 @@ class ControllerActor:
             self._config, self._machine, self._placements, self._apply, _now_ns, self._spec.log_dir
         )
 
-    async def _read_wishes(self) -> wanted.Wanted | None:
-        """What operators asked of this fleet beyond its file; None while Redis is away."""
-        try:
-            wishes = await wanted.read(self._registry, self._spec.digest)
-        except RegistryUnavailableError:
-            return None
-        self._placements.closed |= set(wishes.closed_nodes)
-        self._knows_wishes = True
-        return wishes
-
     async def _learn_wishes_late(self) -> None:
-        """The same, for a controller that began while Redis was away."""
-        if self._knows_wishes or (wishes := await self._read_wishes()) is None:
-            return
-        self._keep_drained(wishes)
-        sizes = _sizes(wishes.pools) if wishes.pools else self._machine.wanted
-        for role, size in sizes.items():
-            self._apply(self._machine.resize(role, size, _now_ns()))
-
-    def _keep_drained(self, wishes: wanted.Wanted) -> None:
-        for worker_id in wishes.drained:
-            if worker_id in self._machine.slots:
-                self._apply(self._machine.drain(worker_id, _now_ns()))
-
-    async def _note_wishes(self) -> None:
-        """Write them again now and then: a Redis that starts again is empty, and a week is short.
-
-        Raises:
-            RegistryUnavailableError: Redis does not answer.
-        """
-        if not self._knows_wishes or self._machine.stopped:
-            return
-        wishes = wanted.Wanted(
-            of=self._spec.digest,
-            pools={str(role): size for role, size in self._machine.wanted.items()},
-            closed_nodes=tuple(sorted(self._placements.closed)),
-            drained=self._machine.drained_workers,
-        )
-        await wanted.write(self._registry, wishes)
+        """Of a controller that began while Redis was away."""
+        if not self._wishes.known and (asked := await self._wishes.read()) is not None:
+            self._desk.obey_wishes(asked)
 
     # ---- the registry ---------------------------------------------------------------------------
 
@@ -423,7 +386,7 @@ class ControllerActor:
         news = [self._machine.describe(slot) for slot in self._machine.slots.values()]
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.write_slots([self._record(item) for item in news])
-            await self._note_wishes()
+            await self._wishes.note(self._machine)
 
     async def _publish(self, news: Publish) -> None:
         with contextlib.suppress(RegistryUnavailableError):
@@ -462,16 +425,12 @@ class ControllerActor:
         except (RayError, RuntimeError, ValueError, TypeError) as error:
             answer = Answer(f"{order.verb} failed: {error}")
         with contextlib.suppress(RegistryUnavailableError):
-            await self._note_wishes()
+            await self._wishes.note(self._machine)
         with contextlib.suppress(RegistryUnavailableError):
             await self._orders.answer(order, answer)
         if order.verb == "stop":
             own = ray.get_actor(controller_name(self._config.fleet), namespace=NAMESPACE)
             ray.kill(own, no_restart=True)
-
-
-def _sizes(pools: Mapping[str, int]) -> dict[Role, int]:
-    return {"prefill": pools.get("prefill", 0), "decode": pools.get("decode", 0)}
 
 
 def _now_ns() -> int:

@@ -296,7 +296,7 @@ async def test_a_controller_that_begins_while_redis_is_away_drains_nobody_for_th
             raise RegistryUnavailableError("away")
         return await read(registry, of)
 
-    monkeypatch.setattr(ray_controller.wanted, "read", read_or_not)
+    monkeypatch.setattr(wanted, "read", read_or_not)
     registry = Registry(redis_server.url, "test")
     scaled = wanted.Wanted(of=controller._spec.digest, pools={"prefill": 1, "decode": 2})
     await wanted.write(registry, scaled)

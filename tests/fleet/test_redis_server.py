@@ -71,7 +71,8 @@ def test_a_frozen_one_is_ended_and_comes_back_under_the_same_url(
     for _ in range(10):  # a server that answers is left alone
         keeper.keep(time.monotonic())
         time.sleep(0.02)
-    keeper.close()
+    keeper.stop()
+    assert redis_server.pid == 0
     assert len(told) == 1 and told[0].startswith("redis does not answer; starting it again")
 
 
@@ -94,9 +95,9 @@ def test_one_that_cannot_come_back_is_tried_ever_less_often_and_ends_nothing(
     pauses = [later - earlier for earlier, later in pairwise(tries)]
     assert pauses[:3] == [0.5, 1.0, 2.0] and pauses[-1] == 30.0
     keeper.keep(now_s + 30.0)
-    keeper.close()
     with redis.Redis.from_url(redis_server.url) as client:
         assert client.ping()
+    keeper.stop()
 
 
 def test_a_first_start_takes_another_port_where_its_own_is_taken_meanwhile() -> None:

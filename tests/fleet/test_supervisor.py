@@ -156,10 +156,10 @@ def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_on
     supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", lambda _: None)
     slots = [{"phase": "ready"}, {"phase": "parked"}]
     monkeypatch.setattr(supervisor, "_pools", SimpleNamespace(slots=lambda: slots))
-    assert supervisor._all_ready()
-    for phases in (["parked"], ["ready", "starting"], []):
+    assert supervisor._all_in_place()
+    for phases in (["ready", "starting"], []):
         slots[:] = [{"phase": phase} for phase in phases]
-        assert not supervisor._all_ready()
+        assert not supervisor._all_in_place()
 
 
 class Ready(BaseHTTPRequestHandler):
