@@ -6,20 +6,26 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from fleet.local.local_pools import LocalPools
+from fleet.local.supervisor import _CONTROLLER_LOST_S, _CONTROLLER_POLL_S
 from fleet.pools.liveness import FROZEN_AFTER_S
 from fleet.pools.placement import listens
 from fleet.pools.ray_worker import WorkerActor
 from fleet.pools.resources import (
     NAMESPACE,
+    ControllerSpec,
     controller_name,
     worker_environment,
     worker_settings,
@@ -36,17 +42,19 @@ HEALTHY_AFTER_S = 3
 APART = TensorParallelConfig(decode=2, memory="own", nodes="several")
 
 
+CONFIG = FleetConfig(
+    fleet="test", pools=PoolsConfig(prefill=1, decode=1), cpus_per_rank=0.5, threads_per_rank=1
+)
+SPEC = {
+    "fleet_token": "t",
+    "program": "tests.fleet.small_worker",
+    "healthy_after_ns": HEALTHY_AFTER_S * 1_000_000_000,
+}
+
+
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RayFleet]:
-    config = FleetConfig(
-        fleet="test", pools=PoolsConfig(prefill=1, decode=1), cpus_per_rank=0.5, threads_per_rank=1
-    )
-    with ray_fleet(
-        config,
-        fleet_token="t",
-        program="tests.fleet.small_worker",
-        healthy_after_ns=HEALTHY_AFTER_S * 1_000_000_000,
-    ) as running:
+    with ray_fleet(CONFIG, **SPEC) as running:
         yield running
 
 
@@ -250,6 +258,45 @@ def _goes_on(fleet: RayFleet) -> bool:
     except ray.exceptions.RayError:
         return False
     return True
+
+
+def controllers() -> list[ProcessKey]:
+    """Those below this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "ControllerActor" in " ".join(process.cmdline()):
+                found.append(ProcessKey.of(process.pid))
+    return [key for key in found if key is not None]
+
+
+@pytest.mark.timeout(180)
+async def test_a_frozen_controller_is_replaced_before_the_fleet_would_end(fleet: RayFleet) -> None:
+    pools = LocalPools(CONFIG, Path())
+    pools._controller = fleet.controller
+    pools._health = SimpleNamespace(answers=True)
+    pools._spec = ControllerSpec(
+        config_json=CONFIG.to_json(),
+        redis_url=fleet.redis_url,
+        host="127.0.0.1",
+        log_dir=str(fleet.logs),
+        **SPEC,
+    )
+    wait_for(lambda: [item["phase"] for item in pools.slots()] == ["ready", "ready"])
+    before = {item["worker_id"]: item["epoch"] for item in pools.slots()}
+    (frozen,) = controllers()
+    os.kill(frozen.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    while not pools.answers():
+        assert time.monotonic() - began_s < _CONTROLLER_LOST_S
+        time.sleep(_CONTROLLER_POLL_S)  # noqa: ASYNC251 - as the supervisor does
+    fleet.controller._actor = pools._controller._actor
+    assert len(pools.news()) == 1
+    for worker_id, epoch in before.items():
+        wait_ready(fleet, worker_id, epoch)  # adopted: none was started anew
+    # Ray ends the frozen one: it never wakes as a second controller.
+    wait_for(lambda: frozen.find() is None)
+    assert len(controllers()) == 1
 
 
 async def test_a_stop_ends_every_worker(fleet: RayFleet) -> None:
