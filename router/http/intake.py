@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from telemetry.metrics import Metrics
 
-_CALLS_PER_TURN = 16
+_CALLS_PER_TURN = 32
 _EXTENSION = "baton.arrived_ns"
 
 
