@@ -7,11 +7,12 @@ or stales a single byte shows in the tokens, exactly as with a real model, only 
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from engine.core.errors import AdapterLoadError, BatonError, NumericsError
 from engine.core.geometry import KvGeometry
@@ -196,8 +197,28 @@ class EmulatedRunner:
         return zlib.crc32(self._pool[:, :, block_ids[block], slot].tobytes())
 
     def digest(self, block_ids: Sequence[int], tokens: int) -> int:
-        """Digest of the KV of the first ``tokens`` positions."""
-        layers, two, _, slots, row_bytes = self._pool.shape
-        table = np.asarray(block_ids, dtype=np.int64)
-        kv = self._pool[:, :, table].reshape(layers, two, len(table) * slots, row_bytes)
-        return zlib.crc32(kv[:, :, :tokens].tobytes())
+        """Digest of the KV of the first ``tokens`` positions.
+
+        Runs of adjacent blocks are read where they lie: an answer reads its whole KV for each
+        token, and copies of it would cost more than all the rest of a step.
+        """
+        slots = self._geometry.block_tokens
+        runs = list(_runs(block_ids[: -(-tokens // slots)]))
+        unused = -tokens % slots
+        whole = xxhash.xxh3_64()
+        for layer in self._pool:
+            for component in layer:
+                for first, count in runs[:-1]:
+                    whole.update(component[first : first + count])
+                first, count = runs[-1]
+                last = component[first : first + count].reshape(count * slots, -1)
+                whole.update(last[: len(last) - unused])
+        return whole.intdigest()
+
+
+def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Adjacent blocks as pairs of the first one and their number."""
+    ids = np.asarray(block_ids, dtype=np.int64)
+    ends = np.flatnonzero(np.diff(ids) != 1) + 1
+    for run in np.split(ids, ends):
+        yield int(run[0]), len(run)

@@ -65,9 +65,18 @@ class Metrics:
         child.inc(value)
 
     def count_up(self, name: str, total: float, **labels: str) -> None:
-        """Bring a counter up to a total that somebody else counts."""
-        if (delta := total - self.value(name, **labels)) > 0:
-            self.inc(name, delta, **labels)
+        """Bring a counter up to a total that another component counts.
+
+        Only this series is read: an engine reports its totals with each step.
+        """
+        if total <= 0:
+            return
+        child = self._child(name, labels)
+        if not isinstance(child, Counter):
+            raise ValueError(f"{name} is not a counter")
+        [family] = child.collect()
+        if (delta := total - family.samples[0].value) > 0:
+            child.inc(delta)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,21 +18,26 @@ from router.app import Router
 from router.http_server import server_config
 from router.served_model import ServedModel
 from router.settings import RouterSettings
-from tests.ladder.watched_worker import LoopHolds
 from tests.router.conftest import until
 from tests.router.quick_server import QuickServer
 from tests.workers.harness import TOKEN, WorkerProcess
 from wire.fleet_token import FleetToken
 
 SIZES = (1024, 8192, 17_408, 33_792, 66_560, 131_072)
-KV_BLOCKS = 10_000
+KV_BLOCKS = 40_000
 CONTEXT_TOKENS = 140_000
-ANSWER_TOKENS = 3
+ANSWER_TOKENS = 12
+IDLE_S = 61.0  # a worker drops a router that sends nothing for a minute
+HELD_S = 0.05
+PROGRAM = "tests.ladder.watched_worker"
+
+Start = Callable[..., Awaitable[WorkerProcess]]
 
 
 def prompt_of(tokens: int, salt: int) -> list[int]:
-    """A prompt that shares no block with another salt's."""
-    return [salt, *((position * 7 + salt) % 251 for position in range(tokens - 1))]
+    """A prompt that shares no block with one of another salt or another length."""
+    first = 300 + (tokens * 31 + salt) % 40_000
+    return [first, *((position * 7 + salt) % 251 for position in range(tokens - 1))]
 
 
 @dataclass
@@ -41,49 +46,84 @@ class Answer:
 
     text: str
     route: str
-    attempts: int
-    first_s: float
+    story: dict
     usage: dict = field(default_factory=dict)
+
+    @property
+    def attempts(self) -> int:
+        return self.story["attempts"]
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.usage["prompt_tokens_details"]["cached_tokens"]
 
 
 class LadderFleet:
     """One router in this process, workers in theirs."""
 
-    def __init__(self, router: Router, url: str, workers: dict[str, WorkerProcess]) -> None:
+    def __init__(self, router: Router, workers: dict[str, WorkerProcess], start: Start) -> None:
         self.router = router
-        self.url = url
+        self.url = ""
         self.workers = workers
-        self.table = router.parts.gateway.workers
+        self.start = start
+        self.gateway = router.parts.gateway
+        self.table = self.gateway.workers
         self.deaths: list[str] = []
+        self._avoided = ""
         on_dead = self.table._listener.on_dead
+        place = self.gateway._placer.place
 
         def note(link, incarnation, reason, *, died):
             self.deaths.append(f"{link.worker_id}: {reason}")
             on_dead(link, incarnation, reason, died=died)
 
+        def place_elsewhere(request, avoid=b""):
+            return place(request, avoid or self.incarnation(self._avoided))
+
         self.table._listener.on_dead = note
+        self.gateway._placer.place = place_elsewhere
+
+    def incarnation(self, name: str) -> bytes:
+        return self.workers[name].record.incarnation if name else b""
+
+    @contextlib.contextmanager
+    def avoiding(self, name: str):
+        """No request is placed on this worker; others may pull from it."""
+        self._avoided = name
+        yield
+        self._avoided = ""
 
     @property
     def resting(self) -> bool:
         links = [slot.link for slot in self.table if slot.link is not None]
         return len(links) == len(self.workers) and all(link.resting for link in links)
 
-    async def ask(self, prompt: list[int], mode: str, **fields) -> Answer:
-        """Send one prompt and read its stream to the end."""
-        return await asyncio.to_thread(self._ask, prompt, mode, fields)
+    async def rest(self) -> None:
+        """Wait until every worker is live and without work."""
+        await until(lambda: self.resting, 20)
 
-    def _ask(self, prompt: list[int], mode: str, fields: dict) -> Answer:
+    async def replace(self, name: str) -> None:
+        """Start another life of a worker that was killed."""
+        old = self.workers[name]
+        await old.process.wait()
+        self.workers[name] = await self.start(name, epoch=old.record.epoch + 1)
+        await self.rest()
+
+    async def ask(self, size: int, salt: int, mode: str, **fields) -> Answer:
+        """Send a prompt of so many tokens and read its stream to the end."""
+        return await asyncio.to_thread(self._ask, size, salt, mode, fields)
+
+    def _ask(self, size: int, salt: int, mode: str, fields: dict) -> Answer:
         body = {
             "model": "default",
-            "prompt": prompt,
+            "prompt": prompt_of(size, salt),
             "max_tokens": ANSWER_TOKENS,
             "ignore_eos": True,
             "seed": 7,
+            "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         } | fields
-        began_s = time.monotonic()
-        first_s = 0.0
         text = ""
         usage: dict = {}
         with (
@@ -103,22 +143,36 @@ class LadderFleet:
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise AssertionError(event)
-                first_s = first_s or time.monotonic() - began_s
                 text += "".join(choice["text"] for choice in event["choices"])
                 usage = event.get("usage") or usage
             name = response.headers["x-request-id"]
             route = response.headers["x-baton-route"]
             story = client.get(f"{self.url}/fleet/requests/{name}").json()
-        return Answer(text, route, story["attempts"], first_s, usage)
+        return Answer(text, route, story, usage)
 
-    def memory_bytes(self) -> dict[str, int]:
+    async def baseline(self) -> None:
+        """Wait until no worker has work; then none holds a block."""
+        await self.rest()
+        for worker in self.table.describe()["workers"]:
+            blocks = worker["kv_blocks"]
+            assert blocks["leased"] == blocks["quarantined"] == 0, worker
+
+    async def memory_bytes(self) -> dict[str, int]:
         """Memory of each worker's processes without files: the KV pool is one."""
+        return await asyncio.to_thread(self._memory_bytes)
+
+    def _memory_bytes(self) -> dict[str, int]:
         sums = {}
         for name, worker in self.workers.items():
             process = psutil.Process(worker.process.pid)
             family = [process, *process.children(recursive=True)]
             sums[name] = sum(anonymous_bytes(one.pid) for one in family)
         return sums
+
+    def held_s(self, folder: Path) -> dict[str, float]:
+        """For how long the event loop of each worker was held at most, in CPU time."""
+        files = {name: folder / f"{worker.process.pid}" for name, worker in self.workers.items()}
+        return {name: float(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -130,8 +184,8 @@ def anonymous_bytes(pid: int) -> int:
 
 
 @contextlib.asynccontextmanager
-async def ladder_fleet(artifact, redis_url: str, fleet: str, *names: str, **settings):
-    """A fleet whose workers are all live."""
+async def ladder_fleet(artifact, redis_url: str, fleet: str, *names: str, roles=None, **settings):
+    """A fleet whose workers are all live; ``roles`` are settings of the workers of one role."""
     async with contextlib.AsyncExitStack() as stack:
         registry = Registry(redis_url, fleet)
         stack.push_async_callback(registry.close)
@@ -142,11 +196,15 @@ async def ladder_fleet(artifact, redis_url: str, fleet: str, *names: str, **sett
             "check_every_step": False,
             "max_step_tokens": 4096,
         } | settings
-        program = "tests.ladder.watched_worker"
-        started = [WorkerProcess.start(name, program=program, **shared) for name in names]
-        workers = dict(zip(names, await asyncio.gather(*started), strict=True))
-        for worker in workers.values():
+
+        async def start(name: str, **more) -> WorkerProcess:
+            own = (roles or {}).get(name.partition("-")[0], {})
+            fields = shared | own | more
+            worker = await WorkerProcess.start(name, program=PROGRAM, **fields)
             stack.push_async_callback(worker.stop)
+            return worker
+
+        started = await asyncio.gather(*map(start, names))
         router_settings = RouterSettings(
             model=DEFAULT_MODEL, model_names=("default",), fleet_token=FleetToken(TOKEN)
         )
@@ -162,23 +220,16 @@ async def ladder_fleet(artifact, redis_url: str, fleet: str, *names: str, **sett
             port=0,
             timeout_graceful_shutdown=1,
         )
+        made = LadderFleet(router, dict(zip(names, started, strict=True)), start)
         server = QuickServer(config)
         server.capture_signals = contextlib.nullcontext
         serving = asyncio.create_task(server.serve())
         try:
             await until(lambda: server.started)
             port = server.servers[0].sockets[0].getsockname()[1]
-            made = LadderFleet(router, f"http://127.0.0.1:{port}", workers)
-            await until(lambda: made.resting, 20)
+            made.url = f"http://127.0.0.1:{port}"
+            await made.rest()
             yield made
         finally:
             server.should_exit = True
             await serving
-
-
-def hold_s(folder: Path, worker: WorkerProcess) -> float:
-    """For how long the event loop of a worker was held at most, in CPU time."""
-    return float((folder / f"{worker.process.pid}").read_text())
-
-
-__all__ = ["LoopHolds"]

@@ -174,3 +174,21 @@ def test_with_an_endpoint_spans_arrive_under_their_parent(
     names = {item.key: item.value.string_value for item in resource.resource.attributes}
     assert names["service.name"] == "baton-router"
     assert (sent.name, sent.parent_span_id.hex()) == ("prefill", PARENT.split("-")[2])
+
+
+def test_counting_up_reads_no_other_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics("worker")
+
+    def collect() -> None:
+        raise AssertionError("an engine reports totals with each step: the page is too long")
+
+    monkeypatch.setattr(metrics._registry, "collect", collect)
+    metrics.count_up("baton_kv_evictions", 5)
+    metrics.count_up("baton_kv_evictions", 7)
+    metrics.count_up("baton_kv_evictions", 3)  # a counter never goes back
+    metrics.count_up("baton_kv_tier_failures", 2, tier="memory", reason="lost")
+    metrics.count_up("baton_kv_tier_failures", 0, tier="memory", reason="late")
+    shown = page(metrics)
+    assert shown["baton_kv_evictions_total"] == 7
+    failures = {name: value for name, value in shown.items() if "tier_failures_total" in name}
+    assert list(failures.values()) == [2], "what never happened has no series"
