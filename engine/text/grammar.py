@@ -25,7 +25,7 @@ from engine.text.tokenizer import TextTokenizer
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "framed"]
 
-MAX_SOURCE_CHARACTERS = 64 * 1024
+MAX_SOURCE_CHARACTERS = 256 * 1024  # 200 tools of some size, or a schema of 50 KB beside them
 ANY_OBJECT = '{"type": "object"}'
 
 # Any tokens that spell a forced text will do. Otherwise llguidance would insist on its own cut of

@@ -32,6 +32,12 @@ _SINGLE = (
     *("items", "additionalItems", "additionalProperties", "propertyNames", "contains"),
     *("not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems"),
 )
+_ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "default", "examples", "$comment"),
+        *("deprecated", "readOnly", "writeOnly"),
+    )
+)
 _JOINTS = ("allOf", "anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
 _MAX_COPIES = 32  # of schemas that others refer to
@@ -72,6 +78,22 @@ def ready(schema: Any) -> Any:
     _Closer(found).close()
     found["x-guidance"] = {**_OPTIONS, **(options if isinstance(options, dict) else {})}
     return found
+
+
+def without_annotations(schema: Any) -> Any:
+    """Copy a schema without the keywords that say nothing of the shape of an answer.
+
+    Descriptions are for the model, which reads them in the prompt. They are most of a long schema.
+    """
+    found = _copied(schema)
+    for _, part in _parts(found, "#"):
+        _drop_annotations(part)
+    return found
+
+
+def _drop_annotations(part: Schema) -> None:
+    for keyword in part.keys() & _ANNOTATIONS:
+        del part[keyword]
 
 
 def lenient(schema: Schema) -> Schema:
@@ -130,6 +152,7 @@ def _copied(value: Any) -> Any:
 def _rewrite(schema: Schema) -> None:
     """Say in other keywords what can be said in them."""
     for _, part in _parts(schema, "#"):
+        _drop_annotations(part)
         known = isinstance(part.get("format"), str) and part["format"] in _FORMATS
         if "format" in part and not known:
             del part["format"]  # an annotation, says the standard, where nobody knows it

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from engine.core.errors import GrammarError
 from engine.text.grammar import MAX_SOURCE_CHARACTERS
-from engine.text.json_schema import lenient, ready
+from engine.text.json_schema import lenient, ready, without_annotations
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 MAX_CALLS = 8
@@ -212,7 +212,7 @@ def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> s
 
 def _schema(tool: Tool) -> dict[str, Any]:
     """The schema of the arguments."""
-    given = {"type": "object", **(tool.parameters or {})}
+    given = without_annotations({"type": "object", **(tool.parameters or {})})
     if len(json.dumps(given)) > MAX_SOURCE_CHARACTERS:
         raise GrammarError(f"{tool.name}: over {MAX_SOURCE_CHARACTERS} characters of parameters")
     if given.keys().isdisjoint(_SAYING_MORE):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import GrammarError, InvalidRequestError
 from engine.text.grammar import ANY_OBJECT, Framed, GrammarKind
-from engine.text.json_schema import checked_afterwards, lenient
+from engine.text.json_schema import checked_afterwards, lenient, without_annotations
 from router.api.bodies.chat import ChatBody
 from router.api.bodies.generation import GenerationBody
 from router.api.bodies.rendering import rendering_of
@@ -84,7 +84,11 @@ def _response_format(body: GenerationBody) -> list[RequestedGrammar]:
     schema = {} if given.json_schema.schema_ is None else given.json_schema.schema_
     if given.json_schema.strict is False and isinstance(schema, dict):
         schema = lenient(schema)
-    return [RequestedGrammar("response_format", "json", json.dumps(schema))]
+    return [RequestedGrammar("response_format", "json", _source(schema))]
+
+
+def _source(schema: dict[str, Any] | bool) -> str:
+    return json.dumps(without_annotations(schema))
 
 
 def checked_schema(body: GenerationBody) -> str:
@@ -133,7 +137,7 @@ def _of(
 ) -> list[RequestedGrammar]:
     grammars = []
     if schema is not None:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        text = schema if isinstance(schema, str) else _source(schema)
         grammars.append(RequestedGrammar(f"{prefix}json", "json", text))
     if regex is not None:
         if (len(regex) - len(regex.rstrip("\\"))) % 2:

@@ -24,6 +24,7 @@ from telemetry.tasks import BackgroundTasks
 COMPILE_LIMIT_S = 2.0
 START_LIMIT_S = 60.0
 _KEPT_VERDICTS = 256
+_KEPT_CHARACTERS = 16 << 20  # of them all
 _MAX_WAITING = 256  # of one tenant
 _EXPENSIVE = "too expensive: "
 
@@ -57,6 +58,7 @@ class GrammarChecker:
         self._metrics = metrics
         self._limit_s = limit_s
         self._known: OrderedDict[Question, Verdict] = OrderedDict()
+        self._known_characters = 0
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._tasks = BackgroundTasks(
@@ -154,10 +156,14 @@ class GrammarChecker:
             await self._kill()  # its answer to this one would be taken for the next one's
             raise
         self._metrics.observe("baton_grammar_compile_seconds", monotonic() - began_s)
-        self._known[question] = verdict
-        while len(self._known) > _KEPT_VERDICTS:
-            self._known.popitem(last=False)
+        self._keep(question, verdict)
         return verdict
+
+    def _keep(self, question: Question, verdict: Verdict) -> None:
+        self._known[question] = verdict
+        self._known_characters += _characters(question, verdict)
+        while len(self._known) > _KEPT_VERDICTS or self._known_characters > _KEPT_CHARACTERS:
+            self._known_characters -= _characters(*self._known.popitem(last=False))
 
     def _refused(self, reason: str) -> None:
         self._metrics.inc("baton_grammar_refusals", reason=reason)
@@ -199,6 +205,10 @@ class GrammarChecker:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def _characters(question: Question, verdict: Verdict) -> int:
+    return len(question.source) + len(verdict.grammar) + len(verdict.error)
 
 
 def _is_gone(process: asyncio.subprocess.Process) -> bool:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from fleet import worker
+from router.memory import collect_rarely
 from telemetry.alive_clock import ALIVE, TICK_S, AliveClock
 
 LOOK_S = 0.005
@@ -37,6 +38,8 @@ class WatchedClock(AliveClock):
     async def run(self) -> None:
         path = Path(os.environ["BATON_TEST_HOLDS"]) / f"{os.getpid()}"
         await asyncio.sleep(1.0)  # imports and the first stream are no requests
+        # A full collection of a shell's objects holds its loop for 50 ms. Routers freeze theirs.
+        collect_rarely()
         watching = asyncio.create_task(
             LoopHolds().watch(lambda longest_s: path.write_text(f"{longest_s:.4f}"))
         )

@@ -14,6 +14,7 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 
 HEADER = "x-baton-ignored"
+MAX_TOOLS = 512  # that one call offers
 _SHOWN_NAMES = 16
 _SHOWN_CHARACTERS = 64
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")

@@ -1,6 +1,6 @@
 """The table of all fields; ``python -m tests.router.api.parameters_page`` writes the docs of it."""
 
-from router.api.bodies.fields import Fields, Refused
+from router.api.bodies.fields import MAX_TOOLS, Fields, Refused
 
 _BEAMS = Refused(
     (None, False),
@@ -89,7 +89,7 @@ CHAT = GENERATION | Fields(
         "max_completion_tokens": "as max_tokens",
         "logprobs": "true or false",
         "top_logprobs": "0 to 20, with logprobs",
-        "tools": "up to 128",
+        "tools": f"up to {MAX_TOOLS}",
         "tool_choice": "none, auto, required, a function, allowed_tools",
         "parallel_tool_calls": "false: one call at most",
         "chat_template_kwargs": "given to the chat template",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from router.api.bodies.common import Body, FunctionName
+from router.api.bodies.fields import MAX_TOOLS
 from router.api.bodies.parameters import FUNCTION, TOOL
 
 
@@ -45,7 +46,7 @@ class SomeTools(Body):
     """A part of the tools that are offered, and whether one of them must be called."""
 
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[ToolNamed], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[ToolNamed], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ToolsAllowed(Body):
@@ -55,7 +56,7 @@ class ToolsAllowed(Body):
     allowed_tools: SomeTools
 
 
-Tools = Annotated[list[ToolOffered], Field(max_length=128)]
+Tools = Annotated[list[ToolOffered], Field(max_length=MAX_TOOLS)]
 ToolChoice = (
     Literal["none", "auto", "required"]
     | Annotated[ToolNamed | ToolsAllowed, Field(discriminator="type")]

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from router.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
+from router.api.bodies.fields import MAX_TOOLS
 from router.api.messages import parameters
 
 
@@ -96,7 +97,7 @@ class CountTokensBody(ModelBody):
 
     messages: Annotated[list[MessagesTurn], Field(min_length=1), FIRST_FAULT]
     system: str | Annotated[list[MessagesBlock], FIRST_FAULT] | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: MessagesThinking | None = None
     output_config: MessagesOutputConfig | None = None

@@ -1,6 +1,6 @@
 """The fields of Anthropic's Messages API; a part of ``docs/parameters.md`` is written from them."""
 
-from router.api.bodies.fields import Fields, Refused
+from router.api.bodies.fields import MAX_TOOLS, Fields, Refused
 
 _CACHED = "prefixes are found without a mark"
 _HINT = "a hint about speed or place; every request is served alike"
@@ -14,7 +14,7 @@ COUNT_TOKENS = Fields(
         "messages": "turns of one side that follow each other are joined; an assistant's last "
         "one is gone on with",
         "system": "text, or blocks of text",
-        "tools": "up to 128",
+        "tools": f"up to {MAX_TOOLS}",
         "tool_choice": "see below",
         "thinking": "see below",
         "output_config": "see below",

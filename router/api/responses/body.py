@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from router.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
+from router.api.bodies.fields import MAX_TOOLS
 from router.api.responses import parameters as table
 
 
@@ -101,7 +102,7 @@ class InputTokensBody(ModelBody):
     input: str | Annotated[list[ResponsesItem], FIRST_FAULT] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[ResponsesFunction], Field(max_length=128)] | None = None
+    tools: Annotated[list[ResponsesFunction], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: ResponsesText | None = None

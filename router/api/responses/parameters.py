@@ -1,6 +1,6 @@
 """The fields of the Responses API; a part of ``docs/parameters.md`` is written from them."""
 
-from router.api.bodies.fields import Fields, Refused
+from router.api.bodies.fields import MAX_TOOLS, Fields, Refused
 
 _HINT = "a hint about speed or price; every request is served alike"
 _NO_TEXT = "of images and files, which are refused where they stand"
@@ -13,7 +13,7 @@ INPUT_TOKENS = Fields(
         "input": "a text, or items",
         "instructions": "before all that was said",
         "previous_response_id": "its conversation stands before the input",
-        "tools": "up to 128",
+        "tools": f"up to {MAX_TOOLS}",
         "tool_choice": "none, auto, required, a function, allowed_tools",
         "parallel_tool_calls": "false: one call at most",
         "text": "see below",

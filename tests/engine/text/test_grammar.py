@@ -80,7 +80,7 @@ def test_white_space_has_an_end(compiler, smollm):
         ("grammar", "start: missing", "unknown name"),
         ("grammar", "root ::= " + "(" * 5000, "recursion"),
         ("grammar", 'root ::= "a', "at line 1"),
-        ("json", '"' + "x" * MAX_SOURCE_CHARACTERS + '"', "at most 65536"),
+        ("json", '"' + "x" * MAX_SOURCE_CHARACTERS + '"', "at most 262144"),
     ],
 )
 def test_what_is_refused(compiler, kind, source, reason):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.core.errors import GrammarError
 from engine.text.grammar import GrammarCompiler, translate, vocabulary_of
-from engine.text.json_schema import ready
+from engine.text.json_schema import ready, without_annotations
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
@@ -132,3 +132,37 @@ def test_nonsense_is_left_to_the_one_who_compiles(schema):
         ready(schema)
     except GrammarError as error:
         assert error.message
+
+
+DESCRIBED = {
+    "title": "city",
+    "description": "A city",
+    "$comment": "for a test",
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "description": "of its mayor", "examples": ["Dr."]},
+        "default": {"enum": [{"description": "kept: it is a value"}]},
+        "size": {"$ref": "#/$defs/description"},
+        "tags": {"type": "array", "items": {"type": "string", "title": "tag", "deprecated": True}},
+    },
+    "$defs": {"description": {"type": "integer", "default": 3, "readOnly": True}},
+}
+PLAIN = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "default": {"enum": [{"description": "kept: it is a value"}]},
+        "size": {"$ref": "#/$defs/description"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "$defs": {"description": {"type": "integer"}},
+}
+
+
+def test_what_says_nothing_of_the_shape_is_left_out():
+    """Names of properties, values and names of definitions stay, whatever they are called."""
+    before = json.dumps(DESCRIBED)
+    assert without_annotations(DESCRIBED) == PLAIN
+    assert json.dumps(DESCRIBED) == before, "the schema of the client is another object"
+    assert ready(DESCRIBED) == ready(PLAIN)
+    assert without_annotations(True) is True

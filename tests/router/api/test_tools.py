@@ -18,7 +18,7 @@ UNIQUE = {
 }
 LONG = {
     "type": "function",
-    "function": {"name": "f", "parameters": {"properties": {"a": {"enum": ["x" * 70_000]}}}},
+    "function": {"name": "f", "parameters": {"properties": {"a": {"enum": ["x" * 270_000]}}}},
 }
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "5"}
 

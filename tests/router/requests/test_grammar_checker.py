@@ -178,7 +178,7 @@ REFUSED = [
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
     ({"guided_grammar": 'root ::= "a'}, "guided_grammar", "at line 1"),
-    ({"guided_regex": "x" * (MAX_SOURCE_CHARACTERS + 1)}, "guided_regex", "at most 65536"),
+    ({"guided_regex": "x" * (MAX_SOURCE_CHARACTERS + 1)}, "guided_regex", "at most 262144"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
     ({"guided_choice": []}, "guided_choice", "at least 1 item"),
     (
@@ -288,3 +288,14 @@ async def test_a_client_that_left_before_its_call_is_prepared_starts_nothing(
     monkeypatch.undo()
     assert fleet.workers["decode-0"].submissions == []
     assert (await fleet.chat()).status_code == 200
+
+
+async def test_verdicts_on_long_grammars_are_bounded_by_their_characters(make_checker):
+    checker = make_checker()
+    for number in range(300):
+        question = Question("grammar", f"{number:06d}" + "a" * 200_000)
+        checker._keep(question, Verdict(error="made up"))
+    characters = [len(q.source) + len(v.error) for q, v in checker._known.items()]
+    assert 70 < len(characters) < 90
+    assert sum(characters) == checker._known_characters <= 16 << 20
+    assert list(checker._known)[-1].source.startswith("000299")
