@@ -98,6 +98,7 @@ bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m loadtest.bench.handoff_machines
 	$(BIN)/python -m loadtest.bench.fleet --out bench-results/fleet
 	$(BIN)/python -m loadtest.bench.router
+	$(BIN)/python -m loadtest.bench.ladder
 	$(BIN)/python -m loadtest.bench.handoff
 	$(BIN)/python -m loadtest.bench.kv.lent_pages
 	$(BIN)/python -m loadtest.bench.kv.overlap

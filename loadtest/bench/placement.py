@@ -121,13 +121,18 @@ def _slot(name: str, status: WorkerStatus) -> Slot:
     return slot
 
 
+def placer_of(slots: list[Slot], book: LoadBook) -> Placer:
+    """A placer of these workers, with an empty index."""
+    settings = RouterSettings(model=DEFAULT_MODEL, model_names=("bench",))
+    return Placer(settings, _Workers(slots), PrefixIndex(), book)
+
+
 def placement_us(prefills: int, decodes: int, placements: int = 300) -> float:
     """Median time of a placement while a part of the workers reports anew."""
     draw = random.Random(1)
     slots = fleet(prefills, decodes, draw)
-    settings = RouterSettings(model=DEFAULT_MODEL, model_names=("bench",))
     book = LoadBook()
-    placer = Placer(settings, _Workers(slots), PrefixIndex(), book)
+    placer = placer_of(slots, book)
     prompts = [tuple(draw.randrange(30_000) for _ in range(_PROMPT_TOKENS)) for _ in range(32)]
     times_s = []
     for number in range(placements):

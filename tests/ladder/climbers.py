@@ -32,6 +32,7 @@ class Climber:
     sizes: tuple[int, ...] = ()
     texts: dict[tuple[int, int], str] = field(default_factory=dict)
     alone: dict[tuple[int, int], str] = field(default_factory=dict)
+    block_bytes: int = BLOCK_TOKENS * 4 * 2 * 2 * 8 * 2  # as ``build_emulated`` has it
 
     async def seed(self, size: int, salt: int) -> None:
         """Bring the fleet to where the prompt can go this path."""
@@ -84,7 +85,7 @@ class MovedAnswer(Climber):
     async def step(self, size: int, salt: int) -> None:
         ask = self.fleet.ask(size, salt, self.mode, max_tokens=MOVED_TOKENS)
         asked = asyncio.create_task(ask)
-        await until(lambda: self._written(size), 60)
+        await until(lambda: self._written(size), 300)
         [active] = [one for one in self._active if one.record.prompt_tokens == size]
         killed = active.decode_id
         self.fleet.workers[killed].signal_all(signal.SIGKILL)
@@ -115,8 +116,8 @@ class BroughtBack(Climber):
         saved = await self._moved("saved")
         await self.fleet.ask(size, salt, self.mode)
         lacking = evicted_blocks(size)
-        async with asyncio.timeout(30):
-            while await self._moved("saved") - saved < lacking * self._block_bytes:
+        async with asyncio.timeout(120):
+            while await self._moved("saved") - saved < lacking * self.block_bytes:
                 await asyncio.sleep(0.1)
         filler = (pool_blocks(size) - size // BLOCK_TOKENS + lacking) * BLOCK_TOKENS
         await self.fleet.ask(filler, salt + 50, self.mode)
@@ -126,13 +127,8 @@ class BroughtBack(Climber):
         answer = await self.fleet.ask(size, salt, self.mode)
         assert answer.cached_tokens > size * 9 // 10
         brought = await self._moved("brought") - before
-        assert brought >= evicted_blocks(size) * self._block_bytes // 2, brought
+        assert brought >= evicted_blocks(size) * self.block_bytes // 2, brought
         self.check(answer, size, salt)
-
-    @property
-    def _block_bytes(self) -> int:
-        """As ``build_emulated`` makes it: 4 layers, K and V, 2 heads of 8 in bf16."""
-        return BLOCK_TOKENS * 4 * 2 * 2 * 8 * 2
 
     async def _moved(self, direction: str) -> float:
         """Bytes that went into the tier, or came back from it."""

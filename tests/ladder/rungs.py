@@ -68,6 +68,7 @@ class LadderFleet:
         self.start = start
         self.gateway = router.parts.gateway
         self.table = self.gateway.workers
+        self.prompt_of = prompt_of
         self.deaths: list[str] = []
         self._avoided = ""
         on_dead = self.table._listener.on_dead
@@ -116,7 +117,7 @@ class LadderFleet:
     def _ask(self, size: int, salt: int, mode: str, fields: dict) -> Answer:
         body = {
             "model": "default",
-            "prompt": prompt_of(size, salt),
+            "prompt": self.prompt_of(size, salt),
             "max_tokens": ANSWER_TOKENS,
             "ignore_eos": True,
             "seed": 7,
@@ -127,7 +128,7 @@ class LadderFleet:
         text = ""
         usage: dict = {}
         with (
-            httpx.Client(timeout=120) as client,
+            httpx.Client(timeout=600) as client,
             client.stream(
                 "POST",
                 f"{self.url}/v1/completions",
@@ -184,7 +185,15 @@ def anonymous_bytes(pid: int) -> int:
 
 
 @contextlib.asynccontextmanager
-async def ladder_fleet(artifact, redis_url: str, fleet: str, *names: str, roles=None, **settings):
+async def ladder_fleet(
+    artifact,
+    redis_url: str,
+    fleet: str,
+    *names: str,
+    roles=None,
+    context_tokens: int = CONTEXT_TOKENS,
+    **settings,
+):
     """A fleet whose workers are all live; ``roles`` are settings of the workers of one role."""
     async with contextlib.AsyncExitStack() as stack:
         registry = Registry(redis_url, fleet)
@@ -209,7 +218,7 @@ async def ladder_fleet(artifact, redis_url: str, fleet: str, *names: str, roles=
             model=DEFAULT_MODEL, model_names=("default",), fleet_token=FleetToken(TOKEN)
         )
         served = ServedModel(
-            artifact, ("default",), max_context_tokens=CONTEXT_TOKENS, emulated=True
+            artifact, ("default",), max_context_tokens=context_tokens, emulated=True
         )
         router = Router(router_settings, served, RegistryWatcher(registry), EventFeed(registry))
         app = router.app()

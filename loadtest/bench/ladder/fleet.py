@@ -1,0 +1,135 @@
+"""The fleet of the bench: Redis, a router as `baton up` starts it, and two workers."""
+
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+import yaml
+
+from loadtest.bench.kv.workers import TOKEN, BenchWorker, bench_worker
+from loadtest.bench.router.processes import BenchError, free_port, redis, running, wait_for
+
+FLEET = "ladder"
+_MIB = 1 << 20
+_STEP_TOKENS = 4096
+
+
+class Peaks(NamedTuple):
+    """The most memory that each process held, MiB."""
+
+    router: float
+    prefill: float
+    decode: float
+
+
+class LadderFleet:
+    """The processes of the fleet.
+
+    Args:
+        url: The router's.
+        router_pid: Its process.
+        workers: The prefill and the decode worker.
+    """
+
+    def __init__(self, url: str, router_pid: int, workers: Sequence[BenchWorker]) -> None:
+        self.url = url
+        self._router = [router_pid]
+        self._workers = [_family(worker.process.pid) for worker in workers]
+
+    def forget_peaks(self) -> None:
+        """Begin to look for peaks of memory anew."""
+        for pid in (*self._router, *(pid for family in self._workers for pid in family)):
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def peaks(self) -> Peaks:
+        """The peaks since then; of a worker those of its shell and its engine."""
+        sums = (sum(map(_peak_mib, family)) for family in (self._router, *self._workers))
+        return Peaks(*sums)
+
+    def router_cpu_s(self) -> float:
+        """User and system time of the router, all threads."""
+        times = psutil.Process(self._router[0]).cpu_times()
+        return times.user + times.system
+
+
+def _family(pid: int) -> list[int]:
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def _peak_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / _MIB
+    return 0.0
+
+
+@contextlib.asynccontextmanager
+async def ladder_fleet(
+    model: str, folder: Path, context_tokens: int, kv_blocks: int
+) -> AsyncIterator[LadderFleet]:
+    """Start all processes; the router knows both workers.
+
+    Args:
+        model: The reference of the model.
+        folder: For the fleet file and the log.
+        context_tokens: The fleet's limit for prompt and answer together.
+        kv_blocks: Of each worker's pool.
+
+    Raises:
+        BenchError: A process did not come up.
+    """
+    engine = {
+        "model": model,
+        "kv_blocks": kv_blocks,
+        "max_context_tokens": context_tokens,
+        "max_step_tokens": _STEP_TOKENS,
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        redis_url = stack.enter_context(redis())
+        told = {"redis_url": redis_url, "fleet": FLEET}
+        workers = [
+            await stack.enter_async_context(bench_worker(name, engine, **told))
+            for name in ("prefill-0", "decode-0")
+        ]
+        port = free_port()
+        file = folder / "fleet.yaml"
+        settings = {
+            "fleet": FLEET,
+            "model": model,
+            "served_model_name": ["default"],
+            "host": "127.0.0.1",
+            "port": port,
+            "max_context_tokens": context_tokens,
+            "max_step_tokens": _STEP_TOKENS,
+            "pools": {"prefill": 1, "decode": 1},
+        }
+        file.write_text(yaml.safe_dump(settings))
+        environment = {
+            **os.environ,
+            "BATON_REDIS_URL": redis_url,
+            "BATON_FLEET_TOKEN": TOKEN,
+            "BATON_STATE_DIR": str(folder),
+        }
+        command = [sys.executable, "-m", "router", "--config", str(file)]
+        log = stack.enter_context((folder / "router.log").open("wb"))
+        router = stack.enter_context(
+            running(command, env=environment, stdout=log, stderr=log),
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_for(lambda: _ready(url), "the router")
+        except BenchError as error:
+            raise BenchError(f"{error}: {(folder / 'router.log').read_text()[-2000:]}") from error
+        yield LadderFleet(url, router.pid, workers)
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready", timeout=10).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False

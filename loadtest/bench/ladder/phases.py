@@ -1,0 +1,109 @@
+"""What the router does with a chat, part by part, with its own functions and by the clock."""
+
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from batonpb.decode_pb2 import Submission
+
+from engine.core.params import SamplingParams
+from loadtest.bench.placement import fleet, placer_of
+from router.api.bodies.chat import ChatBody
+from router.api.bodies.parse import parse
+from router.api.bodies.rendering import rendering_of
+from router.api.structured_output import requested_grammar
+from router.api.tools import messages_of, offered
+from router.placement.booked_load import LoadBook
+from router.placement.native.library import load
+from router.placement.prompt_hashes import native_hashes
+from router.request import GenerationRequest
+from router.served_model import ServedModel
+from wire.tokens import pack_tokens
+
+_SEED = bytes(16)
+
+
+class Phases(NamedTuple):
+    """Milliseconds of the parts, and what went through them.
+
+    Attributes:
+        body: JSON and its checks.
+        grammar: The source of the grammar of the answer; 0 for a free one.
+        template: The text of the prompt.
+        tokenizer: Its token ids.
+        hashes: The names of its blocks.
+        placement: The choice of workers among four, hashes left out.
+        submission: The message to the worker, as bytes.
+        tokens: Of the prompt.
+    """
+
+    body: float
+    grammar: float
+    template: float
+    tokenizer: float
+    hashes: float
+    placement: float
+    submission: float
+    tokens: int
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self.taken: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self.taken[name] = 1e3 * (time.perf_counter() - began_s)
+
+
+def phases_of(raw: bytes, model: ServedModel) -> Phases:
+    """Do once what the router does with a chat, in this process.
+
+    Args:
+        raw: The body.
+        model: The model of the fleet.
+    """
+    watch = _Watch()
+    with watch.part("body"):
+        body = parse(ChatBody, raw, model=model.names[0])
+    with watch.part("grammar"):
+        requested = requested_grammar(body, model)
+    with watch.part("template"):
+        tools = offered(body.tools, body.tool_choice)
+        text = model.render_chat(
+            messages_of(body.messages), tools, rendering_of(body, model.template)
+        )
+    with watch.part("tokenizer"):
+        prompt = tuple(model.encode_rendered(text))
+    with watch.part("hashes"):
+        library = load()
+        if library is not None:
+            native_hashes(library, _SEED, prompt)
+    request = GenerationRequest(
+        request_id=secrets.token_hex(8),
+        prompt=prompt,
+        sampling=SamplingParams(max_tokens=64),
+        arrived_ns=0,
+        deadline_ns=10**18,
+    )
+    placer = placer_of(fleet(2, 2, random.Random(1)), LoadBook())
+    with watch.part("placement"):
+        placer.place(request)
+    watch.taken["placement"] = max(watch.taken["placement"] - watch.taken["hashes"], 0.0)
+    with watch.part("submission"):
+        source = requested.source if requested is not None else ""
+        submission = Submission(request_id="bench", prompt_tokens=pack_tokens(prompt))
+        submission.sampling.grammar = source
+        submission.SerializeToString()
+    return Phases(**watch.taken, tokens=len(prompt))
+
+
+def medians(measure: Callable[[], Phases], rounds: int) -> Phases:
+    """The medians of all parts over some rounds."""
+    columns = zip(*(measure() for _ in range(rounds)), strict=True)
+    return Phases(*(sorted(values)[rounds // 2] for values in columns))
