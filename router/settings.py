@@ -39,7 +39,7 @@ class RouterSettings:
         pull_prefixes: Whether a worker may get leading blocks of a prompt from another one's cache.
         reopen_s: A broken stream must be open again within this time.
         repair_wait_s: How long a request waits for a prefill worker to replace a lost one.
-        unary_prompt_bytes: Longer packed prompts go on a call of their own.
+        unary_prompt_bytes: Longer packed prompts, with their grammars, go on a call of their own.
     """
 
     fleet: str = "local"

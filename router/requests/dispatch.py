@@ -122,7 +122,8 @@ class Dispatcher:
             raise UnavailableError("the worker that was chosen is gone")
         prefill = self._workers.link(placement.prefill_id)
         submission = self._submission(active, link, prefill, placement.placed_ns)
-        alone = len(submission.prompt_tokens) > self._settings.unary_prompt_bytes
+        size = len(submission.prompt_tokens) + len(submission.sampling.grammar)
+        alone = size > self._settings.unary_prompt_bytes
         link.submit(submission, alone=alone)
         if prefill is not None:  # it hears of this from the decode worker; does it live?
             prefill.ask()

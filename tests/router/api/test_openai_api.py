@@ -304,4 +304,6 @@ async def test_long_prompts_go_on_a_call_of_their_own(make_fleet):
     assert short.status_code == long.status_code == 200
     worker = fleet.workers["decode-0"]
     assert worker.unary == [long.json()["id"]]
+    shaped = await fleet.complete([5], guided_choice=["a" * 200, "b"])
+    assert worker.unary == [long.json()["id"], shaped.json()["id"]], "a long grammar is as long"
     assert set(worker.tokens_metadata) == {"secret"}
