@@ -15,6 +15,7 @@ from tests.router.conftest import until
 FIRST = SIZES[2]  # the first that goes by a call of its own: it exceeds 64 KiB
 OTHER_TOKENS = 600  # of the answer that keeps a worker busy
 MOVED_TOKENS = 120
+LARGE = SIZES[1]  # smaller prompts are computed sooner than pulled, and evicted by no answer
 
 
 @dataclass
@@ -177,9 +178,10 @@ def climbers(sizes: Sequence[int], model: str) -> list[Climber]:
     for transport in ("shared_memory", "tcp", "grpc"):
         settings = {"transports": (transport,)}
         found.append(Climber(transport, "disaggregated", pair, settings))
-    found.append(PulledPrefix("pulled_prefix", "colocated", two))
+    large = tuple(size for size in sizes if size >= LARGE)
+    found.append(PulledPrefix("pulled_prefix", "colocated", two, sizes=large))
     found.append(MovedAnswer("moved_answer", "colocated", two))
-    for size in sizes:
+    for size in large:
         tiers = KvTierSettings(memory_mb=64 + size // 500)
         settings = {"kv_blocks": pool_blocks(size), "kv_tiers": tiers}
         found.append(BroughtBack(f"tier_{size}", "colocated", two[:1], settings, sizes=(size,)))

@@ -40,9 +40,13 @@ class WatchedClock(AliveClock):
         await asyncio.sleep(1.0)  # imports and the first stream are no requests
         # A full collection of a shell's objects holds its loop for 50 ms. Routers freeze theirs.
         collect_rarely()
-        watching = asyncio.create_task(
-            LoopHolds().watch(lambda longest_s: path.write_text(f"{longest_s:.4f}"))
-        )
+
+        def note(longest_s: float) -> None:
+            whole = path.with_suffix(".new")  # a reader never sees a half of it
+            whole.write_text(f"{longest_s:.4f}")
+            whole.rename(path)
+
+        watching = asyncio.create_task(LoopHolds().watch(note))
         try:
             await super().run()
         finally:
