@@ -43,7 +43,7 @@ PATHS = {
         "two_ranks",
         "disaggregated",
         PAIR,
-        {"roles": {"prefill": {"tensor_parallel": 2}}},
+        {"roles": {"prefill": {"tensor_parallel": 2, "threads": 1}}},
         sizes=SIZES,
     ),
 } | {
@@ -77,6 +77,7 @@ async def test_long_prompts_of_a_real_model(gemma, redis_server, holds, path: Cl
         "max_context_tokens": CONTEXT_TOKENS,
         "max_step_tokens": 512,
         "kv_blocks": 6000,
+        "threads": 2,
     } | path.settings
     fleet = ladder_fleet(gemma, redis_server.url, path.name, *path.names, **settings)
     async with fleet as path.fleet:
