@@ -171,9 +171,10 @@ class LadderFleet:
         return sums
 
     def held_s(self, folder: Path) -> dict[str, float]:
-        """For how long the event loop of each worker was held at most, in CPU time."""
+        """For how long a callback held the event loop of each worker at most, and which."""
         files = {name: folder / f"{worker.process.pid}" for name, worker in self.workers.items()}
-        return {name: float(file.read_text()) for name, file in files.items() if file.exists()}
+        told = {name: file.read_text() for name, file in files.items() if file.exists()}
+        return {f"{name} {text}": float(text.partition(" ")[0]) for name, text in told.items()}
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -17,9 +17,9 @@ import pytest
 
 from loadtest.bench.ladder import bodies as ladder
 from router.api.bodies.fields import MAX_TOOLS
-from router.memory import give_back
-from tests.ladder.rungs import CONTEXT_TOKENS, HELD_S, LadderFleet, anonymous_bytes, ladder_fleet
-from tests.ladder.test_prompt_sizes import artifact, holds, tiny_model
+from router.memory import collect_rarely, give_back
+from tests.ladder.rungs import CONTEXT_TOKENS, LadderFleet, anonymous_bytes, ladder_fleet
+from tests.ladder.test_prompt_sizes import artifact, check_held, holds, tiny_model
 from tests.ladder.watched_worker import LoopHolds
 from tests.registry.conftest import redis_server
 
@@ -178,22 +178,22 @@ async def test_each_body_by_each_api(artifact, tiny_model, redis_server, holds, 
         ways += [("responses", True), ("messages", True)]
     async with ladder_fleet(artifact, redis_server.url, transport, *names, **settings) as fleet:
         await asyncio.to_thread(fleet.router.parts.model.tokenizer.speed_up)
-        caller, watch = Caller(fleet), LoopHolds()
+        caller = Caller(fleet)
         await check_everywhere(caller, BODIES["short"])
+        collect_rarely()
         before = await memory_bytes(fleet)
-        watching = asyncio.create_task(watch.watch())
         held_s: dict[str, float] = {}
         for name, chat in BODIES.items():
-            if name == LONG_ANSWER:
-                await check_long_answers(caller, ways)
-            else:
-                await check_everywhere(caller, chat)
+            with LoopHolds().watched() as watch:
+                if name == LONG_ANSWER:
+                    await check_long_answers(caller, ways)
+                else:
+                    await check_everywhere(caller, chat)
             held_s |= {f"{name} {worker}": s for worker, s in fleet.held_s(holds).items()}
-            held_s[f"{name} router"] = watch.longest_s
-        watching.cancel()
+            held_s[f"{name} router {watch.what}"] = watch.longest_s
         await fleet.baseline()
         after = await memory_bytes(fleet)
-    assert max(held_s.values()) < HELD_S, held_s
+    check_held(held_s)
     growth = {name: after[name] - before[name] for name in after}
     assert max(growth.values()) < GROWTH_BYTES, growth
 

@@ -1,35 +1,49 @@
-"""``fleet.worker`` with a watched event loop; the longest hold, in CPU seconds, goes to a file."""
+"""``fleet.worker`` with a watched event loop; the longest callback, in CPU time, goes to a file."""
 
 import asyncio
+import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fleet import worker
 from router.memory import collect_rarely
-from telemetry.alive_clock import ALIVE, TICK_S, AliveClock
-
-LOOK_S = 0.005
+from telemetry.alive_clock import ALIVE, AliveClock
 
 
 class LoopHolds:
-    """The longest time for which one event loop did not come round, in CPU time of its thread.
+    """The longest callback of the event loops of this process, in CPU time of its thread.
 
-    CPU time, because on a busy machine other processes hold a loop up too.
+    CPU time of one callback, because on a busy machine other processes hold a loop up too, and many
+    short callbacks wait for it at once. The steps of the task that watches are the test's own.
     """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
+        self.what = ""
 
-    async def watch(self, note=lambda longest_s: None) -> None:
-        """Look until cancelled; ``note`` is called with each new longest hold."""
-        while True:
+    @contextlib.contextmanager
+    def watched(self, note: Callable[["LoopHolds"], None] = lambda holds: None):
+        """Look at each callback; ``note`` is called after one that is the longest so far."""
+        run = asyncio.events.Handle._run
+        own = asyncio.current_task()
+
+        def timed(handle: asyncio.Handle) -> None:
+            stepped = getattr(handle._callback, "__self__", None)
             began_s = time.thread_time()
-            await asyncio.sleep(LOOK_S)
+            run(handle)
             held_s = time.thread_time() - began_s
-            if held_s > self.longest_s:
+            if held_s > self.longest_s and stepped is not own:
                 self.longest_s = held_s
-                note(held_s)
+                self.what = f"{handle} of {stepped}"
+                note(self)
+
+        asyncio.events.Handle._run = timed
+        try:
+            yield self
+        finally:
+            asyncio.events.Handle._run = run
 
 
 class WatchedClock(AliveClock):
@@ -41,19 +55,15 @@ class WatchedClock(AliveClock):
         # A full collection of a shell's objects holds its loop for 50 ms. Routers freeze theirs.
         collect_rarely()
 
-        def note(longest_s: float) -> None:
+        def note(holds: LoopHolds) -> None:
             whole = path.with_suffix(".new")  # a reader never sees a half of it
-            whole.write_text(f"{longest_s:.4f}")
+            whole.write_text(f"{holds.longest_s:.4f} {holds.what}")
             whole.rename(path)
 
-        watching = asyncio.create_task(LoopHolds().watch(note))
-        try:
+        with LoopHolds().watched(note):
             await super().run()
-        finally:
-            watching.cancel()
 
 
 if __name__ == "__main__":
     ALIVE.__class__ = WatchedClock
-    assert TICK_S > LOOK_S
     worker.main()
