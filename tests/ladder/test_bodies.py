@@ -18,7 +18,13 @@ import pytest
 from loadtest.bench.ladder import bodies as ladder
 from router.api.bodies.fields import MAX_TOOLS
 from router.memory import collect_rarely, give_back
-from tests.ladder.rungs import CONTEXT_TOKENS, LadderFleet, anonymous_bytes, ladder_fleet
+from tests.ladder.rungs import (
+    CONTEXT_TOKENS,
+    NO_AUTHORITIES,
+    LadderFleet,
+    anonymous_bytes,
+    ladder_fleet,
+)
 from tests.ladder.test_prompt_sizes import artifact, check_held, holds, tiny_model
 from tests.ladder.watched_worker import LoopHolds
 from tests.registry.conftest import redis_server
@@ -96,7 +102,8 @@ class Caller:
         path, told_of = APIS[api]
         sent = told_of({**body, "stream": stream})
         headers = {"x-baton-mode": mode, "accept-encoding": "identity"}
-        with httpx.Client(base_url=self.fleet.url, timeout=120, headers=headers) as client:
+        fields = {"base_url": self.fleet.url, "headers": headers, "verify": NO_AUTHORITIES}
+        with httpx.Client(timeout=120, **fields) as client:
             answer = client.post(path, json=sent)
             assert answer.status_code == 200, answer.text[:1000]
             if stream:
