@@ -6,6 +6,7 @@ an actor.
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -50,6 +51,7 @@ from registry.kv_events import KvEventPublisher
 from registry.redis_store import Registry
 from registry.types import WorkerRecord, tier_incarnation
 from registry.workers import Presence
+from router.memory import collect_rarely
 from telemetry.alive_clock import ALIVE
 from telemetry.logs import set_up_logs
 from telemetry.metrics import Metrics, serve_metrics
@@ -194,6 +196,7 @@ class Worker:
             presence = Presence(registry, record, count)
             undo.push_async_callback(presence.stop)
             undo.push_async_callback(server.stop, None)
+            collect_rarely()
             await server.start()
             for one in (publisher, *tier_publishers.values()):
                 one.start()
@@ -274,6 +277,7 @@ class Worker:
         await self._parts.decode.close()
         await self._parts.prefill.close()
         await self._undo.aclose()
+        gc.unfreeze()  # see `collect_rarely`: what this life leaves behind is garbage now
         self._closed.set()
 
     async def _fail(self, why: str, code: int) -> None:

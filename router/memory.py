@@ -90,8 +90,10 @@ def collect_rarely() -> None:
     """Look for circles among objects less often, and never among those that are here already.
 
     Tokenizer, templates and modules are hundreds of thousands of objects that live for ever: to
-    look at all of them holds every stream up.
+    look at all of them holds every stream up. Objects that an earlier call kept are looked at
+    again: a worker's next life calls this in the same process.
     """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 20, 20)

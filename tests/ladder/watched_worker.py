@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fleet import worker
-from router.memory import collect_rarely
 from telemetry.alive_clock import ALIVE, AliveClock
 
 
@@ -52,8 +51,6 @@ class WatchedClock(AliveClock):
     async def run(self) -> None:
         path = Path(os.environ["BATON_TEST_HOLDS"]) / f"{os.getpid()}"
         await asyncio.sleep(1.0)  # imports and the first stream are no requests
-        # A full collection of a shell's objects holds its loop for 50 ms. Routers freeze theirs.
-        collect_rarely()
 
         def note(holds: LoopHolds) -> None:
             whole = path.with_suffix(".new")  # a reader never sees a half of it
