@@ -176,7 +176,7 @@ class RequestRecord:
         if run.HasField("prompt_logprobs"):
             return RunResult(gap=not self._take_prompt_logprobs(run.prompt_logprobs))
         if self.request.wants_prompt_logprobs and self.prompt_logprobs is None:
-            raise InternalError("the worker sent a token before the scores of the prompt")
+            return RunResult(gap=True)  # a step on a new stream was faster than its resume
         self.embedding = run.embedding
         result = choice.push(run)
         if not result.fresh_tokens and not run.finish_reason:

@@ -288,12 +288,14 @@ class MiniRouter:
                 assert run.request_id not in self.vectors
                 self.vectors[run.request_id] = run.embedding
                 continue
-            answer = self.tokens.setdefault(run.request_id, {}).setdefault(run.choice, [])
+            answers = self.tokens.setdefault(run.request_id, {})
+            answer = answers.get(run.choice, [])
             fresh = unpack_tokens(run.token_ids)
             self.repeats += max(0, len(answer) - run.index)
             if run.index > len(answer) and self.streams > 1:
                 continue  # from before the resume arrived, which repeats it
             assert run.index <= len(answer), "a hole in the answer"
+            answers[run.choice] = answer
             answer[run.index :] = (
                 fresh if run.index + len(fresh) >= len(answer) else answer[run.index :]
             )

@@ -384,3 +384,13 @@ def test_a_record_that_is_kept_holds_no_schema(model):
     record.release_payload()
     assert (record.request.checked_schema, record.request.checked_tools) == ("", {})
     assert "uniqueItems" not in repr(vars(record.choices[0])).replace("('uniqueItems',)", "")
+
+
+def test_a_token_that_overtakes_the_scores_of_its_prompt_is_a_gap(model):
+    """A step on a new stream can be faster than its resume, which brings scores and token again."""
+    record = RequestRecord(request(prompt_logprobs=1), model.tokenizer)
+    record.next_attempt()
+    result = record.on_run(run(0, IDS[:1]), 5)
+    assert result.gap
+    assert not record.ended
+    assert record.next_indices == [0]
