@@ -1,4 +1,4 @@
-"""YAML as people write it: the data, and the line of every key; what a slip of the pen is told."""
+"""Parse YAML that people write: its data, and the line of each key for error messages."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

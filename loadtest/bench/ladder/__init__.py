@@ -1,1 +1,1 @@
-"""What prompts and bodies of real length cost, step by step of a ladder of sizes."""
+"""Measure prompts and bodies of real length at each step of a ladder of sizes."""
