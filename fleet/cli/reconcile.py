@@ -76,7 +76,7 @@ def _running(config_file: Path, config: FleetConfig) -> FleetState:
 
 
 def _same(file: str, other: str) -> bool:
-    """Whether two paths lead to one file."""
+    """Return whether two paths name one file."""
     with contextlib.suppress(OSError):
         return file == other or Path(file).samefile(other)
     return False

@@ -178,7 +178,7 @@ class ClusterPools:
 
     @property
     def adopted(self) -> bool:
-        """Whether the fleet was there before this process."""
+        """Return whether the fleet existed before this process."""
         return self._was_there
 
     def note_ready(self) -> None:

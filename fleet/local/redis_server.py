@@ -103,7 +103,7 @@ class EmbeddedRedis:
                 return
 
     def answers(self, within_s: float = _ANSWER_WITHIN_S) -> bool:
-        """Whether it answers anything, a refusal too."""
+        """Return whether the server answers, even with an error."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
             asked.settimeout(within_s)
             asked.connect(str(self.socket_path))

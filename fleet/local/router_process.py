@@ -76,7 +76,7 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
     Raises:
         PortTakenError: Somebody else has the port; also if they would share it.
     """
-    held = claim_socket(host, port)  # alone: nobody else has the port, and nobody gets it now
+    held = claim_socket(host, port)  # no other process has the port or can take it now
     if count == 1 or not hasattr(socket, "SO_REUSEPORT"):
         return [held]
     address = held.getsockname()

@@ -103,7 +103,7 @@ def enter(run_folder: Path) -> None:
             os.environ[name] = str(Path(value).absolute())
     os.environ[RUN_FOLDER_VARIABLE] = str(run_folder)
     os.chdir(run_folder)
-    # systemd-tmpfiles removes what nobody has touched for ten days, but not below a locked folder.
+    # systemd-tmpfiles removes files that are unused for ten days, but not below a locked folder.
     # The descriptor stays open until this process ends.
     fcntl.flock(os.open(run_folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)
 

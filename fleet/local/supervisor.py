@@ -294,7 +294,7 @@ class Supervisor:
 
     @property
     def _adopted(self) -> bool:
-        """Whether the fleet has served before: a worker that cannot start must not end it now."""
+        """Return whether the fleet has served: a worker that cannot start must not end it now."""
         return self._pools is not None and self._pools.adopted
 
     def _slots(self) -> list[dict[str, Any]]:

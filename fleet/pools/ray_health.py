@@ -53,7 +53,7 @@ class RayHealth:
 
     @property
     def answers(self) -> bool:
-        """Whether the head has answered the last question."""
+        """Return whether the head answered the last question."""
         return self._unanswered == 0
 
     def close(self) -> None:

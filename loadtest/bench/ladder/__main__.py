@@ -1,4 +1,4 @@
-"""What each step of a ladder of sizes costs in the router, to the first token, and in memory.
+"""Measure what each step of a ladder of sizes costs: router, first token, memory.
 
     python -m loadtest.bench.ladder [--rounds 3] [--json FILE]
 
@@ -42,7 +42,7 @@ _MS = 1e3
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one request; times in ms.
+    """The measurements of one request; times in ms.
 
     Attributes:
         first: To the first token, at the client.
